@@ -1,7 +1,8 @@
-"""Units with ranks of their own and another mean: experts that are split over the data ranks, without a file of the core.
+"""Units with ranks of their own and another mean: experts that are split over the data ranks, without a file of the
+core.
 
-A rank holds one part of the experts' weights, and computes for the samples of all ranks of its node. Its gradient is the
-sum over those ranks already: it is summed over the ranks that hold the same experts, and averaged over all.
+A rank holds one part of the experts' weights, and computes for the samples of all ranks of its node. Its gradient is
+the sum over those ranks already: it is summed over the ranks that hold the same experts, and averaged over all.
 """
 
 from collections.abc import Callable

@@ -20,11 +20,10 @@ SOURCE = Path(partita.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 WIDTH, NUM_BLOCKS, TRACED_STEP = 64, 4, 2
 BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
-# What every path uses, and what has no path of its own: plans, clocks and devices, who watches a rank that waits, and the
-# learning rate.
+# Left out: plans, clocks, devices, the learning rate, and what watches a rank that waits.
 EVERYWHERE = (
-    *("plan/", "errors.py", "optim/schedule.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator"))),
-    *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
+    *("plan/", "errors.py", "optim/schedule.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline",
+    "accelerator"))), *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
 )
 
 

@@ -79,7 +79,7 @@ class CollectiveLog:
 
     @property
     def doing(self) -> str:
-        """What this rank did last."""
+        """Describe what this rank did last."""
         return f"{self.last} (last: {self.operation})" if self.operation else self.last
 
     @property

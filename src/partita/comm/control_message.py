@@ -69,7 +69,7 @@ class ControlMessage(Generic[T]):
         return True
 
     def wait(self) -> T:
-        """What all ranks sent; called once.
+        """Return what all ranks sent; called once.
 
         Raises:
             PartitaError: the ranks are at different calls, or one of them does not send in time.

@@ -66,7 +66,9 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """What moves the tensors. Raises PartitaError: the mesh is closed, or was never opened over these axes."""
+        """The transport of the tensors. Raises PartitaError: the mesh is closed, or was never opened over these
+        axes.
+        """
         found = self._mesh.transports.get(self.axes)
         return self._mesh.transport(self.axes) if found is None else found
 
@@ -135,8 +137,8 @@ class Group:
             return self.transport.sum(tensor, connections)
 
     def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
-        """What every rank sent to this one, in rank order, of the given ``shapes``; ``sent[i]`` goes to rank ``i``.
-        Sizes are free where sender and receiver agree.
+        """Return what every rank sent to this one, in rank order, of the given ``shapes``; ``sent[i]`` goes to rank
+        ``i``. Sizes are free where sender and receiver agree.
         """
         if self.size == 1:
             return list(sent)
@@ -241,7 +243,7 @@ class Group:
         return Board(topic, self.index, self.size) if self._has_notes else None
 
     def watchdog(self) -> Watchdog | None:
-        """What answers for this rank, where others can ask; called on all of them."""
+        """Return a watchdog that answers the questions of other ranks; called on all of them."""
         topic = self._agreed_topic()
         return Watchdog(topic, self.index, self.size, self._mesh.log) if self._has_notes else None
 

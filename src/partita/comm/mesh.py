@@ -81,7 +81,7 @@ class Mesh:
                     self.transports[axes] = transport
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
-        """What moves tensors over ``axes``, named as :meth:`MeshShape.named` does.
+        """Return the transport over ``axes``, named as :meth:`MeshShape.named` does.
 
         Raises:
             PartitaError: they were never opened, or the mesh is closed.
@@ -137,13 +137,13 @@ class Mesh:
         return self.shape.group_index(self.rank, axes)
 
     def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
-        """Whether this rank is the one that saves, reads or writes what each of several ranks has of a state (see
+        """Return whether this rank saves, reads or writes a state that several ranks have alike (see
         :meth:`MeshShape.is_first_replica`); without axes, of what every rank has whole.
         """
         return self.shape.is_first_replica(self.rank, shard_axes)
 
     def stream(self, purpose: str) -> Stream:
-        """Where what is sent for ``purpose`` (parameters or gradients) is posted, in order."""
+        """Return the stream on which messages of one purpose (parameters or gradients) are posted, in order."""
         return self._streams[purpose]
 
     def check_open(self) -> None:

@@ -16,7 +16,7 @@ from partita.plan.mesh_shape import MeshShape
 
 @dataclass
 class Requests:
-    """What stages of a pipeline ask of the ones before them, each by its rank's index along the pipeline."""
+    """The requests of pipeline stages to the ones before them, each by its rank's index along the pipeline."""
 
     _asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -24,8 +24,8 @@ class Requests:
         self._asked[index, request.numel()] = request.clone()
 
     def find(self, index: int, num_arguments: int) -> Tensor | None:
-        """That of a rank about a call with so many arguments; of a rank that was not simulated yet (it has an earlier
-        stage, too), that of any other.
+        """Return the request of a rank about a call with so many arguments; of a rank that was not simulated yet (it
+        has an earlier stage, too), that of any other.
         """
         others = (request for (_, num), request in self._asked.items() if num == num_arguments)
         found = self._asked.get((index, num_arguments))
@@ -72,7 +72,7 @@ class SimulatedRanks(Connections):
 
 
 class Arrived:
-    """What was never under way."""
+    """A message that is complete from the start."""
 
     def wait(self) -> None:
         pass

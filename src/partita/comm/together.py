@@ -1,4 +1,4 @@
-"""What all ranks find out together, so that none waits for one that has given up: errors, settings that differ, memory
+"""Collective checks, so that no rank waits for one that has given up: errors, settings that differ, memory
 that does not suffice.
 """
 

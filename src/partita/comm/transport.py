@@ -24,7 +24,7 @@ from partita.plan.scratch import PIECE_BYTES
 
 
 class Work(Protocol):
-    """What is under way."""
+    """An operation under way."""
 
     def wait(self) -> object: ...
 
@@ -97,7 +97,7 @@ class Exchange:
             work.wait()
 
     def wait(self) -> None:
-        """Until everything has arrived, and what left is with the others."""
+        """Wait until everything has arrived, and the others have received this rank's parts."""
         for _ in self.pieces():
             pass
 
@@ -372,7 +372,7 @@ class HostTransport(_Backed):
         tag: int = 0,
         cut: tuple[int, int] | None = None,
     ) -> tuple[dict[int, Arriving], list[Work]]:
-        """What arrives from, and leaves for, the other ranks. ``cut``: elements that arrive from each, and in a piece
+        """Begin to receive from, and send to, the other ranks. ``cut``: elements that arrive from each, and in a piece
         (None: as many as there is a buffer for, at once).
 
         Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.

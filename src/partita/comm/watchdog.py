@@ -36,8 +36,8 @@ COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/agreeme
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: how many operations it has logged, the place in the code, and the collective of the user's that
-    it waits in.
+    """The position of a rank: how many operations it has logged, the place in the code, and the collective of the
+    user's that it waits in.
     """
 
     events: int
@@ -142,7 +142,7 @@ class Watchdog:
     # ---------------------------------------------------------------------- asking
 
     def describe_ranks(self) -> str:
-        """What every rank is doing, for an error message; asked for once."""
+        """Describe what every rank is doing, for an error message; called once."""
         with self._asking:
             if self._description is None:
                 try:
@@ -208,7 +208,7 @@ class Watchdog:
         return {rank: json.loads(text) for rank, text in found if text}
 
     def _get(self, key: str) -> str:
-        """What is noted under a key; empty if nothing is."""
+        """Return the note under a key; empty if there is none."""
         name = f"{self._prefix}/{key}"
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else ""

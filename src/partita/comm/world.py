@@ -22,9 +22,9 @@ from partita.memory import accelerator
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How this process joins the others: its rank, the number of ranks, the time-out of every operation, how often the
-    processes were started again, how those of one node exchange tensors (``communication.within_node``), and the
-    ``url`` under which they meet (``tcp://host:port``; empty where a group runs already, or for one process).
+    """The way in which this process joins the others: its rank, the number of ranks, the time-out of every operation,
+    how often the processes were started again, how those of one node exchange tensors (``communication.within_node``),
+    and the ``url`` under which they meet (``tcp://host:port``; empty where a group runs already, or for one process).
     """
 
     rank: int
@@ -37,8 +37,8 @@ class Rendezvous:
 
 @dataclass
 class _Started:
-    """What was started here: the group and how many meshes use it; the store under a url, and how many groups it has
-    seen. The store stays while there is no group: rank 0's process may serve it, and the others come back to it.
+    """State that was started here: the group and how many meshes use it; the store under a url, and how many groups it
+    has seen. The store stays while there is no group: rank 0's process may serve it, and the others come back to it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -113,7 +113,9 @@ def named(name: str) -> Iterator[None]:
 
 
 def is_bound_to_device() -> bool:
-    """Whether the default group was given a device. Groups are then split from it, which takes all of its ranks."""
+    """Return whether the default group was given a device. Groups are then split from it, which takes all of its
+    ranks.
+    """
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 

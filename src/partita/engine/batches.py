@@ -68,7 +68,7 @@ def draw_for_evaluation(
 
 
 def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What the model is called with for a micro-batch: a mapping as keywords, a tuple or list as arguments."""
+    """Return the arguments of the model for a micro-batch: a mapping as keywords, a tuple or list as arguments."""
     if isinstance(batch, Mapping):
         return (), batch
     return (batch if isinstance(batch, tuple | list) else (batch,)), {}

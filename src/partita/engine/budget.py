@@ -1,4 +1,4 @@
-"""What may be used of each memory, agreed on by the ranks, so that all place the states alike."""
+"""The memory budget that the ranks agree on, so that all place the states alike."""
 
 import socket
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What an engine is made of: from the config, the model and what the user passes beside them."""
+"""Building an engine's parts from the config, the model and the user's other arguments."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -65,7 +65,7 @@ from partita.sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class Given:
-    """What the user passes beside model and config (see :func:`partita.initialize`)."""
+    """The arguments that the user passes beside model and config (see :func:`partita.initialize`)."""
 
     optimizer: Optimizer | Factory | None
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None

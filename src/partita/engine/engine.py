@@ -302,7 +302,7 @@ class Engine:
         return [float(number) for number in every.view(-1).tolist()]
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set on any rank."""
+        """Return whether ``flag`` is set on any rank."""
         return any(self.each(float(flag)))
 
     def attend(self, call: str) -> None:
@@ -314,7 +314,7 @@ class Engine:
         attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
     def explain(self) -> str:
-        """How the parallel axes split the model: a line for each module with parameters, with who decided."""
+        """Describe how the parallel axes split the model: a line for each module with parameters, with who decided."""
         return "\n".join(self._parts.parallel.lines) or f"every rank computes all of {type(self.module).__name__}"
 
     def memory_report(self) -> MemoryReport:

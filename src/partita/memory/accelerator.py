@@ -32,7 +32,7 @@ _simulated_kind = HOST.type
 
 
 def device_type() -> str:
-    """What tensors are computed on here, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
+    """The type of the device that computes, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return HOST.type
@@ -107,7 +107,7 @@ def simulating(kind: str) -> Iterator[None]:
 
 
 def is_simulated(device: torch.device) -> bool:
-    """Whether what is on the device has no memory and no values."""
+    """Return whether tensors on the device have no memory and no values."""
     return device.type == SIMULATED.type
 
 
@@ -117,22 +117,22 @@ def kind_of(device: torch.device) -> str:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether what is on the device is in the host's memory, and computed there."""
+    """Return whether the device is the host."""
     return kind_of(device) == HOST.type
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is queued beside the host's own."""
+    """Return whether work on the device is queued, and runs beside the host's."""
     return not is_host(device) and not is_simulated(device)
 
 
 def host_of(device: torch.device) -> torch.device:
-    """Where tensors of the host's are, beside this device."""
+    """Return the host's device that goes with this one."""
     return device if is_simulated(device) else HOST
 
 
 def readable(device: torch.device) -> torch.device:
-    """Where tensors are that ranks on this device send each other in order to read them."""
+    """Return the device of tensors that ranks on this device send each other in order to read them."""
     return HOST if is_simulated(device) else device
 
 
@@ -170,7 +170,7 @@ def installed() -> list[tuple[str, int]]:
 
 
 def name(device: torch.device) -> str:
-    """What an accelerator's driver calls it."""
+    """Return the name that an accelerator's driver gives it."""
     return str(torch.get_device_module(device).get_device_properties(device).name)
 
 
@@ -180,7 +180,7 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 
 def new_event(device: torch.device) -> torch.Event:
-    """Of an accelerator."""
+    """Return a new event of an accelerator."""
     return torch.Event(device=device)
 
 
@@ -204,7 +204,7 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of an accelerator's memory, whoever has the rest."""
+    """Return the free bytes of an accelerator's memory, whatever uses the rest."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
@@ -215,7 +215,7 @@ def reclaim(device: torch.device) -> None:
 
 
 def allocated_bytes(device: torch.device) -> tuple[int, int]:
-    """What this process's tensors take of an accelerator's memory, now and at their peak; 0 on the host."""
+    """Return the bytes of this process's tensors in an accelerator's memory, now and at their peak; 0 on the host."""
     if not has_streams(device):
         return 0, 0
     module = torch.get_device_module(device)
@@ -253,7 +253,7 @@ def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], obje
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Of an accelerator's generator."""
+    """Return the state of an accelerator's generator."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 

@@ -63,7 +63,7 @@ class BufferPool:
             self._free[num_bytes] = [self._new(num_bytes) for _ in range(depth)]
 
     def available(self, num_bytes: int) -> bool:
-        """Whether a slot for ``num_bytes`` is free."""
+        """Return whether a slot for ``num_bytes`` is free."""
         return bool(self._free[self._class_of(num_bytes)])
 
     def borrow(self, num_bytes: int, *, spare: bool = False, newest: bool = False) -> Slot:
@@ -159,5 +159,5 @@ def _swap(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 
 
 def storage_swap_available() -> bool:
-    """Whether torch can swap the memory of two storages."""
+    """Return whether torch can swap the memory of two storages."""
     return hasattr(torch.UntypedStorage, "_swap_data_ptr_")

@@ -1,4 +1,4 @@
-"""What this process may use, as the system says: cores, and what is free of each memory that a state can rest in."""
+"""Capacity of this process, as the system says: cores, and what is free of each memory that a state can rest in."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.7, 0.85, 0.95
 
 
 def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
-    """What a process may use, less a margin; the host and the disk are those of its whole node.
+    """Return the memory that a process may use, less a margin; the host and the disk are those of its whole node.
 
     What a model that was passed with its values holds meanwhile counts as taken.
 

@@ -60,14 +60,14 @@ class Region:
 
 @dataclass(frozen=True)
 class DiskReport:
-    """What has been read and written; ``busy_s`` counts the seconds in which at least one block was under way."""
+    """The bytes read and written; ``busy_s`` counts the seconds in which at least one block was under way."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     busy_s: float = 0.0
 
     def since(self, earlier: "DiskReport") -> "DiskReport":
-        """What was moved after ``earlier``."""
+        """Return what was moved after ``earlier``."""
         return DiskReport(
             self.bytes_read - earlier.bytes_read,
             self.bytes_written - earlier.bytes_written,
@@ -257,7 +257,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def in_pages(num_bytes: int) -> int:
-    """What so many bytes take of the file."""
+    """Return the bytes that so many take in the file, in whole pages."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -277,7 +277,7 @@ def _behind(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
 
 
 def scratch_folder(offload: Offload) -> Path:
-    """Where the disk tier is."""
+    """Return the folder of the disk tier."""
     return Path(offload.path or tempfile.gettempdir())
 
 

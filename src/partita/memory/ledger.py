@@ -1,4 +1,4 @@
-"""Who holds which bytes: fed by the code that allocates, never by guessing afterwards."""
+"""The ledger of bytes by what holds them: fed by the code that allocates, never by guessing afterwards."""
 
 import resource
 import sys

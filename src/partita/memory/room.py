@@ -1,4 +1,4 @@
-"""Whether the states of a rank fit into what is free, and would with less split, found before anything is allocated."""
+"""Capacity check: whether a rank's states fit into the free memory, and would with less split, before allocation."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,7 @@ _UNKNOWN = 2**63
 
 
 def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-    """Of the states alone, which are known to the byte: what else a step needs is explained when it is not there.
+    """Check the states alone, which are known to the byte: what else a step needs is explained when it is not there.
 
     Ranks of a node that share its memory are not counted together.
 
@@ -62,7 +62,7 @@ def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.de
 
 
 def _free(model: nn.Module, device: torch.device) -> MemoryBudget:
-    """What is free, with what the model's values take now: they move to where they are planned to rest."""
+    """Return the free bytes, with those of the model's values now: they move to where they are planned to rest."""
     host = host_memory()[1] + _bytes_on(model, accelerator.HOST)
     if accelerator.is_host(device):
         return MemoryBudget(host, 0, _UNKNOWN, one_memory=True)

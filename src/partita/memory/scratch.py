@@ -1,4 +1,4 @@
-"""What the disk tier asks of a scratch file, and one that is not there."""
+"""The interface of the disk tier's scratch file, and one for runs without a disk."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""What is said when memory runs out: who holds what, and which changes to the config would help most."""
+"""Report of a shortage of memory: what holds which bytes, and which changes to the config would help most."""
 
 import errno
 import functools
@@ -60,7 +60,7 @@ class Shortages:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the device or on the host."""
+    """Return whether an error says that memory ran out, on the device or on the host."""
     if isinstance(error, PartitaError):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -130,7 +130,7 @@ class OnDisk(Kept):
         self._disk.release(self.region)
 
     def _is_like(self, other: Tensor) -> bool:
-        """Whether the disk can read into, and write from, this memory without a copy beside it."""
+        """Return whether the disk can read into, and write from, this memory without a copy."""
         on_page = accelerator.is_host(other.device) and other.data_ptr() % ALIGNMENT == 0
         return on_page and other.dtype == self.dtype and other.shape == (self.num_elements,) and other.is_contiguous()
 
@@ -169,7 +169,7 @@ class Staging:
 
 
 class StateMemory:
-    """Where this rank's states are kept; every byte is entered in the ledger.
+    """The memory of this rank's states; every byte is entered in the ledger.
 
     Args:
         disk: opens the disk tier when the first state is kept there.
@@ -231,7 +231,7 @@ class StateMemory:
             self._disk.provide(num_bytes + num_states * ALIGNMENT)  # each begins at a page
 
     def disk_report(self) -> DiskReport | None:
-        """What the disk tier has moved so far; None where nothing rests on it."""
+        """Return the bytes that the disk tier has moved so far; None where nothing is stored on it."""
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:

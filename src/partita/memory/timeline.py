@@ -1,4 +1,4 @@
-"""What a step does, told as it happens to whoever watches: a profile, or the simulator.
+"""Events of a step, reported as they happen to a profile or the simulator.
 
 Spans are named by what is done (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or waited for
 (:data:`WAIT` and that). While nobody watches, telling costs next to nothing.

@@ -73,8 +73,8 @@ def settings_of(optimizer: Optimizer) -> dict[str, object]:
 
 
 def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> bool:
-    """Whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are updated on
-    the CPU, and for states that torch's do not have.
+    """Return whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are
+    updated on the CPU, and for states that torch's do not have.
     """
     on_cpu = is_host(device) or config.zero.offload.optimizer != "none"
     in_16_bits = compute != "fp32" and (on_cpu or config.precision.master == "split")

@@ -120,7 +120,7 @@ NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks told each other before an update.
+    """The messages of all ranks before an update, combined.
 
     ``waves``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no wave
     took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
@@ -172,7 +172,7 @@ class Consensus:
 
     @property
     def members(self) -> list[Member]:
-        """Whose gradients the ranks agree on, in one order."""
+        """The parameters that train, in one order."""
         return [member for bucket in self._reducer.buckets for member in bucket.members]
 
     def before_update(self, call: str) -> Agreed:
@@ -207,7 +207,7 @@ class Consensus:
         return used
 
     def gradient_scale(self, step: int) -> float:
-        """What the gradients collected so far are multiplied by.
+        """Return the factor of the gradients collected so far.
 
         Raises:
             PartitaError: not all of them by the same factor.

@@ -29,7 +29,7 @@ from partita.sharding.segment import Segment
 
 @dataclass(frozen=True)
 class Operands:
-    """What one parameter's update works on: flat weights, a flat gradient, and what it is multiplied by."""
+    """The operands of one parameter's update: flat weights, a flat gradient, and its factor."""
 
     weights: Weights
     grad: Tensor

@@ -82,7 +82,7 @@ class BackwardUpdater(Updater):
         return StepResult(len(left_out) < max(len(squares), 1), norm, 1.0, bool(left_out), lr)
 
     def give_up(self) -> None:
-        """What a backward has updated stays."""
+        """Keep the updates of earlier backwards."""
         if self._queued:
             self._await_updates()
         self._queued = ()

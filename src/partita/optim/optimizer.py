@@ -52,7 +52,7 @@ class InMemory:
 
 
 class UpdateRule(ABC, Generic[OptimizerT]):
-    """How an optimizer updates the parameters of a segment.
+    """A way in which an optimizer updates the parameters of a segment.
 
     Attributes:
         runs_beside: updates run beside the caller on every device, not only where states are off the device.
@@ -122,7 +122,7 @@ class Snapshot:
         return partial(self._take_up, groups, copies(clone.__dict__, self._counted))
 
     def _take_up(self, groups: Groups, attributes: dict[str, Any]) -> None:
-        """What the step has left alone stays as it is by now."""
+        """Take over what the step has changed; other settings stay as they are now."""
         for group, before, after in zip(self._optimizer.param_groups, self._groups, groups, strict=False):
             changed = (key for key in before if key != "params" and not _same(before[key], after[key]))
             group.update({key: after[key] for key in changed})
@@ -218,7 +218,7 @@ class Guard:
 
     @property
     def watched(self) -> bool:
-        """Whether others have hooks on the optimizer's step."""
+        """True if others have hooks on the optimizer's step."""
         optimizer = self._optimizer
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 

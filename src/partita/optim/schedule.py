@@ -70,7 +70,7 @@ class Schedule(LRScheduler):
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is; the curve is the config's."""
+        """Return its position; the curve is the config's."""
         return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr", "base_lrs")}
 
     def get_lr(self) -> list[float | Tensor]:

@@ -155,8 +155,8 @@ class Views:
         self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
-        """What the view keeps of a state that was made before the engine, of the global parameter or of what this rank
-        has of it.
+        """Return the view's part of a state that was made before the engine, of the global parameter or of this
+        rank's part.
         """
         member, place = view.member, view.member.span.place
 
@@ -310,7 +310,7 @@ class DiskStates:
 
 
 def _is_away(state: object) -> bool:
-    """Whether the disk has a state's values. (Of a parameter that is one number all states stay where they are.)"""
+    """Return whether a state's values are on disk. (All states of a parameter with one element stay in memory.)"""
     return isinstance(state, Tensor) and state.numel() == 0
 
 

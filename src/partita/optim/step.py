@@ -417,7 +417,9 @@ class StepUpdater(Updater):
         return f"the gradient of '{found.name}' is not finite ({source}){found.arguments}"
 
     def _first_not_finite(self) -> int:
-        """Which of the members has such a gradient on this rank; their number where none has."""
+        """Return the number of the first member with such a gradient on this rank; the number of members without
+        one.
+        """
         number = 0
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
@@ -444,8 +446,8 @@ def _squares_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
 
 
 def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
-    """What this rank owns of a bucket's reduced gradient, per segment (per parameter, where it is not collected), of
-    what any rank has ``used``: another stage may, and not this one.
+    """Return this rank's parts of a bucket's reduced gradient, per segment (per parameter, where it is not collected),
+    of what any rank has ``used``: another stage may, and not this one.
     """
     if bucket.shard is None:
         return [member.param.grad for member in bucket.members if member.param.grad is not None]

@@ -340,7 +340,7 @@ def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """What the optimizer keeps of a small parameter in each group; None where a trial does not tell."""
+    """Return the states of a small parameter in each group; None where a trial does not tell."""
     if (stepped := _stepped(optimizer)) is None:
         return None
     trial, _ = stepped
@@ -369,7 +369,7 @@ def _stepped(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether a value is as it was: containers by what they hold, objects by which they are."""
+    """Return whether a value is unchanged: containers by what they hold, objects by which they are."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if type(one) is type(other) and isinstance(one, list | dict | set):

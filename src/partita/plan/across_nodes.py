@@ -63,8 +63,8 @@ def needless_crossings(mesh: MeshShape, ranks_per_node: int | None) -> list[Cros
 
 
 def sent_elements(axis: str, size: int, tokens: int, width: int) -> float:
-    """What each rank sends of one transformer layer and step along ``axis``, for ``tokens`` per replica; of a pipeline,
-    what it sends for all of its layers together.
+    """Return the elements that each rank sends of one transformer layer and step along ``axis``, for ``tokens`` per
+    replica; of a pipeline, what it sends for all of its layers together.
 
     Raises:
         ValueError: for another axis than tensor, data and pipeline.

@@ -22,11 +22,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What takes the box out of a tensor, as a view."""
+        """The index that takes the box out of a tensor, as a view."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def meet(self, other: "Box") -> "Box | None":
-        """What lies in both; None where nothing does."""
+        """Return the intersection of both; None where it is empty."""
         if self == other:
             return self if 0 not in self.sizes else None
         offsets = tuple(map(max, self.offsets, other.offsets))

@@ -50,7 +50,7 @@ class FlatRange:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether a box's elements lie in memory in the order of its own coordinates."""
+        """Return whether a box's elements lie in memory in the order of its own coordinates."""
         return self.order == tuple(range(len(self.order)))
 
     def boxes(self, most: int = 2**63) -> Iterator[tuple[Box, slice]]:

@@ -7,7 +7,8 @@ from partita.plan.residence import Encoding
 
 
 class Format(ABC):
-    """How values travel. The core sends them as they are (:data:`FULL`); optional packages add other formats.
+    """A format in which values travel. The core sends them as they are (:data:`FULL`); optional packages add other
+    formats.
 
     Subclasses are immutable and comparable: rows of the table that use equal formats are equal.
     """

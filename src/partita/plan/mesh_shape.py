@@ -36,7 +36,7 @@ def part_of_pipeline(stages: tuple[int, ...]) -> str:
 
 
 def is_part_of_pipeline(axis: str) -> bool:
-    """Whether :func:`part_of_pipeline` made the axis."""
+    """Return whether :func:`part_of_pipeline` made the axis."""
     return axis.startswith(_STAGES)
 
 
@@ -133,8 +133,8 @@ class MeshShape:
         return index
 
     def is_first_replica(self, rank: int, shard_axes: tuple[str, ...] = ()) -> bool:
-        """Whether a rank has coordinate 0 on every axis over which a state that is split over ``shard_axes`` is whole:
-        of all that hold the same part of it, one rank is that.
+        """Return whether a rank has coordinate 0 on every axis over which a state that is split over ``shard_axes`` is
+        whole: of all that hold the same part of it, one rank is that.
         """
         whole = (axis for axis in expand(AXES) if axis not in expand(shard_axes))
         return all(self.coordinate(rank, axis) == 0 for axis in whole)

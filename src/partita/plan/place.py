@@ -1,4 +1,4 @@
-"""Where a rank's local tensor lies in a global parameter: all of it, or ranges of one of its dims."""
+"""The place of a rank's local tensor in a global parameter: all of it, or ranges of one of its dims."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def is_part(self) -> bool:
-        """Whether the local tensor is not the global one as it is."""
+        """True if the local tensor is not the global one."""
         return self.ranges is not None
 
     @cached_property
@@ -47,7 +47,7 @@ class Place:
 
     @cached_property
     def num_elements(self) -> int:
-        """Of the local tensor."""
+        """The number of elements of the local tensor."""
         return math.prod(self.sizes)
 
     def pieces(self) -> Iterator[tuple[Box, Box]]:
@@ -71,7 +71,7 @@ class Place:
 
     @property
     def begins_at(self) -> int | None:
-        """Where in the local tensor's memory the global tensor's first element is; None if it is not there."""
+        """The offset of the global tensor's first element in the local tensor's memory; None if it is not there."""
         return next((first for first, there in self.in_memory() if not any(there.offsets)), None)
 
     @property
@@ -86,7 +86,7 @@ class Place:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the local tensor is several ranges, of which the dim is outermost in memory."""
+        """True if the local tensor is several ranges, of which the dim is outermost in memory."""
         return self.ranges is not None and len(self.ranges) > 1
 
     def _slab(self, start: int, length: int) -> Box:

@@ -66,12 +66,12 @@ class PlannedSegment:
 
     @cached_property
     def publishes(self) -> tuple[PublishPlan, ...]:
-        """How updated weights are published: in the warm-up, if that differs, and later."""
+        """The plans by which updated weights are published: in the warm-up, if that differs, and later."""
         return self.row.strategies.publishes(self)
 
     @property
     def publish(self) -> PublishPlan:
-        """How updated weights are published after the warm-up."""
+        """The plan by which updated weights are published after the warm-up."""
         return self.publishes[-1]
 
     @cached_property
@@ -98,7 +98,7 @@ class PlannedSegment:
         return PlannedGradients(self.layout, self.row, self.mesh)
 
     def is_first_copy(self, rank: int) -> bool:
-        """Whether, of the ranks that have the same part of the states, ``rank`` is the one that saves."""
+        """Return whether ``rank`` saves its part, of the ranks that have the same."""
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.alike_axes, *self.row.copies.axes))
 
     def is_first_of_replica(self, rank: int) -> bool:

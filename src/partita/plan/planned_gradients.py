@@ -65,12 +65,12 @@ class PlannedGradients:
 
     @cached_property
     def syncs(self) -> tuple[SyncPlan, ...]:
-        """How they are summed: in the warm-up, if that differs, and later."""
+        """The plans of their sums: in the warm-up, if that differs, and later."""
         return self.row.strategies.syncs(self)
 
     @property
     def sync(self) -> SyncPlan:
-        """How they are summed after the warm-up."""
+        """The plan of their sums after the warm-up."""
         return self.syncs[-1]
 
     @cached_property

@@ -1,4 +1,6 @@
-"""Where a training state rests: split over which mesh axes, summed or partial, in what encoding, in which memory."""
+"""The residence of a training state: split over which mesh axes, summed or partial, in what encoding, in which
+memory.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +22,9 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a value is stored: ``itemsize`` bytes per value, and ``block_bytes`` more for each block of ``BLOCK``."""
+    """The form in which values are stored: ``itemsize`` bytes per value, and ``block_bytes`` more for each block of
+    ``BLOCK``.
+    """
 
     name: str
     itemsize: int

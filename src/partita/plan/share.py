@@ -1,4 +1,4 @@
-"""What a rank has of one parameter under the axes beside data, and how its gradient becomes the global one."""
+"""A rank's share of one parameter under the axes beside data, and how its gradient becomes the global one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,13 +35,13 @@ class Copies:
 
     @property
     def is_tied(self) -> bool:
-        """Whether other stages have copies."""
+        """True if other stages have copies."""
         return any(map(is_part_of_pipeline, self.summed))
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of one parameter: its ``place``, and who has a copy of that.
+    """A rank's share of one parameter: its ``place``, and the ranks that have copies of it.
 
     Beyond the mean over data and sequence, gradients are averaged over the ranks along ``averaged`` (they are equal up
     to rounding: norm weights under tensor), or summed over those along ``summed`` (they are parts of the true one:

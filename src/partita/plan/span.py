@@ -36,7 +36,7 @@ class Span:
         return self.stop - self.start
 
     def within(self, begin: int, end: int) -> "Span | None":
-        """What of this span lies in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
+        """Return the part of this span in ``[begin, end)`` of the segment, its offset counted from ``begin``."""
         low, high = max(self.offset, begin), min(self.offset + self.num_elements, end)
         if low >= high:
             return None

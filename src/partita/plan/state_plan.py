@@ -75,12 +75,12 @@ class StatePlan:
 
     @property
     def updates_on_device(self) -> bool:
-        """Whether the optimizer finds all that it needs on the device at the step."""
+        """True if all states that the optimizer needs are on the device at the step."""
         return self.gradients_rest and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
 
     @property
     def uses_disk(self) -> bool:
-        """Whether parameters, master weights or moments rest on disk."""
+        """True if parameters, master weights or moments are stored on disk."""
         return Tier.DISK in (self.param_rest.tier, self.master.tier, self.moments.tier)
 
     @property

@@ -57,7 +57,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """How gradients are summed over the ranks: by operations alone, with nothing kept between steps.
+    """A plan by which gradients are summed over the ranks: operations alone, with nothing kept between steps.
 
     Attributes:
         sums: from gradients as they are collected (on the device, in the encoding that they are stored in) to the sums,
@@ -83,7 +83,7 @@ class SyncPlan:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """How updated master weights reach the stored parameters of all ranks: by operations alone.
+    """A plan by which updated master weights reach the stored parameters of all ranks: operations alone.
 
     Attributes:
         needs_master: True if the master weights have memory of their own even where they could be the parameters.

@@ -1,4 +1,4 @@
-"""What travels: calls and bytes by collective, mesh axes and purpose; counted while training, or expected by a plan."""
+"""Traffic: calls and bytes by collective, mesh axes and purpose; counted while training, or expected by a plan."""
 
 import threading
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class TrafficCount:
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """What one rank sends; ``sent_bytes`` are bytes of payload, as a ring or a direct exchange sends them."""
+    """The messages of one rank; ``sent_bytes`` are bytes of payload, as a ring or a direct exchange sends them."""
 
     rows: dict[TrafficKey, TrafficCount]
 
@@ -36,7 +36,7 @@ class TrafficReport:
         return sum(count.sent_bytes for key, count in self.rows.items() if purpose in (None, key.purpose))
 
     def since(self, earlier: "TrafficReport") -> "TrafficReport":
-        """What was sent between two reports."""
+        """Return the messages between two reports."""
         rows = {key: count - earlier.rows.get(key, TrafficCount()) for key, count in self.rows.items()}
         return TrafficReport({key: count for key, count in rows.items() if count != TrafficCount()})
 

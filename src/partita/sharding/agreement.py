@@ -1,4 +1,4 @@
-"""That all ranks gather the same units in the same order, or are told which do not.
+"""Unshard-order check: all ranks gather the same units in the same order, or an error names those that do not.
 
 Ranks that run different modules (a text-only batch, a layer dropped on one rank) would otherwise read each other's
 parameters, or wait for ever.
@@ -23,7 +23,7 @@ PATIENCE_S = 1.0
 
 
 class Agreement(Protocol):
-    """What a rank says before it gathers, and how it waits. ``on_stall`` is called again and again meanwhile."""
+    """A check of the order, around gathers. ``on_stall`` is called again and again meanwhile."""
 
     def gathers(self, number: int) -> None:
         """This rank begins to gather the unit of that number."""
@@ -46,8 +46,8 @@ def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
 
 
 class ComparedLogs:
-    """Where ranks that gather different units wait: nothing is sent beside a gather. A rank that waits too long leaves
-    its log for the others, and looks for what they have left.
+    """The check where ranks that gather different units wait for each other: nothing is sent beside a gather. A rank
+    that waits too long leaves its log for the others, and looks for what they have left.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
@@ -96,8 +96,8 @@ class ComparedLogs:
 
 
 class Announcements:
-    """Where ranks that gather different units would read wrong data: before data, the unit's number is exchanged over
-    the control group. The exchange is asynchronous and is read when the gathered unit is opened.
+    """The check where ranks that gather different units would read wrong data: before data, the unit's number is
+    exchanged over the control group. The exchange is asynchronous and is read when the gathered unit is opened.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:

@@ -188,7 +188,7 @@ def check_buckets_alike(buckets: Sequence[PlannedBucket], group: Group) -> None:
 
 
 class Source(Protocol):
-    """Where values come from instead of the model, by name."""
+    """A source of values in place of the model's, by name."""
 
     title: str
 
@@ -196,7 +196,7 @@ class Source(Protocol):
         """The first of the names that there is a tensor of."""
 
     def unused(self, names: Container[str]) -> list[str]:
-        """What there is that none of these names takes."""
+        """Return the names in the source that none of these takes."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -338,13 +338,13 @@ class Assembly:
                 segment.keep_rest(self._memory, own, is_part=in_parts)
 
     def _attend_fill(self) -> None:
-        """What :meth:`fill` asks of ranks that hold nothing of the unit."""
+        """Take part in :meth:`fill` on a rank that holds nothing of the unit."""
         for _ in range(2):
             with together(self._collectives.all_ranks, self._undo):
                 pass
 
     def _comes_in_parts(self, unit: Unit) -> bool:
-        """Whether each rank can read what it keeps, and nothing else."""
+        """Return whether each rank can read what it keeps, and nothing else."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
         return has_all and not unit.rests_whole and all(segment.keeps_one_part for segment in unit.segments)
 
@@ -369,7 +369,7 @@ class Assembly:
                         member.param[own.slices].copy_(source.read(name, box))
 
     def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
-        """What this rank keeps of a segment."""
+        """Read this rank's part of a segment."""
         assert self._source is not None
         values = torch.zeros(segment.layout.part_elements, dtype=segment.first_dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
@@ -412,7 +412,7 @@ class Assembly:
             module._buffers[name] = buffer.to(self._device)
 
     def _needs_buffers(self, module: nn.Module) -> bool:
-        """Whether a buffer of the module itself has no values, and the source has none for it."""
+        """Return whether a buffer of the module itself has no values, and the source has none for it."""
         path = self._paths[id(module)]
         return any(
             buffer is not None and buffer.is_meta and not self._has(f"{path}.{name}" if path else name)

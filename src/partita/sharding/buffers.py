@@ -201,7 +201,7 @@ class BufferSync:
         }
 
     def _seen(self) -> dict[_Key, tuple[int, int]]:
-        """Which tensor each buffer is now, and its version."""
+        """Return the identity and the version of each buffer now."""
         return {key: (id(buffer), buffer._version) for key, buffer in self._found().items()}
 
     def _summed(self) -> dict[_Key, int]:

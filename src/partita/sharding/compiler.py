@@ -1,4 +1,5 @@
-"""What torch's compiler is told of functions here, without importing it, which takes longer than the rest of partita.
+"""Instructions to torch's compiler about functions here, without importing it, which takes longer than the rest of
+partita.
 
 torch imports it when the first such function runs. The names are those of torch 2.11 and 2.13.
 """

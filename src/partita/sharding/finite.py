@@ -75,7 +75,7 @@ class FiniteWatch:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether anything watched is not finite. Reads it from the device."""
+        """True if anything watched is not finite. Reads it from the device."""
         return self._finite is not None and not bool(accelerator.read(self._finite))
 
     def clear(self) -> None:

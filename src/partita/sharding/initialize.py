@@ -69,7 +69,7 @@ def _blank(tensor: Tensor) -> None:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    """Whether an element is still as :func:`_blank` left it (two truth values leave no room to tell)."""
+    """Return whether an element is still as :func:`_blank` left it (two truth values leave no room to tell)."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())

@@ -34,7 +34,7 @@ _ACCESS = ("__get__", "__set__")
 
 
 def is_access(func: Callable[..., Any]) -> bool:
-    """Whether what torch calls is the reading, or the writing, of an attribute."""
+    """Return whether torch calls the reader, or the writer, of an attribute."""
     return getattr(func, "__name__", "") in _ACCESS
 
 
@@ -74,7 +74,7 @@ def report_reads(report: Report) -> None:
 
 
 class Guardian(Protocol):
-    """Who knows how to make a resting parameter whole, or why it must not be."""
+    """The object that unshards a parameter whose data is asked for, or says why it must not be."""
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
@@ -85,7 +85,7 @@ class Guardian(Protocol):
 
 @dataclass(frozen=True)
 class _Claim:
-    """Who answers for the parameter called ``name``; None once its engine was closed, or is gone.
+    """The guardian of the parameter called ``name``; None once its engine was closed, or is gone.
 
     The guardian holds its parameters: were it held here, they would keep themselves alive.
     """
@@ -158,7 +158,7 @@ def leave_share(param: nn.Parameter) -> None:
 
 
 def is_claimed(param: nn.Parameter) -> bool:
-    """Whether ``param`` belongs to an engine, or has no data, or a share of it alone, since it did."""
+    """Return whether ``param`` belongs to an engine, or has no data, or a share of it alone, since it did."""
     claim = _claims.get(param)
     return param in _left_shares or (claim is not None and (is_resting(param) or claim.guardian() is not None))
 

@@ -86,7 +86,7 @@ _ABOUT_DTYPES = re.compile(
 
 
 class Mode(ABC):
-    """How a model computes in a 16-bit dtype (``precision.mode``).
+    """A way to compute in a 16-bit dtype (``precision.mode``).
 
     Attributes:
         name: what the config calls it.

@@ -11,7 +11,7 @@ from partita.planner.parameters import Holding, inner_names
 
 
 def describe(holding: Holding) -> str:
-    """What must be the same on all ranks."""
+    """Describe everything that must be the same on all ranks."""
     held = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(holding.param))
     return f"quantized parameter '{holding.fqns[0]}', a {type(holding.param).__name__} of {held}"
 

@@ -48,7 +48,7 @@ def scaled_by(factor: float) -> Iterator[None]:
 
 
 def factor_under_way() -> float:
-    """Of the gradients that arrive now."""
+    """Return the factor of the gradients that arrive now."""
     return _factors[-1] if _factors else 1.0
 
 
@@ -379,7 +379,7 @@ class GradientReducer:
         return self._interpreter.seeded(self._user.steps, self._num_seeds)
 
     def _scale_of(self, bucket: Bucket) -> float:
-        """What the bucket's gradients are multiplied by. A rank that has none sends the errors that it keeps all the
+        """Return the factor of the bucket's gradients. A rank that has none sends the errors that it keeps all the
         same. (Where there are several factors, the step is an error.)
         """
         assert self._user is not None

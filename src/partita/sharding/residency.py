@@ -146,7 +146,9 @@ class Residency:
         self._prefetch()
 
     def _recomputes(self, unit: Unit) -> bool:
-        """Whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at once."""
+        """Return whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at
+        once.
+        """
         return torch._C._current_graph_task_id() != -1 and unit.can_gather
 
     @property

@@ -138,7 +138,7 @@ class Runtime:
 
     @property
     def runs_all(self) -> bool:
-        """Whether every rank holds a share of every parameter, and runs every module."""
+        """True if every rank holds a share of every parameter, and runs every module."""
         return self.collectives.mesh.shape.group_size(MODULE_AXES) == self.collectives.all_ranks.size
 
     # ------------------------------------------------------------------ building
@@ -229,7 +229,7 @@ class Runtime:
         return args, kwargs
 
     def _graph_of_now(self) -> Callable[[], None]:
-        """What to do when a backward reaches the output of the forward that ends now."""
+        """Return the function to call when a backward reaches the output of the forward that ends now."""
         version, to_runtime = self.residency.version, weakref.ref(self)
 
         def began() -> None:

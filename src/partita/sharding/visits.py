@@ -95,7 +95,8 @@ def _ignore(*args: object) -> None:
 
 @dataclass(frozen=True)
 class Subscriber:
-    """What is called at the events of some units, in the order of subscription (where units close, in the reverse).
+    """The functions to call at the events of some units, in the order of subscription (where units close, in the
+    reverse).
 
     ``opened`` before a unit's forward; ``closed`` after it, also where it failed, with whether it made a graph;
     ``opened_backward`` when the gradient of the unit's output has come; ``closed_backward`` when that of its input is
@@ -110,7 +111,7 @@ class Subscriber:
 
     @property
     def only_opens(self) -> bool:
-        """Whether nothing but ``opened`` is ever called."""
+        """True if nothing but ``opened`` is ever called."""
         return {self.closed, self.opened_backward, self.closed_backward, self.backward_ended} == {_ignore}
 
 

@@ -1,4 +1,4 @@
-"""Which processes of the same user the kernel lets read this one's memory.
+"""Permission for other processes of the same user to read this one's memory.
 
 Where the Yama security module guards it, a process names one other, which is admitted with all that descend from it,
 for as long as it is named: every single reading is checked.

@@ -78,7 +78,7 @@ def find_node_peers(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank is found: its node and process, the address of a token that proves a reading, the name of the socket
+    """The address of a rank: its node and process, the address of a token that proves a reading, the name of the socket
     that it listens on, and the ``problem`` where it can have no peers.
     """
 

@@ -22,8 +22,13 @@ WIDTH, NUM_BLOCKS, TRACED_STEP = 64, 4, 2
 BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
 # Left out: plans, clocks, devices, the learning rate, and what watches a rank that waits.
 EVERYWHERE = (
-    *("plan/", "errors.py", "optim/schedule.py", *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline",
-    "accelerator"))), *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
+    *(
+        "plan/",
+        "errors.py",
+        "optim/schedule.py",
+        *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator")),
+    ),
+    *(f"comm/{name}.py" for name in ("watchdog", "stall", "blocked")),
 )
 
 

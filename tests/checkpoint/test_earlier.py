@@ -72,6 +72,8 @@ def test_training_continues_with_the_same_bits(folder: str, name: str) -> None:
     pool.run(2, continues, folder, name, None, with_group=False)
 
 
-@pytest.mark.parametrize(("name", "ranks", "zero"), [("plain", 4, {"stage": 3}), ("lean", 2, {"stage": 3}), ("lean", 1,
-{"stage": 0})]) def test_other_ranks_load_it(folder: str, name: str, ranks: int, zero: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "zero"), [("plain", 4, {"stage": 3}), ("lean", 2, {"stage": 3}), ("lean", 1, {"stage": 0})]
+)
+def test_other_ranks_load_it(folder: str, name: str, ranks: int, zero: dict[str, Any]) -> None:
     pool.run(ranks, continues, folder, name, zero, with_group=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from tests import seeds
 from tests.local import pool
 
 SOURCE = Path(__file__).parents[2] / "src" / "partita"
@@ -225,6 +226,7 @@ def found(mutation: Mutation, folder: Path) -> str:
 
 def main() -> int:
     num_lost = 0
+    seeds.chosen()  # one for all ranks
     chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.plan in sys.argv[1:]]
     for mutation in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,1 +1,1 @@
-"""What is kept of the forward for the backward."""
+"""Activation memory: what the forward keeps for the backward."""

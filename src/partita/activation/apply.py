@@ -1,4 +1,4 @@
-"""All that the config says of activations, put on a model."""
+"""Application of the config's settings for activations to a model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ from partita.transforms.modules import ModuleTransforms
 
 @dataclass(frozen=True)
 class Chosen:
-    """The modules that the config names, by name: recomputed ones, those run in tiles, heads whose loss is tiled."""
+    """The modules that the config selects, by name: recomputed ones, those run in tiles, heads with a tiled loss."""
 
     recomputed: dict[str, nn.Module]
     tiled: dict[str, nn.Module]
@@ -38,10 +38,10 @@ class Chosen:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, units: Sequence[str]) -> "Chosen":
-        """By the names of the model's units.
+        """Return the modules that the config selects, given the names of the model's units.
 
         Raises:
-            ConfigError: a name fits nothing, or a module that cannot be treated so.
+            ConfigError: a name matches nothing, or a module that does not support the setting.
         """
         return cls(
             chosen_modules(model, units, config.activations.checkpoint),
@@ -51,10 +51,10 @@ class Chosen:
 
 
 class Activations:
-    """Has the chosen modules keep less for backward, until it is removed.
+    """Makes the chosen modules keep less for backward, until it is removed.
 
     Args:
-        under_way: forwards whose backward is to come, at the most.
+        under_way: the largest number of forwards that await their backward at a time.
     """
 
     def __init__(
@@ -101,22 +101,22 @@ class Activations:
         return self._recomputation.explained()
 
     def check(self) -> None:
-        """Tell all ranks where inputs found no room in their tier on one of them. Called on all ranks.
+        """Report on all ranks if inputs did not fit into their tier on one of them. Called on all ranks.
 
         Raises:
-            PartitaError: on all ranks: they found none.
+            PartitaError: on all ranks: they did not.
         """
         if self._inputs is not None and self._inputs.rooms.tier is not Tier.DEVICE:
             with together(self._all_ranks):
                 self._inputs.rooms.check()
 
     def updated(self) -> None:
-        """A whole step is done. Called on all ranks."""
+        """Note the end of a full step. Called on all ranks."""
         if self._kept is not None:
             self._kept.end_step(self._device, self._all_ranks)
 
     def remove(self) -> None:
-        """Give the modules back what they had."""
+        """Restore the modules."""
         self._changes.undo()
 
 
@@ -125,17 +125,17 @@ def _begin(follower: RestingInputs | KeptWhole, module: nn.Module, args: object)
 
 
 def open_tier(config: Config, memory: StateMemory) -> None:
-    """Have the disk tier there before the first forward, if inputs are to rest in it.
+    """Open the disk tier before the first forward, if inputs are to be stored in it.
 
     Raises:
-        PartitaError: its folder is missing or none, may not be written, or has no space.
+        PartitaError: its folder is missing or is not a folder, is not writable, or has no space.
     """
     if config.activations.offload == Tier.DISK.value:
         memory.provide_disk(0, 1)
 
 
 def inputs_tier(settings: ActivationsSection, device: torch.device) -> Tier:
-    """The tier in which inputs rest: there is nothing to move to the host where the host computes."""
+    """Return the tier in which inputs are stored. If the host computes, there is nothing to move to the host."""
     if settings.offload == "none" or (settings.offload == "host" and accelerator.is_host(device)):
         return Tier.DEVICE
     return Tier(settings.offload)

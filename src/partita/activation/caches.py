@@ -1,4 +1,4 @@
-"""Caches of keys and values, which are for generation: training does without them."""
+"""Caches of keys and values in transformers models: they serve generation, and training runs without them."""
 
 import inspect
 import warnings
@@ -34,7 +34,7 @@ class NoCaches:
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
-        """Have the models make caches as their configurations say."""
+        """Let the models make caches again, as their configurations say."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

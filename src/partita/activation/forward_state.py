@@ -68,11 +68,11 @@ class ForwardState:
         return self._places is None
 
     def places(self) -> list[_Place]:
-        """What the next forward may change."""
+        """Return the buffers and attributes that the next forward may change."""
         return list(self._found()) if self._places is None else self._places
 
     def first_has_run(self, places: Sequence[_Place]) -> list[_Place]:
-        """Remember the buffers, and the attributes that have changed; returns the attributes that are new."""
+        """Remember the buffers and the attributes that the first forward has changed; return the new attributes."""
         known = {place.key for place in places}
         new = [place for place in self._found() if place.key not in known]
         self._places = [place for place in (*places, *new) if place.is_buffer or place.changes or place in new]

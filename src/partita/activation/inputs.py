@@ -1,8 +1,7 @@
-"""Inputs of recomputed modules that rest on the host, on disk, or in parts on several ranks, between forward and
-backward.
+"""Inputs of recomputed modules that are stored on the host, on disk, or in parts on several ranks until backward.
 
-An input leaves while forward goes on, and comes back while the module after its own is in backward. Copies of it exist
-for as long as the graph that needs it.
+An input is offloaded while forward continues, and fetched while the module after its own is in backward. Copies exist
+for as long as the graph that needs them.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1
 (Pa+cpu).
@@ -31,11 +30,11 @@ NUM_STAYING = 2
 
 
 class RestingInputs:
-    """Moves the inputs of modules to where they rest and back, beside the caller's work, until it is closed.
+    """Offloads the inputs of modules and fetches them, overlapping with the caller's work, until it is closed.
 
     Args:
-        tier: in which they rest; the device's own for inputs that are split.
-        partition: which of them are split, and how.
+        tier: where inputs are stored; the device for inputs that are only split over ranks.
+        partition: decides how inputs are split.
     """
 
     def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
@@ -50,12 +49,13 @@ class RestingInputs:
         self.unclaimed = deque[Event]()  # of copies for a backward that never came; they hold what is copied
 
     def begin_forward(self) -> None:
-        """The calls that follow are of another forward of the model."""
+        """Note that the calls that follow are of another forward of the model."""
         self._num_before = self._num_calls
 
     def move(self, tensor: Tensor, module: str, place: int) -> "Moved | None":
-        """What a module is given at a place as a tensor that is moved; None for those that stay: what is no activation,
-        or given to several modules, which need it at other times.
+        """Return the :class:`Moved` for a tensor that a module is given at a place; None for a tensor that stays.
+
+        A tensor stays if it is no activation, or if several modules are given it, which need it at different times.
         """
         if (known := self._moved.get(id(tensor))) is not None and known.source() is tensor:
             known.stay(tensor)
@@ -68,13 +68,13 @@ class RestingInputs:
         return moved
 
     def begin(self, call: "Call") -> tuple[int, int]:
-        """The call's number, and how many calls were before its forward."""
+        """Register a call; return its number, and the number of calls before its forward."""
         self._num_calls += 1
         self._calls[self._num_calls] = weakref.ref(call)
         return self._num_calls, self._num_before
 
     def forward_ended(self) -> None:
-        """What an earlier call was given leaves; what left before it is gone."""
+        """Begin to offload the inputs of an earlier call, and free those that were offloaded before."""
         self._let_go()
         self._calls = {number: call for number, call in self._calls.items() if call() is not None}
         earlier = list(self._calls.values())[:-NUM_STAYING]
@@ -84,8 +84,9 @@ class RestingInputs:
                 self._leaving.append(weakref.ref(moved))
 
     def fetch_before(self, number: int, first: int) -> None:
-        """Begin to bring back what a backward needs after that of call ``number``: an earlier one's inputs, but none
-        up to ``first``, whose graphs may still be there on some ranks and not on others.
+        """Begin to fetch the inputs that backward needs after those of call ``number``: an earlier call's.
+
+        Calls up to ``first`` are left out: their graphs may still exist on some ranks and not on others.
         """
         for other in reversed(list(self._calls)):
             if first < other < number and (call := self._calls[other]()) is not None:
@@ -93,36 +94,36 @@ class RestingInputs:
                 return
 
     def close(self) -> None:
-        """Let what is under way end."""
+        """Wait for the copies under way."""
         self._let_go()
         self._finish()
         self.stream.close()
 
     def _let_go(self) -> None:
-        """Drop the device's memory that copies are done with."""
+        """Wait for the copies off the device, and free the tensors that were copied."""
         self.let_go_of_unclaimed()
         while self._leaving:
             if (moved := self._leaving.popleft()()) is not None:
                 moved.has_left()
 
     def let_go_of_unclaimed(self) -> None:
-        """Drop what copies for graphs that are gone hold."""
+        """Wait for copies whose graphs are gone, and free the memory that they hold."""
         while self.unclaimed:
             self.unclaimed.popleft().wait()
 
     def _finish(self) -> None:
-        """Hold the caller until all copies are done."""
+        """Block the caller until all copies are done."""
         self.stream.run(lambda: None).wait()
         accelerator.wait_for_all(self.device)
 
 
 class Call:
-    """A call of a module, whose forward is run as often as it is asked for.
+    """A call of a module, whose forward may run several times.
 
-    Attributes: ``moved``: what it was given and is moved; ``others``: the other tensors that it was given.
+    Attributes: ``moved``: its inputs that are moved; ``others``: its other input tensors.
 
     Args:
-        forward: is called as the module was.
+        forward: called with the arguments of the module.
         module: its name.
     """
 
@@ -153,17 +154,18 @@ class Call:
         self._number, self._first = inputs.begin(self)
 
     def bring(self) -> None:
-        """Have what is moved here, for the next run; what a backward needs after it begins to come, too."""
+        """Fetch the moved inputs for the next run, and begin to fetch those that backward needs after them."""
         self._inputs.let_go_of_unclaimed()
         self.fetch()
         self._inputs.fetch_before(self._number, self._first)
         self._brought = [moved.get() for moved in self.moved]
 
     def run(self, like: Tensor, *others: Tensor) -> Any:
-        """The module's forward.
+        """Run the module's forward.
 
         Args:
-            like: where it is computed.
+            like: a tensor on the device that computes.
+            others: the inputs that are not moved.
         """
         brought = iter(self._brought or [moved.get() for moved in self.moved])
         self._brought = []
@@ -175,21 +177,21 @@ class Call:
         return self._forward(*values[:num_args], **dict(zip(self._names, values[num_args:], strict=True)))
 
     def fetch(self) -> None:
-        """Begin to bring back what is away."""
+        """Begin to fetch the inputs that were offloaded."""
         for moved in self.moved:
             moved.fetch()
 
 
 @dataclass(frozen=True)
 class Back:
-    """A tensor, whose values are there when ``came`` has passed."""
+    """A tensor whose values are valid once ``came`` has passed."""
 
     tensor: Tensor
     came: Event
 
 
 class Moved:
-    """A tensor that is moved: here, away, or on its way back."""
+    """An input that is moved: on the device, offloaded, or being fetched."""
 
     def __init__(self, inputs: RestingInputs, tensor: Tensor, parts: Parts) -> None:
         self._inputs = inputs
@@ -205,12 +207,12 @@ class Moved:
         self._of_bytes = partial(_of_bytes, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride())
 
     def stay(self, tensor: Tensor) -> None:
-        """Others need the tensor, too."""
+        """Keep the tensor on the device, because others need it, too."""
         self._here = tensor
         self._stays = True
 
     def leave(self) -> None:
-        """Begin to copy the tensor into the tier; it is here, too, until :meth:`has_left`."""
+        """Begin to copy the tensor into the tier. It stays on the device until :meth:`has_left`."""
         if self._here is None or self._stays or self._room is not None:
             return
         own = self._parts.own(_flat_bytes(self._here))
@@ -226,7 +228,7 @@ class Moved:
         self._left = self._inputs.stream.run(copy)
 
     def has_left(self) -> None:
-        """Wait for the copy, and let go of the tensor.
+        """Wait for the copy, and free the tensor.
 
         Raises:
             PartitaError: it was changed meanwhile, or could not be copied.
@@ -240,7 +242,7 @@ class Moved:
             self._here = None
 
     def fetch(self) -> None:
-        """Begin to bring the tensor back."""
+        """Begin to copy the tensor back to the device."""
         if self._here is not None or self._back is not None:
             return
         room, parts, device = self._room, self._parts, self._inputs.device
@@ -258,7 +260,7 @@ class Moved:
         self._back = Back(self._of_bytes(whole), self._inputs.stream.run(copy))
 
     def get(self) -> Tensor:
-        """The tensor, or one with its values.
+        """Return the tensor, or a fetched one with its values.
 
         Raises:
             PartitaError: it was changed since the module was called, or could not be copied.
@@ -293,16 +295,16 @@ _MOVED, _OTHER = object(), object()  # stand for tensors that were given
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a range of memory, in whatever order: then a copy has its strides."""
+    """Return whether a tensor's elements fill a range of memory, in any order: a copy then has the same strides."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _of_bytes(flat: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The tensor that begins where bytes do."""
+    """Return the tensor of this dtype, size and stride that starts at the first byte of ``flat``."""
     return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(size, stride)
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, whatever the order of its dims."""
+    """Return the memory of a dense tensor as flat bytes, whatever the order of its dims."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)

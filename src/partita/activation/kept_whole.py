@@ -1,6 +1,6 @@
-"""Recomputed modules that are kept whole after all: the last ones of a forward, as many as fit.
+"""Calls of recomputed modules that keep everything after all: the last ones of a forward, as many as fit.
 
-Their backward comes first, so what they keep is gone when those before them run their forward again.
+Their backward comes first, so what they keep is freed before earlier modules run their forward again.
 """
 
 import socket
@@ -27,17 +27,18 @@ SPARE_SHARE = 0.8
 
 
 class KeptWhole:
-    """How many calls of recomputed modules, from the end of a forward, keep all that their backward needs.
+    """Decides how many calls of recomputed modules, from the end of a forward, keep everything for their backward.
 
-    The first forward is measured: all is recomputed, and what each call would have kept is counted. So is every later
-    one with larger inputs than any before; until then the number stays as it is. Where more forwards come before a
-    backward than ever before, the one too many keeps nothing, and from then on they share the limit.
+    The first forward is measured: everything is recomputed, and the bytes that each call would have kept are counted.
+    Later forwards with larger inputs than any before are measured, too; otherwise the number stays as it is. If more
+    forwards than ever before await their backward, the additional one keeps nothing, and from then on they share the
+    limit.
 
     Args:
-        limit: bytes of all forwards whose backward is to come; None: :meth:`end_step` sets it.
-        under_way: how many these are at the most, as far as is known.
-        alike: groups of ranks that compute a forward together, and keep alike: those of them that have other numbers
-            of positions, then the others.
+        limit: bytes over all forwards that await their backward; None: :meth:`end_step` sets it.
+        under_way: the largest number of such forwards, as far as it is known.
+        alike: groups of ranks that compute a forward together, and must keep the same calls: those that have other
+            positions, then the others.
     """
 
     def __init__(self, limit: int | None, under_way: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
@@ -57,12 +58,14 @@ class KeptWhole:
         self._awaited = set[int]()  # forwards whose backward is to come
 
     def begin_forward(self) -> None:
-        """The calls that follow are of another forward of the model."""
+        """Note that the calls that follow are of another forward of the model."""
         self._place = 0
         self._inside = False
 
     def end_step(self, device: torch.device, all_ranks: Group) -> None:
-        """Set the limit, if there is none, by what no rank needed so far. Called on all ranks, after a whole step."""
+        """Set the limit, if there is none, from the memory that no rank has needed. Called on all ranks after a full
+        step.
+        """
         self._awaited.clear()  # what no backward came for is not waited for any longer
         if self._limit is None:
             every = all_ranks.exchange_objects((socket.gethostname(), spare_bytes(device)), KEY)
@@ -73,7 +76,7 @@ class KeptWhole:
 
     @contextmanager
     def call(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[bool]:
-        """Around a call of a module with these inputs; gives whether it is kept whole."""
+        """Enclose a call of a module with these inputs; yields True if the call is not recomputed."""
         if self._inside:
             yield False
             return
@@ -90,7 +93,7 @@ class KeptWhole:
             self._inside = False
 
     def follow(self, output: object) -> None:
-        """See when the backward of this forward comes, by what a call gave."""
+        """Watch for the backward of this forward, by the output of a call."""
         if self._inside or self._is_followed:
             return
         come = partial(self._come, self._forward)
@@ -103,7 +106,7 @@ class KeptWhole:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around a forward that is checkpointed, inside the checkpoint."""
+        """Count the bytes that a checkpointed forward would keep; entered inside the checkpoint."""
         there, self._there = self._there, None
         if there is None:
             yield
@@ -145,8 +148,8 @@ class KeptWhole:
 
 @contextmanager
 def _counted(there: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Counts the bytes of storages, beside those that are ``there``, that autograd is given to save, whatever the hooks
-    around this do with them.
+    """Count the bytes of the storages that autograd saves, except those of ``there``; yields a function that returns
+    the sum. The hooks around this block still see every tensor.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     assert hooks is not None

@@ -1,4 +1,4 @@
-"""Logits that are not there yet: what a tiled head returns in their place, for their loss to be computed in tiles."""
+"""Logits that are not computed yet: a tiled head returns them, so that their loss is computed in tiles."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -25,24 +25,24 @@ _PROPERTIES_WITH_VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")
 
 
 class HeadCall(Protocol):
-    """A call of a layer that makes logits of hidden states, which is yet to be made."""
+    """A pending call of a layer that computes logits from hidden states."""
 
     def whole(self, origin: "Origin", asked_by: str) -> Tensor:
-        """The layer's output for ``origin.hidden``: [..., classes]."""
+        """Return the layer's output for ``origin.hidden``: [..., classes]."""
 
     def whole_here(self, origin: "Origin", asked_by: str) -> Tensor:
-        """The same, also where ranks have parts of it."""
+        """Return the same with its values on this rank, also where ranks have parts of it."""
 
     def summed_loss(self, origin: "Origin", target: Tensor, ignored: int, smoothing: float) -> Tensor:
-        """The sum of the cross-entropies of the logits, as rows, with class indices [rows]."""
+        """Return the sum of the cross-entropies of the logits, as rows, with class indices [rows]."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What logits are computed of: the layer's output for ``hidden``, then ``changes`` to each number, in this order.
+    """The computation of logits: the layer's output for ``hidden``, then ``changes`` to each number, in this order.
 
-    ``hidden`` [..., in] has the dims of the logits in their order, but for that of the classes, which among theirs is
-    ``classes_dim``.
+    ``hidden`` [..., in] has the dims of the logits in the same order, except the dim of the classes, which is
+    ``classes_dim`` among those of the logits.
     """
 
     call: HeadCall
@@ -53,21 +53,21 @@ class Origin:
     changes: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def changed(self, logits: Tensor) -> Tensor:
-        """What the layer gave, changed."""
+        """Apply ``changes`` to the layer's output."""
         for change in self.changes:
             logits = change(logits)
         return logits
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
+        """The shape of the logits."""
         shape = list(self.hidden.shape[:-1])
         shape.insert(self.classes_dim, self.num_classes)
         return torch.Size(shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the logits: those of a contiguous tensor, whose last dim is moved to ``classes_dim``."""
+        """The strides of the logits: those of a contiguous tensor, whose last dim is moved to ``classes_dim``."""
         strides, stride = list[int](), self.num_classes
         for size in reversed(self.hidden.shape[:-1]):
             strides.insert(0, stride)
@@ -77,11 +77,11 @@ class Origin:
 
 
 class Logits(Deferred):
-    """Logits with the layer and the hidden states that they are computed of.
+    """Logits that are computed on demand, with the layer and the hidden states that they depend on.
 
-    Elementwise changes by numbers, other shapes that leave the classes as they are, and selected positions give such
-    logits again; :func:`~torch.nn.functional.cross_entropy` of them is computed tile by tile. Whatever else asks for
-    their values has them computed whole.
+    Elementwise functions of numbers, reshapes that leave the classes as they are, and selected positions give such
+    logits again; their :func:`~torch.nn.functional.cross_entropy` is computed tile by tile. Any other use of their
+    values computes them in full.
     """
 
     origin: Origin
@@ -90,7 +90,7 @@ class Logits(Deferred):
 
     @classmethod
     def of(cls, origin: Origin) -> Self:
-        """Logits of this origin, which take no memory."""
+        """Return logits of this origin, which take no memory."""
         like = torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)
         anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # the layer alone may train
         made = cls.place(origin.shape, origin.strides, like, partial(_backward, origin), origin.hidden, anchor)
@@ -100,7 +100,7 @@ class Logits(Deferred):
         return made
 
     def compute(self, reader: str) -> Tensor:
-        """The logits' values, computed once (and again for a graph, if they were computed without)."""
+        """Return the logits' values, computed once (and again for a graph, if they were computed without one)."""
         lacks_graph = torch.is_grad_enabled() and self.requires_grad
         if self._computed is None or (lacks_graph and not self._computed.requires_grad):
             logits = self.origin.changed(self.origin.call.whole(self.origin, reader))
@@ -138,10 +138,10 @@ class Logits(Deferred):
 
 
 def _backward(origin: Origin, gradient: Tensor) -> tuple[Tensor | None, None]:
-    """Send a gradient of all logits through the layer; returns that of the hidden states.
+    """Send a gradient of all logits through the layer; return that of the hidden states.
 
     Raises:
-        PartitaError: gradients of gradients are asked for.
+        PartitaError: gradients of gradients are requested.
     """
     if torch.is_grad_enabled():
         raise PartitaError(
@@ -157,8 +157,10 @@ def _backward(origin: Origin, gradient: Tensor) -> tuple[Tensor | None, None]:
 
 
 def _check_in_place(name: str, args: Sequence[Any]) -> None:
-    """Raises:
-    PartitaError: a change in place of logits of which others were made.
+    """Check that logits from which others were derived are not changed in place.
+
+    Raises:
+        PartitaError: they are.
     """
     changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if changes and args and isinstance(args[0], Logits) and args[0]._is_related:
@@ -174,7 +176,7 @@ Derive = Callable[[Logits, Any, Sequence[Any], Mapping[str, Any]], Origin | None
 
 
 def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """A function of each number by itself; None where it reads other tensors than numbers."""
+    """Return the origin of a function of each number by itself; None if it reads tensors that are not plain numbers."""
     for other in (*others, *kwargs.values()):
         if isinstance(other, torch.device | str) or (
             isinstance(other, Tensor) and (other.dim() or other.requires_grad)
@@ -191,7 +193,7 @@ def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mappi
 
 
 def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Another shape of the same rows."""
+    """Return the origin of the same rows in another shape; None if the classes are changed."""
     origin = logits.origin
     if origin.classes_dim != origin.hidden.dim() - 1:
         return None
@@ -204,7 +206,7 @@ def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
 
 
 def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Some positions, with all their classes."""
+    """Return the origin of some positions, with all their classes; None if classes are selected."""
     origin, (index,) = logits.origin, others
     index = list(index) if isinstance(index, tuple) else [index]
     num_indexed = sum(
@@ -221,7 +223,7 @@ def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
 
 
 def _permuted(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """The dims in another order."""
+    """Return the origin with the dims in another order."""
     origin = logits.origin
     last = origin.hidden.dim() - 1
     if origin.classes_dim != last:
@@ -249,7 +251,7 @@ _COMMUTING = ("mul", "multiply")
 
 
 def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logits | None:
-    """What a function makes of logits, where that is logits that need not be computed, either."""
+    """Return the result of a function of logits as logits that are not computed; None if it needs their values."""
     name, others = func.__name__, args[1:]
     if name in _COMMUTING and not isinstance(args[0], Logits):
         args, others = args[1:], args[:1]
@@ -268,7 +270,7 @@ def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logit
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
-    """``F.cross_entropy`` in tiles; None where it asks for what tiles cannot give."""
+    """Compute ``F.cross_entropy`` in tiles; None if its arguments do not allow that."""
     call = _CROSS_ENTROPY.bind(*args, **kwargs)
     call.apply_defaults()
     asked = call.arguments

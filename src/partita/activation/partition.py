@@ -1,4 +1,4 @@
-"""Inputs that several ranks have alike, split over them: each keeps a part, and all gather it ahead of backward.
+"""Partition of inputs that are equal on several ranks: each rank keeps a part, and all gather it ahead of backward.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1
 (Pa).
@@ -20,33 +20,34 @@ _CONNECTIONS = "parameters"
 
 
 class Parts:
-    """The bytes of a tensor as equal parts, one for each rank of ``group``; of a group of one rank, all of them."""
+    """Equal parts of the bytes of a tensor, one for each rank of ``group``; a group of one rank has all of them."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def part_bytes(self, num_bytes: int) -> int:
-        """Bytes of a part: rounded up."""
+        """Return the bytes of one part, rounded up."""
         return -(-num_bytes // self._group.size)
 
     def whole_bytes(self, num_bytes: int) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts together."""
         return self.part_bytes(num_bytes) * self._group.size
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's part of the bytes ``[n]``; where they do not divide, the last ranks' parts are shorter."""
+        """Return this rank's part of the bytes ``[n]``; if they do not divide evenly, the last parts are shorter."""
         part = self.part_bytes(flat.numel())
         return flat[part * self._group.index : part * (self._group.index + 1)]
 
     def complete(self, whole: Tensor) -> None:
-        """Gather the other ranks' parts into ``[whole_bytes]``, whose own part is there."""
+        """All-gather the other ranks' parts into ``whole`` ``[whole_bytes]``, which contains this rank's part."""
         if self._group.size > 1:
             self._group.all_gather(whole, self.own(whole), PURPOSE, connections=_CONNECTIONS).wait()
 
 
 class Partition:
-    """Splits what the ranks of ``group`` have alike, and leaves whole what they do not (the input of a layer whose
-    inputs are split already).
+    """Splits inputs that are equal on the ranks of ``group``, and leaves others as they are.
+
+    Inputs differ where they are split already, as those of layers under tensor parallelism may be.
 
     Args:
         alone: the group of this rank.
@@ -59,9 +60,9 @@ class Partition:
         self._alike = dict[tuple[str, int], bool]()
 
     def parts(self, module: str, place: int, flat: Tensor) -> Parts:
-        """How the bytes rest that a module's call is given at a place.
+        """Return how the bytes are split that a module's call is given at a place.
 
-        Whether ranks have them alike is found by comparing them, at the first call of each module.
+        At the first call of each module the ranks compare the bytes to find whether they are equal.
         """
         if self._group.size == 1:
             return self._whole

@@ -1,7 +1,8 @@
 """Modules that keep only their inputs for backward, and run forward again there.
 
-T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selectively, results that are expensive to
-compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 5.
+T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. With selective recomputation, results that
+are expensive to compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 5.
 """
 
 import re
@@ -49,7 +50,7 @@ EXPENSIVE = frozenset(
 
 
 def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that ``activations.checkpoint`` asks for, by name.
+    """Return the modules that ``activations.checkpoint`` selects, by name.
 
     Args:
         units: names of the model's units; those that have modules inside them are recomputed for ``units`` and
@@ -74,14 +75,14 @@ def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequenc
 
 
 class Recomputation:
-    """Has modules run forward again in backward, until it is removed.
+    """Makes modules run forward again in backward, until it is removed.
 
-    A module's hooks stay around it: where its parameters are sharded, they are whole while it runs, both times.
+    A module's hooks run both times: if its parameters are sharded, they are unsharded while it runs.
 
     Args:
-        tiled: modules that do so for some positions at a time.
+        tiled: modules that are recomputed for some positions at a time.
         inputs: moves the inputs of the others.
-        kept: says which of their calls are not recomputed.
+        kept: decides which of their calls are not recomputed.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Recomputation:
         """Turn torch's error about a repeated forward into one that names the module.
 
         Raises:
-            PartitaError: it computed other tensors than the first time.
+            PartitaError: the repeated forward computed other tensors than the first one.
         """
         try:
             yield
@@ -125,7 +126,7 @@ class Recomputation:
 
 
 def _difference(said: str) -> str:
-    """What torch's checkpoint says of the first tensor that differs, or else of their number."""
+    """Return what torch's checkpoint reports of the first tensor that differs, or else of their number."""
     if found := _DIFFERS.search(said):
         place, saved, repeated = found.groups()
         return f"Of the tensors that it saves, the first that differs is number {place}: {saved}, then {repeated}"
@@ -173,7 +174,7 @@ class Recomputed:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _is_first(self) -> bool:
-        """Whether this is the forward itself, where it is known: no repetition of it, and not in a compiled graph."""
+        """Return whether this is known to be the forward itself: no repetition of it, and not in a compiled graph."""
         if torch.compiler.is_compiling():
             warn_of_compiled()
             return False
@@ -191,7 +192,7 @@ class Recomputed:
         return output
 
     def _contexts(self, *begun: Callable[[], None]) -> Contexts:
-        """Around the forward, and around its repetitions, of which ``begun`` are told first."""
+        """Return the contexts of the forward and of its repetitions; each repetition calls ``begun`` first."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
         call = ForwardCall(self._state)
         measured = nullcontext() if self._kept is None else self._kept.measured()
@@ -200,7 +201,7 @@ class Recomputed:
 
 @contextmanager
 def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    """A block inside several others, outermost first."""
+    """Enter several contexts, outermost first."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -208,10 +209,10 @@ def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class Repeating:
-    """Around each repetition of a module's forward (a graph that is kept may have several).
+    """The context of each repetition of a module's forward (a graph that is kept may have several).
 
-    Buffers are copies meanwhile, with the values that the forward found: it has changed them (a batch norm's running
-    mean) when it ran first.
+    Buffers are copies meanwhile, with the values that the first forward read: it has changed them since (a batch norm's
+    running mean).
     """
 
     def __init__(
@@ -238,7 +239,7 @@ def _is_checked() -> bool:
 
 @constant
 def warn_of_compiled() -> None:
-    """Once for each graph."""
+    """Warn once for each graph that settings do not apply to compiled modules."""
     warnings.warn(
         "activations.offload, partition and keep_bytes leave compiled modules as they are: their inputs stay whole on "
         "the device, and they are recomputed; set them to none, or do not compile what activations.checkpoint names",
@@ -247,12 +248,12 @@ def warn_of_compiled() -> None:
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """Whether a module of transformers checkpoints its own calls (``activation_checkpointing_enable``)."""
+    """Return whether a transformers module checkpoints its own calls (``activation_checkpointing_enable``)."""
     return bool(module.training and getattr(module, "gradient_checkpointing", False))
 
 
 def selecting() -> Contexts:
-    """Keep the results of the expensive operators, around a forward and around its repetition."""
+    """Return the contexts of a forward and its repetition that keep the results of the expensive operators."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 

@@ -1,4 +1,4 @@
-"""Memory of a tier that copies of activations have for as long as they exist."""
+"""Memory of a tier for copies of activations."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,16 +13,16 @@ STATE = "activations"
 
 
 class Rooms:
-    """Memory of the tier, lent to copies for as long as they exist.
+    """An allocator of tier memory for copies of activations.
 
-    There are as many rooms as there were copies at a time, each as large as the largest that it was used for: where
-    lengths vary, nothing is taken any more once the longest were seen.
+    There are as many rooms as there were copies at a time, each as large as the largest copy in it: if lengths vary,
+    nothing is allocated any more once the longest were seen.
 
-    Where the tier has no room the copy is on the device: this rank goes on as the others do, until all of them
+    If the tier is full, a copy is made on the device: this rank continues as the others do, until all of them
     :meth:`check`.
 
     Args:
-        finish: waits for what is under way between copies and rooms.
+        finish: waits for all copies from and to rooms.
     """
 
     def __init__(self, memory: StateMemory, tier: Tier, device: torch.device, finish: Callable[[], object]) -> None:
@@ -35,7 +35,7 @@ class Rooms:
         self._problem: PartitaError | None = None
 
     def take(self, num_bytes: int) -> Kept:
-        """A room of at least so many bytes."""
+        """Return a room of at least ``num_bytes``."""
         while self._returned:
             self._free.append(self._returned.popleft())
         self._free.sort(key=lambda room: room.num_elements)
@@ -52,13 +52,15 @@ class Rooms:
             return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
 
     def give_back(self, room: Kept) -> None:
-        """Let others have the room, after what the stream has been given to do with it."""
+        """Let later copies use the room, after the work that the stream was given for it."""
         if room.tier is self.tier:
             self._returned.append(room)
 
     def check(self) -> None:
-        """Raises:
-        PartitaError: the tier had no room since this was called before.
+        """Check that the tier was not full since the last call.
+
+        Raises:
+            PartitaError: it was.
         """
         problem, self._problem = self._problem, None
         if problem is not None:

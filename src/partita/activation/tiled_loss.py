@@ -1,7 +1,7 @@
-"""A head and its loss, computed tile by tile: the logits of a batch are never whole.
+"""A head and its loss, computed tile by tile: the logits of a batch never exist in full.
 
-The gradients of a tile are made right after its loss, while its logits are there, so that each is computed once. Of
-what the loss leaves for backward, nothing has the size of the logits.
+The gradients of a tile are computed right after its loss, while its logits exist, so that each logit is computed once.
+Nothing that the loss saves for backward has the size of the logits.
 """
 
 import warnings
@@ -42,7 +42,7 @@ MOST_ROWS = 1024
 
 
 class TiledHeads:
-    """Has heads return logits that are not computed until they are asked for, until it is removed."""
+    """Makes heads return logits that are computed on demand, until it is removed."""
 
     def __init__(self, heads: Mapping[str, nn.Linear], settings: Loss) -> None:
         tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
@@ -58,7 +58,7 @@ class TiledHeads:
 
 
 def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[str, nn.Linear]:
-    """The layers whose logits are to be computed in tiles, by name: those that ``loss.head`` names.
+    """Return the layers whose logits are computed in tiles, by name: those that ``loss.head`` selects.
 
     Args:
         units: names of the model's units. ``auto`` takes what the model's ``get_output_embeddings`` returns, else the
@@ -111,10 +111,10 @@ def _usual_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
 
 
 class TiledHead:
-    """A linear layer whose calls return :class:`~partita.activation.logits.Logits` where gradients are recorded.
+    """A linear layer whose calls return :class:`~partita.activation.logits.Logits` if gradients are recorded.
 
-    What they are asked for is computed in a call of the layer, so that its hooks have its weight whole: once, however
-    many tiles there are.
+    Values are computed in a call of the layer, so that its hooks unshard its weight: once, however many tiles there
+    are.
     """
 
     def __init__(self, name: str, module: nn.Linear, tile_bytes: int | None) -> None:
@@ -147,7 +147,7 @@ class TiledHead:
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """``loss(rows)`` in the place of the layer's own forward, between its hooks."""
+        """Compute ``loss(rows)`` in place of the layer's own forward, between its hooks."""
         self._loss = loss
         try:
             computed: Tensor = self._module._call_impl(rows)
@@ -156,7 +156,7 @@ class TiledHead:
         return computed
 
     def forward(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Wrap the layer's forward: run a loss in its place where one is to be computed."""
+        """Wrap the layer's forward: compute a loss in its place if one is pending."""
         if self._loss is not None:
             return self._loss(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ class TiledHead:
         return own(*args, **kwargs)
 
     def warn_of(self, asked_by: str) -> None:
-        """Say once that logits are computed whole."""
+        """Warn once that logits are computed in full."""
         self._warn(f"'{asked_by}'")
 
     @property
@@ -173,23 +173,23 @@ class TiledHead:
         return ShareOfLoss.of(self._name, self._module)
 
     def rows_of_tile(self, itemsize: int) -> int:
-        """How many rows of logits with numbers of so many bytes make a tile."""
+        """Return the number of rows of logits in a tile, with ``itemsize`` bytes per number."""
         if self._tile_bytes is None:
             return min(self._module.in_features, MOST_ROWS)
         return max(1, self._tile_bytes // (self._module.out_features * itemsize))
 
     @property
     def weight(self) -> Tensor:
-        """[classes, in]; at rest between the layer's calls."""
+        """The weight [classes, in]; sharded between the layer's calls."""
         return self._module.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """[classes]."""
+        """The bias [classes]."""
         return self._module.bias
 
     def versions(self, hidden: Tensor) -> tuple[int, int]:
-        """How often the weight and an input have been changed."""
+        """Return the version counters of the weight and of an input."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._module.weight._version, hidden._version
 
@@ -209,9 +209,12 @@ class TiledHead:
 
 @dataclass(frozen=True)
 class ShareOfLoss:
-    """What of a head's loss a rank computes: of its part of the ``vocabulary``, and some of the rows, of which those of
-    the ``blocks``' sequence ranks have as many each (None: all). Inside ``block`` the head's weight
-    is this rank's part.
+    """The part of a head's loss that a rank computes.
+
+    Attributes:
+        vocabulary: its part of the classes (None: all of them).
+        blocks: the blocks of the model whose sequence ranks divide the rows evenly among them (None: all rows).
+        block: the context in which the head's weight is this rank's part.
     """
 
     vocabulary: Vocabulary | None
@@ -220,10 +223,10 @@ class ShareOfLoss:
 
     @staticmethod
     def of(name: str, module: nn.Module) -> "ShareOfLoss":
-        """By the wrappers that the parallel axes have put around its forward.
+        """Return the share that the wrappers of the parallel axes around the head's forward define.
 
         Raises:
-            ConfigError: each tensor rank has another part of it than of the vocabulary.
+            ConfigError: tensor ranks have split the head otherwise than by the vocabulary.
         """
         vocabulary, blocks, block = None, None, cast(AbstractContextManager[None], nullcontext())
         for forward in forward_wrappers(module):
@@ -239,7 +242,7 @@ class ShareOfLoss:
         return ShareOfLoss(vocabulary, blocks, block)
 
     def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
-        """This rank's rows, with their targets, and of which slices they are."""
+        """Return this rank's rows, their targets, and how the rows are sliced over ranks (None: they are not)."""
         if self.vocabulary is not None:
             rows = enter(rows, self.vocabulary.group)
         if self.blocks is None or not self.blocks.are_on or self.blocks.slices is None:
@@ -250,7 +253,7 @@ class ShareOfLoss:
 
 
 class Call:
-    """A call of a head, ``own(hidden)`` with ``hidden`` [..., in], that is made when its output is asked for."""
+    """A pending call of a head, ``own(hidden)`` with ``hidden`` [..., in], that is made when its output is needed."""
 
     def __init__(
         self,
@@ -304,8 +307,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What the loss of logits of ``origin`` is to be, ``rows`` of them at a time: see ``F.cross_entropy``. The logits
-    are those of this rank's part of the ``vocabulary`` (None: all).
+    """The arguments of the loss of logits of ``origin``, for ``rows`` of them at a time: see ``F.cross_entropy``. The
+    logits are those of this rank's part of the ``vocabulary`` (None: all).
     """
 
     origin: Origin
@@ -316,7 +319,7 @@ class Tiles:
     vocabulary: Vocabulary | None
 
     def loss(self, logits: Tensor, start: int) -> Tensor:
-        """Summed, of the head's output for the tile that begins at row ``start``."""
+        """Return the summed loss of the head's output for the tile that begins at row ``start``."""
         target = self.target[start : start + self.rows]
         changed = self.origin.changed(
             logits if self.vocabulary is None else split_logits(logits, Split(self.vocabulary))
@@ -376,7 +379,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """In place where no other backward comes through the graph: so large a tensor is not wanted twice."""
+    """Multiply a gradient by a factor; in place, to save memory, unless the graph is kept for another backward."""
     if gradient is None:
         return None
     if torch._C._autograd._get_current_graph_task_keep_graph():

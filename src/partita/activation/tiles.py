@@ -1,4 +1,4 @@
-"""Position-wise modules, run on some positions at a time: what they compute inside is never there for all of them.
+"""Position-wise modules that run on some positions at a time, so that their intermediate results never exist for all.
 
 S. Bekman et al., "Arctic Long Sequence Training", 2025 (its tiled MLP).
 """
@@ -17,7 +17,7 @@ KEY = "tiled.mlp"
 
 
 def tiled_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules that ``tiled.mlp`` names, by name.
+    """Return the modules that ``tiled.mlp`` selects, by name.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -29,7 +29,8 @@ def tiled_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
 class InTiles:
     """Calls a module's forward with a part of [..., positions, in] at a time, by ``run(forward, part)``.
 
-    A tile has as many rows as they are wide, so what it needs inside does not grow with the number of positions.
+    A tile has as many rows as a row has elements, so the memory it needs inside does not grow with the number of
+    positions.
     """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:

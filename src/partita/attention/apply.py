@@ -1,4 +1,4 @@
-"""Block-sparse attention in a model, by configuration: which modules have it, and their forwards."""
+"""Application of block-sparse attention to a model: the modules that the config selects, and their forwards."""
 
 import inspect
 import sys
@@ -18,8 +18,10 @@ _DOT_PRODUCTS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 
 
 def layout_of(settings: AttentionSection, causal: bool) -> Layout:
-    """Raises:
-    ConfigError: the settings do not make one.
+    """Return the layout that the settings describe.
+
+    Raises:
+        ConfigError: they do not describe one.
     """
     window = settings.window
     return Layout(
@@ -34,10 +36,10 @@ def layout_of(settings: AttentionSection, causal: bool) -> Layout:
 
 
 class SparseAttention:
-    """What ``attention`` asks for of a model, checked; nothing is changed before :meth:`apply`.
+    """The change that the config's ``attention`` makes to a model, checked; the model is changed by :meth:`apply` only.
 
     Raises:
-        ConfigError: the settings make no layout, or a module's attention cannot be intercepted.
+        ConfigError: the settings do not describe a layout, or a module's attention cannot be intercepted.
     """
 
     def __init__(self, model: nn.Module, settings: AttentionSection) -> None:
@@ -61,7 +63,7 @@ class SparseAttention:
 
     @property
     def lines(self) -> list[str]:
-        """What each module attends by, for :meth:`Engine.explain`."""
+        """A line for each changed module with its pattern, for :meth:`Engine.explain`."""
         return [f"{name}: {self._said}" for name in self._modules]
 
     def apply(self) -> None:
@@ -88,7 +90,7 @@ def _nothing(module: nn.Module, args: object) -> None:
 
 
 def _names_in_forward(module: nn.Module) -> set[str]:
-    """Global names and attributes that the forward of its class uses."""
+    """Return the global names and attributes that the forward of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set(code.co_names) if code is not None else set()
 
@@ -116,7 +118,9 @@ def _all_attention(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attention_in(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The attention modules at and inside those that match; where there are none, these call it through functions."""
+    """Return the attention modules at and inside the modules that match; a match without any calls attention through
+    functions, and is returned itself.
+    """
     chosen: set[int] = set()
     for pattern in patterns:
         matching = modules_like(model, pattern, "attention.layers")

@@ -1,4 +1,4 @@
-"""The blocks of keys that each block of queries visits, made from the pattern's ranges without trying pairs."""
+"""The blocks of keys that each block of queries visits, computed from the pattern's ranges without trying pairs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +12,11 @@ from partita.attention.segments import Segments, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Which key each query sees, by number: what masks are made of. Fields are [samples, queries filled up to blocks].
+    """The mask of a batch, as a function of the numbers of a query and a key.
 
-    ``single`` has a flag for each pair of blocks of each segment; a query's begin at ``table``, ``width`` to a row.
-    ``origin`` [samples, blocks]: where only some blocks of keys are there, which ones they are (-1: none).
+    Fields are [samples, queries padded to full blocks]. ``single`` has a flag for each pair of blocks of each segment;
+    a query's flags begin at ``table``, with ``width`` flags per row. ``origin`` [samples, blocks]: if only some blocks
+    of keys are present, their numbers (-1: none).
     """
 
     layout: Layout
@@ -30,7 +31,7 @@ class Sight:
     origin: Tensor | None = None
 
     def __call__(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Bool, of the shape that the three have together."""
+        """Return True where a query sees a key, in the shape to which the three arguments broadcast."""
         if self.origin is not None:
             block = self.layout.block
             key = self.origin[sample, key.div(block, rounding_mode="floor")] * block + key % block
@@ -59,9 +60,10 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """Pairs of blocks, by row and then by column; ``row`` counts through the samples, ``col`` within one.
+    """Pairs of a block of queries and a block of keys, sorted by row and then by column.
 
-    ``whole``: every query of the row sees every key of the block. Others need a mask by ``sight``.
+    ``row`` numbers blocks of queries through all samples, ``col`` numbers blocks of keys within a sample. ``whole``:
+    True if every query of the row sees every key of the block; the other pairs need a mask by ``sight``.
     """
 
     sizes: Sizes
@@ -76,17 +78,17 @@ class Visits:
 
     @property
     def num_rows(self) -> int:
-        """Blocks of queries in a sample."""
+        """The number of blocks of queries in a sample."""
         return -(-self.sizes.queries // self.block)
 
     @property
     def num_cols(self) -> int:
-        """Blocks of keys in a sample."""
+        """The number of blocks of keys in a sample."""
         return -(-self.sizes.keys // self.block)
 
     @property
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(sample, block of keys, its number among these of the sample) for each block that some query reads."""
+        """(sample, block of keys, its index among the sample's read blocks) for each block that some query reads."""
         found = (self.row.div(self.num_rows, rounding_mode="floor") * self.num_cols + self.col).unique()
         sample = found.div(self.num_cols, rounding_mode="floor")
         counts = torch.bincount(sample, minlength=self.sizes.samples)
@@ -97,7 +99,7 @@ class Visits:
         )
 
     def of_read(self) -> "Visits":
-        """The same where no other blocks of keys are there than those that a sample's queries read, side by side."""
+        """Return the same visits over only those blocks of keys that a sample's queries read, one after the other."""
         sample, col, number = self.read
         width = int(number.max()) + 1 if len(number) else 1
         origin = torch.full((self.sizes.samples, width), -1, device="cpu")
@@ -111,7 +113,9 @@ class Visits:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What each block of queries has of each segment; the fields are [rows]. ``first`` and ``last`` are positions."""
+    """The blocks of queries of each segment; the fields are [rows]. ``first`` and ``last`` are the positions of a
+    block's first and last query in the segment.
+    """
 
     segment: Tensor
     number: Tensor
@@ -122,7 +126,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Reach:
-    """Keys of a segment that some query of the row sees (from ``start`` to ``stop``), and those that all see."""
+    """Ranges of keys of a segment: those that any query of the row sees (``start`` to ``stop``), and those all see."""
 
     row: Tensor
     start: Tensor
@@ -132,10 +136,10 @@ class _Reach:
 
 
 def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None = None) -> Visits:
-    """Of a batch.
+    """Return the visits of a batch.
 
     Args:
-        seen: bool [samples, keys]; False for keys that nobody sees.
+        seen: bool [samples, keys]; False for keys that no query sees.
     """
     block = layout.block
     num_rows, num_cols = -(-sizes.queries // block), -(-sizes.keys // block)
@@ -175,7 +179,7 @@ def _ranged(each: Range, rows: _Rows) -> _Reach:
 
 
 class _Singles:
-    """The single blocks that the pattern has for each segment, as if each stood alone."""
+    """The single blocks that the pattern has for each segment, as if each segment stood alone."""
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         block = self._block = layout.block
@@ -193,7 +197,9 @@ class _Singles:
         self.table = (self._num_rows * self.width).cumsum(0) - self._num_rows * self.width
 
     def reach(self, rows: _Rows) -> _Reach:
-        """A row has one or two rows of the pattern's blocks, as it lies on the pattern's grid or across it."""
+        """Return the keys of the single blocks, by row. A row overlaps one row of the pattern's blocks if it is aligned
+        with the pattern's grid, else two.
+        """
         if not self._cols.numel():
             none = torch.zeros(0, dtype=torch.long, device="cpu")
             return _Reach(none, none, none, none, none)
@@ -211,7 +217,7 @@ class _Singles:
         return _Reach(row, start, stop, start, torch.where((top == bottom)[row], stop, 0))
 
     def flags(self) -> Tensor:
-        """For each segment, row of blocks, and block of keys."""
+        """Return a flat bool tensor with a flag for each segment, row of blocks, and block of keys."""
         if not self._cols.numel():
             return torch.zeros(0, dtype=torch.bool, device="cpu")
         segment, number = _counted(self._num_rows)
@@ -223,7 +229,7 @@ class _Singles:
 
 
 def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """(row, block of keys, whether all of it is seen by all) for each block that a reach touches."""
+    """Return (row, block of keys, True if all queries of the row see all of it) for each block in a reach."""
     block, row = layout.block, reach.row
     segment = rows.segment[row]
     begin = segments.k_start[segment]
@@ -244,7 +250,7 @@ def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> t
 
 
 def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(0, 0), (0, 1), ... (1, 0), ...: as many second ones for each first one as ``counts`` says."""
+    """Return (0, 0), (0, 1), ... (1, 0), ...: for each first number as many second numbers as ``counts`` says."""
     owner = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 

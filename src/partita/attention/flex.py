@@ -28,13 +28,14 @@ _masks: WeakKeyDictionary[Visits, dict[torch.device, "BlockMask"]] = WeakKeyDict
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernel, forward and backward, can be compiled for it (on the CPU it has no backward)."""
+    """Return whether the kernel can be compiled for a device, forward and backward (on the CPU it has no backward)."""
     return not accelerator.is_host(device) and bool(has_triton())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Tensor:
-    """Shapes are :func:`partita.attention.block_sparse`'s. Positions are filled up to whole blocks: where they are not,
-    the kernel's backward can give no numbers (pytorch issue 153799).
+    """Compute attention by FlexAttention. Shapes are :func:`partita.attention.block_sparse`'s.
+
+    Positions are padded to full blocks: otherwise the kernel's backward can return NaN (pytorch issue 153799).
 
     Raises:
         PartitaError: the kernel cannot compute blocks of this size, or too many kernels were compiled.
@@ -52,10 +53,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Ten
 
 
 def _tiles(block: int) -> dict[str, int] | None:
-    """The kernel's options: its tiles must divide a block, which its own choice of up to 128 may not.
+    """Return the kernel's options: tile sizes that divide a block, which the kernel's own choice of up to 128 may not.
 
     Raises:
-        PartitaError: none does.
+        PartitaError: no tile size divides it.
     """
     if block % 128 == 0:
         return None
@@ -97,7 +98,7 @@ def _compiled() -> Any:
 
 
 def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
-    """FlexAttention's own form of the lists: those with a mask and those without, in order of columns."""
+    """Return the visits as FlexAttention's lists of blocks, with a mask and without, in order of columns."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sight, num_samples = visits.sight.to(device), visits.sizes.samples

@@ -26,30 +26,32 @@ def block_sparse(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T scale) v over the keys that each query sees; a query that sees none gets zeros.
+    """Compute softmax(q k^T scale) v over the keys that each query sees; a query that sees none gets zeros.
 
-    Where there are more keys than queries, the queries are the last positions.
+    If there are more keys than queries, the queries are the last positions.
 
-    On the CPU key blocks are gathered into torch's flash kernel, on a GPU it is FlexAttention. Where ranks share
+    On the CPU key blocks are gathered into torch's flash kernel, on a GPU FlexAttention runs. Where ranks share
     sequences (``parallel.sequence``), q, k and v are this rank's positions in a block of the model; ``seen`` and
     ``documents`` are of all positions.
 
     Args:
         q: [samples, heads, queries, width].
-        k: [samples, key heads, keys, width]; the heads are a multiple of the key heads, and neighbours share one.
+        k: [samples, key heads, keys, width]; the heads are a multiple of the key heads, and neighbouring heads share
+            one.
         v: [samples, key heads, keys, width of the result].
-        layout: which keys each query sees.
+        layout: the rule for the keys that each query sees.
         seen: bool [samples, keys], False for padding. The pattern begins at a sample's first key that is seen.
-        documents: [samples, positions], equal numbers side by side for each document packed into a sample; the
-            pattern holds in each by itself, and nobody sees another one. Queries and keys are then the same positions.
+        documents: [samples, positions], equal adjacent numbers for each document packed into a sample; the pattern
+            applies to each document separately, and no query sees another document. Queries and keys are then the same
+            positions.
         dropout: share of the weights that become 0, drawn from torch's generator for the CPU.
         scale: None: 1 / sqrt(width).
 
     Returns:
-        [samples, heads, queries, width of the result], of q's dtype.
+        [samples, heads, queries, width of the result], in q's dtype.
 
     Raises:
-        PartitaError: the tensors do not fit together.
+        PartitaError: the tensors' shapes or dtypes do not match.
         ConfigError: a user's layout is smaller than the sequence.
     """
     slices = running()

@@ -1,8 +1,8 @@
 """Block-sparse attention by gathering: rows of query blocks attend to the key blocks that they visit, side by side.
 
-What is whole goes through torch's flash kernel for the CPU without a mask, what is not with one, and the two parts are
-merged by the logarithms of their sums of exponentials (T. Dao et al., "FlashAttention", 2022, section 3.1). The
-backward is that kernel's, with the merged sums. Memory grows with the number of positions.
+Blocks that are seen in full go through torch's flash kernel for the CPU without a mask, the others with one, and the
+two parts are merged by the logarithms of their sums of exponentials (T. Dao et al., "FlashAttention", 2022, section
+3.1). The backward is that kernel's, with the merged sums. Memory grows with the number of positions.
 """
 
 import math
@@ -26,7 +26,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class Job:
-    """Rows that visit equally many blocks: ``rows`` [n], ``cols`` [n, count].
+    """Rows that visit the same number of blocks: ``rows`` [n], ``cols`` [n, count].
 
     ``mask`` [n or 1, block, count x block] is True where a query sees a key; None: everywhere.
     """
@@ -37,7 +37,9 @@ class Job:
 
 
 def jobs_of(visits: Visits) -> list[Job]:
-    """The whole blocks of every row first, so that no row is met twice before those with a mask begin."""
+    """Return the jobs of all visits. Blocks without a mask come first, so that before the masked ones no row is
+    repeated.
+    """
     made: list[Job] = []
     sample = visits.row.div(visits.num_rows, rounding_mode="floor")
     col = sample * visits.num_cols + visits.col
@@ -53,7 +55,7 @@ def jobs_of(visits: Visits) -> list[Job]:
 
 
 def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
-    """Rows whose mask is that of the middle one share it, which is nearly all of a moving window's."""
+    """Yield the jobs of rows with a mask. Rows share the middle row's mask if it is theirs, as in a moving window."""
     middle = _mask(visits, rows[len(rows) // 2, None], cols[len(rows) // 2, None])
     step = max(1, _MASKED_AT_ONCE // middle.numel())
     alike, masks = [], []
@@ -68,7 +70,7 @@ def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
 
 
 def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
-    """[n, block, count x block] for rows [n] and blocks [n, count]."""
+    """Return the mask [n, block, count x block] of rows [n] and blocks [n, count]."""
     inside = torch.arange(visits.block, device="cpu")
     sample = rows.div(visits.num_rows, rounding_mode="floor")[:, None, None]
     query = ((rows % visits.num_rows)[:, None] * visits.block + inside)[:, :, None]
@@ -78,13 +80,13 @@ def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which weights of a piece are dropped, the same in forward and backward: drawn by ``seed``."""
+    """Dropout of attention weights, drawn from ``seed`` for each piece, and so the same in forward and backward."""
 
     probability: float
     seed: int
 
     def kept(self, weights: Tensor, number: int) -> Tensor:
-        """0 or 1 / (1 - probability) for each weight of the piece of that number."""
+        """Return 0 or 1 / (1 - probability) for each weight of the piece of that number."""
         generator = torch.Generator(weights.device).manual_seed((self.seed + number) % 2**63)
         drawn = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
         return (drawn >= self.probability).to(weights.dtype) / (1 - self.probability)
@@ -92,7 +94,9 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Gathering:
-    """How a batch is computed. ``dropout`` and values of another width than the keys' go without the flash kernel."""
+    """The work and the settings of a batch. The flash kernel is not used with ``dropout``, nor for values of another
+    width than the keys'.
+    """
 
     jobs: list[Job]
     sizes: tuple[int, int, int]  # queries and keys of a sample, and positions in a block
@@ -101,7 +105,7 @@ class Gathering:
     flash: bool
 
     def pieces(self, heads: int, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """(number, rows, blocks of keys [rows, count], mask [1, rows or 1, block, keys]) of limited size."""
+        """Yield (number, rows, blocks of keys [rows, count], mask [1, rows or 1, block, keys]) of limited size."""
         number, block = 0, self.sizes[2]
         for job in self.jobs:
             step = max(1, PIECE // (heads * job.cols.shape[1] * block * width))
@@ -113,8 +117,9 @@ class Gathering:
 
 
 class Gathered(torch.autograd.Function):
-    """Queries [samples, heads, groups, queries, width], keys and values [samples, heads, keys, width] to the queries'
-    shape; each group of queries has the same keys.
+    """Attention of queries [samples, heads, groups, queries, width] to keys and values [samples, heads, keys, width].
+
+    Each group of queries has the same keys. The result is [samples, heads, groups, queries, width of the values].
     """
 
     @staticmethod
@@ -169,7 +174,7 @@ class Gathered(torch.autograd.Function):
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:
-    """[samples, ..., positions, width] to [..., samples x blocks, block, width], where it can be as a view."""
+    """Reshape [samples, ..., positions, width] to [..., samples x blocks, block, width], as a view where possible."""
     length = x.shape[-2]
     if length % block:
         x = torch.nn.functional.pad(x, (0, 0, 0, -length % block))
@@ -178,13 +183,13 @@ def _blocked(x: Tensor, block: int) -> Tensor:
 
 
 def _unblocked(x: Tensor, length: int, num_samples: int) -> Tensor:
-    """[..., samples x blocks, block, width] to [samples, ..., positions, width]."""
+    """Reshape [..., samples x blocks, block, width] to [samples, ..., positions, width]."""
     samples: Tensor = x.unflatten(-3, (num_samples, -1))
     return samples.movedim(-4, 0).flatten(-3, -2)[..., :length, :]
 
 
 def _gather(x: Tensor, cols: Tensor) -> Tensor:
-    """Of [heads, blocks, block, width] those in ``cols`` [n, count], as [heads, n, count x block, width]."""
+    """Return the blocks ``cols`` [n, count] of [heads, blocks, block, width] as [heads, n, count x block, width]."""
     return x[:, cols].flatten(2, 3)
 
 
@@ -200,7 +205,7 @@ Part = Callable[..., Any]
 def _flash_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
 ) -> tuple[Tensor, Tensor]:
-    """(result [heads, rows, block, width], logarithm of the sum of exponentials [heads, rows, block])."""
+    """Return (result [heads, rows, block, width], logarithm of the sum of exponentials [heads, rows, block])."""
     out, sums = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
     if bias is not None:  # the kernel's own word for a row that sees nothing is no number
         blind = (bias == -math.inf).all(-1)

@@ -1,6 +1,6 @@
-"""Transformers' attention interface: an implementation that takes what the running module is to see from its layout.
+"""An implementation of transformers' attention interface that computes a module's attention over its layout.
 
-Modules that have none are computed as transformers does with its name for torch's dot products.
+Modules without a layout are computed by transformers' implementation for torch's dot products.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _OTHERS = ("softcap", "s_aux", "position_bias", "cache")
 
 
 class Mask:
-    """What a forward says of its mask, in place of a dense one: padding, where the queries stand, a window."""
+    """A stand-in for a dense mask that keeps what the mask is made from: padding, the queries' offset, a window."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -43,14 +43,14 @@ class Mask:
         self.is_special = bool(given.get("use_vmap")) or getattr(function, "__qualname__", "").startswith("or_masks")
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """As a tensor for torch's dot products, of a sample's beginning where that is shorter than the mask."""
+        """Return the dense mask for torch's dot products, cut to the given numbers of queries and keys."""
         if not self._dense:
             self._dense.append(sdpa_mask(**self._given))
         found = self._dense[0]
         return None if found is None else found[..., :num_queries, :num_keys]
 
     def padding(self, num_keys: int) -> Tensor | None:
-        """Bool [samples, keys], False for padding; the same tensor for all layers."""
+        """Return a bool tensor [samples, keys], False for padding; the same tensor for all layers."""
         if num_keys not in self._paddings:
             self._paddings[num_keys] = None if self._seen is None else self._seen[:, :num_keys]
         return self._paddings[num_keys]
@@ -58,8 +58,9 @@ class Mask:
     def documents(
         self, positions: Tensor | None, num_samples: int, length: int, slices: Slices | None
     ) -> Tensor | None:
-        """Of [samples or 1, length] positions, of which ranks may have slices, found once for all layers; None: one a
-        sample.
+        """Return the documents [samples, length] of ``positions`` [samples or 1, length]; None: one per sample.
+
+        Ranks may have slices of the positions, which are gathered. The result is computed once for all layers.
         """
         if positions is None or positions.ndim != 2:
             return None
@@ -77,7 +78,7 @@ class Mask:
 
 
 def mask(**given: Any) -> Mask:
-    """In transformers' place of a mask."""
+    """Return a :class:`Mask` where transformers makes a mask."""
     return Mask(given)
 
 
@@ -91,7 +92,10 @@ def attention(
     scaling: float | None = None,
     **said: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' call: [samples, heads, positions, width] each, to [samples, positions, heads, width]."""
+    """Compute attention as transformers calls it.
+
+    Shapes are [samples, heads, positions, width] each, and [samples, positions, heads, width] of the result.
+    """
     interception, slices = current(), running()
     num_queries, num_keys = (x.shape[2] if slices is None else slices.length for x in (query, key))
     if interception is None:
@@ -129,7 +133,7 @@ def _check(given: Mask, interception: Interception, causal: bool) -> None:
 
 
 def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
-    """Models of transformers in a model, with their names, not those inside others."""
+    """Return the transformers models in a model, with their names, except those inside others."""
     found: list[tuple[str, PreTrainedModel]] = []
     for name, module in model.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
@@ -139,8 +143,10 @@ def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def check_settable(model: nn.Module) -> None:
-    """Raises:
-    ConfigError: a model of transformers does not let its attention be chosen.
+    """Check that the attention of all transformers models in a model can be chosen.
+
+    Raises:
+        ConfigError: a model does not support it.
     """
     for name, each in outermost(model):
         if not each._can_set_attn_implementation():
@@ -152,7 +158,7 @@ def check_settable(model: nn.Module) -> None:
 
 
 def use(model: nn.Module) -> Callable[[], None]:
-    """Have models of transformers call :func:`attention`; what is returned gives them their own back."""
+    """Make transformers models call :func:`attention`; return a function that restores their own implementations."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
     before = [(each, each.config._attn_implementation) for _, each in outermost(model)]

@@ -1,4 +1,4 @@
-"""A module whose attention is computed over a layout in place of its own: what is met while its forward runs."""
+"""Interception of a module's attention: calls that occur while its forward runs are computed over a layout."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ def current() -> "Interception | None":
 
 
 class Interception:
-    """One call of a module: its attention, and whether any was met."""
+    """One call of a module: computes its attention, and records in ``met`` whether there was any."""
 
     def __init__(self, name: str, layouts: Layouts, causal: bool | None) -> None:
         self.name = name
@@ -43,11 +43,11 @@ class Interception:
         )
 
     def layout(self, causal: bool) -> Layout:
-        """As the configuration says, or else the module."""
+        """Return the layout, causal if the configuration says so, or else if the module does."""
         return self._layouts(causal if self._causal is None else self._causal)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **given: Any) -> Tensor:
-        """:func:`block_sparse` over this module's layout, in autocast's dtype."""
+        """Compute :func:`block_sparse` over this module's layout, in autocast's dtype."""
         self.met = True
         layout = self.layout(causal)
         if not layout.causal and q.shape[2] != k.shape[2]:
@@ -59,7 +59,7 @@ class Interception:
         return out
 
     def dot_product(self, asked: DotProduct) -> Tensor:
-        """The attention of one that has no batch or no heads, too."""
+        """Compute the attention of a scaled dot product, also of tensors without a batch dim or a heads dim."""
         q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (asked.query, asked.key, asked.value))
         slices = running()
         num_keys = k.shape[2] if slices is None else slices.length
@@ -70,7 +70,7 @@ class Interception:
         return out.reshape(*asked.query.shape[:-1], asked.value.shape[-1])
 
     def _padding(self, mask: Tensor, num_samples: int, num_keys: int) -> Tensor:
-        """[samples, keys] of a mask that says the same to all heads and queries."""
+        """Return the padding [samples, keys] of a mask that is the same for all heads and queries."""
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if mask.ndim > 4 or shape[2] != 1 or not bool((mask.view(shape) == mask.view(shape)[:, :1]).all()):
             raise self.refuse(f"passes a mask of its own, {list(mask.shape)}, that is not one of padded keys")
@@ -86,7 +86,7 @@ class Intercepting:
 
     Args:
         causal: as the configuration says; None: as the module does.
-        dot_products: whether it calls torch's scaled dot product; else transformers' interface says what it meets.
+        dot_products: True if the module calls torch's scaled dot product; otherwise it calls transformers' interface.
     """
 
     def __init__(self, module: nn.Module, name: str, layouts: Layouts, causal: bool | None, dot_products: bool) -> None:

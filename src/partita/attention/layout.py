@@ -1,9 +1,9 @@
-"""Which keys each query sees, as a rule: the patterns of block-sparse attention.
+"""The patterns of block-sparse attention: rules for the keys that each query sees.
 
 R. Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4 (fixed); I. Beltagy et al.,
-"Longformer" (2020), section 3; M. Zaheer et al., "Big Bird" (2020), section 2; the family is that of DeepSpeed's
-sparse attention. A pattern is a union of ranges of keys that move with the query, and of single blocks. Both are
-relative to the beginning of a document, so a document is seen as if it stood alone.
+"Longformer" (2020), section 3; M. Zaheer et al., "Big Bird" (2020), section 2; the family is that of DeepSpeed's sparse
+attention. A pattern is a union of ranges of keys that move with the query, and of single blocks. Both are relative to
+the beginning of a document, so a document is seen as if it stood alone.
 """
 
 import random
@@ -32,7 +32,9 @@ _ALL = 2**40  # beyond any position
 
 @dataclass(frozen=True)
 class Range:
-    """The query at position p sees the keys from ``start(p)`` up to ``stop(p)``. Neither ever falls as p grows."""
+    """A range of keys that moves with the query: the query at position p sees those from ``start(p)`` up to
+    ``stop(p)``. Neither decreases as p grows.
+    """
 
     start: Callable[[Tensor], Any]
     stop: Callable[[Tensor], Any]
@@ -51,15 +53,15 @@ class Layout:
         block: positions in a block: the unit of computation, of ``num_global`` and ``num_random``, and of ``rows``.
         window: positions, as transformers count a ``sliding_window``: causally a query sees ``window`` keys, itself the
             last; otherwise those at most ``window`` away. For ``fixed`` the positions of each window; for ``variable``
-            one number a window, the last for all that follow.
-        num_global: the first blocks, which all see (and which see all, unless causal); for ``fixed`` the last blocks of
-            each window, which all later windows see (all windows, unless causal).
-        num_random: blocks outside the window that each row of blocks sees beside it, the same at every call.
-        causal: nobody sees what comes later.
+            one number per window, the last for all that follow.
+        num_global: the first blocks, which all queries see (and whose queries see all keys, unless causal); for
+            ``fixed`` the last blocks of each window, which all later windows see (all windows, unless causal).
+        num_random: blocks outside the window that each row of blocks sees as well, the same at every call.
+        causal: no query sees later keys.
         rows: for ``user``, a row of 0 and 1 for each block of queries, with a figure for each block of keys.
 
     Raises:
-        ConfigError: a setting is missing, out of range or without meaning for the pattern, or a query sees no key.
+        ConfigError: a setting is missing, out of range or not used by the pattern, or a query sees no key.
     """
 
     pattern: str
@@ -126,7 +128,7 @@ class Layout:
     # ---------------------------------------------------------------------------------------------- what is seen
 
     def ranges(self) -> list[Range]:
-        """What moves with the query; where causal, only what is not later counts of it."""
+        """Return the ranges of keys that move with the query. If causal, later keys in them do not count."""
         match self.pattern:
             case "dense":
                 return [Range(lambda p: p * 0, lambda p: p * 0 + _ALL)]
@@ -150,7 +152,7 @@ class Layout:
         return p + 1 + (0 if self.causal else self.windows[0])
 
     def _local(self, p: Tensor) -> tuple[Any, Any]:
-        """Where the window of a position begins and ends, of windows side by side."""
+        """Return the beginning and the end of the window that contains a position, for adjacent windows."""
         last = self.windows[-1]
         edge = sum(self.windows[:-1])
         start = edge + (p - edge).div(last, rounding_mode="floor") * last
@@ -162,7 +164,11 @@ class Layout:
         return start, stop
 
     def blocks(self, num_queries: int, num_keys: int) -> list[list[int]]:
-        """Single blocks of keys that each block of queries sees beside its ranges, for a document of so many blocks.
+        """Return the single blocks of keys that each block of queries sees besides its ranges.
+
+        Args:
+            num_queries: blocks of queries in the document.
+            num_keys: blocks of keys in the document.
 
         Raises:
             ConfigError: a user's layout is smaller than the document.
@@ -188,7 +194,7 @@ class Layout:
             yield from self._random_blocks(row, end)
 
     def _random_blocks(self, row: int, end: int) -> list[int]:
-        """Blocks that neither the window nor the global ones have; a later row never changes an earlier one's."""
+        """Return random blocks outside the window and the global blocks; a later row never changes an earlier one's."""
         p = torch.tensor([row * self.block, (row + 1) * self.block - 1], device="cpu")
         near = self.ranges()[0]
         first, last = int(near.start(p)[0]) // self.block, (int(near.stop(p)[1]) - 1) // self.block

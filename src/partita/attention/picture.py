@@ -1,4 +1,4 @@
-"""A layout as text: one character for each pair of blocks, or of stretches of blocks where there are many."""
+"""A layout as text: one character for each pair of blocks, or for squares of several blocks if there are many."""
 
 import torch
 
@@ -11,7 +11,8 @@ _NOTHING, _PARTLY, _WHOLE = ".", "+", "#"
 
 
 def picture(layout: Layout, length: int) -> str:
-    """Rows are queries, columns keys, at most ``CELLS`` each; below it what is computed, beside dense attention.
+    """Draw a layout: rows are queries, columns keys, at most ``CELLS`` each. Below are the pairs that are computed,
+    compared with dense attention.
 
     Raises:
         ConfigError: a user's layout is smaller than the sequence.
@@ -44,5 +45,5 @@ def picture(layout: Layout, length: int) -> str:
 
 
 def dense_pairs(causal: bool, length: int) -> float:
-    """Pairs of positions that dense attention computes."""
+    """Return the number of pairs of positions that dense attention computes."""
     return length * (length + 1) / 2 if causal else float(length) ** 2

@@ -1,4 +1,4 @@
-"""What of a batch belongs together: samples, what is left of them between padding, documents packed into one."""
+"""Segments of a batch, which see only themselves: samples, samples without padding, or packed documents."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a batch. ``samples`` is 1 where all are seen alike: they are then as many more heads."""
+    """The sizes of a batch. ``samples`` is 1 if all samples have the same mask: they then count as heads."""
 
     samples: int
     queries: int
@@ -17,9 +17,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Segments:
-    """Stretches of queries with the stretch of keys that they may see; no query is in two. Each field is [segments].
+    """Ranges of queries with the range of keys that they may see; no query is in two. Each field is [segments].
 
-    The query ``q`` stands at position ``q - q_start + offset``, the key ``k`` at ``k - k_start``.
+    The query ``q`` is at position ``q - q_start + offset``, the key ``k`` at ``k - k_start``.
     """
 
     sample: Tensor
@@ -30,7 +30,7 @@ class Segments:
     offset: Tensor
 
     def of_queries(self, start: int, stop: int) -> "Segments":
-        """What these are for the queries from ``start`` to before ``stop`` alone, counted from ``start``."""
+        """Return the segments of the queries from ``start`` up to ``stop`` alone, which are counted from ``start``."""
         first, end = self.q_start.clamp(min=start), self.q_stop.clamp(max=stop)
         left, offset = first < end, self.offset + first - self.q_start
         fields = (self.sample, first - start, end - start, self.k_start, self.k_stop, offset)
@@ -38,14 +38,14 @@ class Segments:
 
 
 def segments_of(sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Segments:
-    """Of a batch with padding, or documents packed into its samples, or neither."""
+    """Return the segments of a batch with padding, or with documents packed into its samples, or with neither."""
     return whole_samples(sizes, seen) if documents is None else documents_of(sizes, documents)
 
 
 def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
-    """Each sample as one segment, whose keys begin with the first that is seen, and end with the last.
+    """Return each sample as one segment, whose keys are those from the first that is seen to the last.
 
-    The last query is beside the last key, padded or not.
+    The last query is aligned with the last key, padded or not.
 
     Args:
         seen: bool [samples, keys]: False for padding.
@@ -63,7 +63,7 @@ def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
 
 
 def documents_of(sizes: Sizes, documents: Tensor) -> Segments:
-    """Each run of equal numbers in ``documents`` [samples, positions] is a segment."""
+    """Return each run of equal numbers in ``documents`` [samples, positions] as a segment."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     sample, start = begins.nonzero(as_tuple=True)
@@ -73,10 +73,10 @@ def documents_of(sizes: Sizes, documents: Tensor) -> Segments:
 
 
 def documents_by_position(positions: Tensor) -> Tensor | None:
-    """Numbers of the documents [samples, positions] whose positions are these; None where there is one a sample.
+    """Return the numbers [samples, positions] of the documents with these positions; None: one document per sample.
 
-    A document ends where the next position is not one higher, as transformers has it for packed samples. Positions
-    without values, as of a simulated rank, are of one a sample.
+    A document ends where the next position is not one higher, as in transformers' packed samples. Positions without
+    values, as on a simulated rank, count as one document per sample.
     """
     if positions.is_meta:
         return None

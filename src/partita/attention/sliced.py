@@ -1,5 +1,5 @@
-"""Block-sparse attention of a cut sequence: each rank computes its own queries, and is sent the blocks of keys and
-values that these read; or ranks exchange heads for positions, where that sends less.
+"""Block-sparse attention with sequence parallelism: each rank computes its own queries, and receives the blocks of keys
+and values that these read. If that sends less, ranks exchange heads for positions instead.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from partita.parallel.sequence.slices import Slices
 
 @dataclass(frozen=True)
 class Batch:
-    """What is known of a whole batch whose sequence is cut; arguments are :func:`partita.attention.block_sparse`'s."""
+    """A batch whose sequence is sliced over ranks; arguments are :func:`partita.attention.block_sparse`'s."""
 
     layout: Layout
     slices: Slices
@@ -28,7 +28,11 @@ class Batch:
     documents: Tensor | None
 
     def check(self, q: Tensor, k: Tensor) -> None:
-        """Raises PartitaError: the tensors are not this rank's slice, or what is said of the keys is not of all."""
+        """Check that q and k are this rank's slice, and that ``seen`` and ``documents`` are of all positions.
+
+        Raises:
+            PartitaError: they are not.
+        """
         own, whole = self.slices.num_own, [q.shape[0], self.slices.length]
         where = f"where this rank has {own} of {self.slices.length} positions (parallel.sequence)"
         if q.shape[2] != own or k.shape[2] != own:
@@ -45,11 +49,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What this rank's queries ``visited`` of the blocks that they read, and who reads what.
+    """The blocks of keys that this rank's queries read, and the rows that ranks send each other for it.
 
-    ``counts``: the positions that a rank (the first index) reads of another one's (the second), of all samples of a
-    kind. ``sent``: of each rank, the rows [samples x own positions] of this rank that it reads; ``places``: of each
-    rank, where those that come from it belong in what is read, [samples x blocks x block].
+    Attributes:
+        visited: the visits among the blocks that this rank reads.
+        counts: for each rank, the positions that it reads of each rank; samples with the same mask are counted once.
+        sent: for each rank, the rows [samples x own positions] of this rank that it reads.
+        places: for each rank, the places of the rows received from it in [samples x blocks x block].
     """
 
     visited: Visited
@@ -62,7 +68,7 @@ _recent = Recent[Reading]()
 
 
 def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-    """Shapes are :func:`partita.attention.block_sparse`'s, of this rank's positions alone."""
+    """Compute the attention of this rank's positions. Shapes are :func:`partita.attention.block_sparse`'s."""
     batch.check(q, k)
     slices, layout = batch.slices, batch.layout
     num_samples = 1 if batch.seen is None and batch.documents is None else q.shape[0]
@@ -89,7 +95,7 @@ def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale:
 
 
 def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
-    """[samples, key heads, positions of the blocks that are read, width] of keys, and of values."""
+    """Return the keys and the values that are read, [samples, key heads, positions of the read blocks, width]."""
     num_all, heads = k.shape[:2]
     both = torch.cat((k, v), -1).reshape(num_samples, -1, k.shape[2], k.shape[3] + v.shape[3])
     rows = both.transpose(1, 2).flatten(0, 1)
@@ -100,10 +106,10 @@ def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int
 
 
 def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
-    """Made by each rank by itself, of what it knows of all.
+    """Compute what this rank reads and sends. Every rank does so by itself, from the masks of all positions.
 
     Args:
-        num_samples: 1 where all samples are seen alike.
+        num_samples: 1 if all samples have the same mask.
     """
     slices, own = batch.slices, batch.slices.group.index
     seen, documents = (None if each is None else each.cpu() for each in (batch.seen, batch.documents))
@@ -127,7 +133,7 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
 
 
 def _positions(found: Visits) -> tuple[Tensor, Tensor, Tensor]:
-    """(sample, position, its number among the sample's that are read) of every key in the blocks that are read."""
+    """Return (sample, position, its index among the sample's read positions) of every key in the read blocks."""
     sample, col, number = found.read
     position, number = (
         (each[:, None] * found.block + torch.arange(found.block, device="cpu")).flatten() for each in (col, number)

@@ -1,4 +1,4 @@
-"""The visits of a batch, and what is made of them once: attention over them on any device."""
+"""Attention over the visits of a batch on any device; what is derived from the visits is computed once."""
 
 import warnings
 import weakref
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Visited:
-    """Shared by all layers, forward and backward."""
+    """The visits of a batch, with the work lists derived from them. Layers share them, in forward and backward."""
 
     def __init__(self, visits: Visits) -> None:
         self.visits = visits
         self._jobs: dict[torch.device, list[Job]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-        """Shapes and arguments are :func:`partita.attention.block_sparse`'s, sizes those of the visits."""
+        """Compute attention over the visits. Shapes and arguments are :func:`partita.attention.block_sparse`'s."""
         sizes = self.visits.sizes
         if flex.runs_on(q.device) and not dropout:
             return flex.attend(q, k, v, self.visits, scale)
@@ -66,7 +66,7 @@ def _warn_of_products(device: torch.device) -> None:
 
 
 class Recent(Generic[T]):
-    """What was made for the last few kinds of batch. Layers that are given the same tensors share it."""
+    """A cache of the results for the last few kinds of batch. Layers that get the same tensors share a result."""
 
     LIMIT = 8
 
@@ -74,7 +74,7 @@ class Recent(Generic[T]):
         self._kept: OrderedDict[object, tuple[T, list[weakref.ref[Tensor]]]] = OrderedDict()
 
     def found(self, kind: object, given: tuple[Tensor | None, ...], make: Callable[[], T]) -> T:
-        """What ``make`` made of a kind of batch and these very tensors, as long as they are what they were then."""
+        """Return the result of ``make`` for a kind of batch, cached as long as the given tensors are unchanged."""
         tensors = [tensor for tensor in given if tensor is not None]
         key = kind, tuple(tensor if tensor is None else (id(tensor), tensor._version) for tensor in given)
         if key in self._kept:
@@ -93,7 +93,7 @@ _recent = Recent[Visited]()
 
 
 def of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Visited:
-    """All visits of a batch; arguments are :func:`partita.attention.block_sparse`'s."""
+    """Return the visits of a batch; arguments are :func:`partita.attention.block_sparse`'s."""
 
     def make() -> Visited:
         host_seen, host_documents = (None if each is None else each.cpu() for each in (seen, documents))

@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, in global coordinates, and loaded under any other plan."""
+"""Checkpoints: states saved in global coordinates, which can be loaded under any other plan."""

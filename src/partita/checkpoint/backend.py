@@ -1,7 +1,7 @@
-"""What saving and loading go through. Another format, or a store that is no folder, is one more :class:`Backend`.
+"""The interface that checkpoints are saved and loaded through.
 
-A checkpoint is made by all ranks, each of which writes a part. Nothing here communicates, and nobody sees anything of
-a checkpoint before the first rank has committed it.
+Implement :class:`Backend` to add another format, or a store other than a folder. All ranks write a checkpoint together,
+each its own part. Nothing here communicates. A checkpoint is invisible until the first rank commits it.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +17,13 @@ from torch import Tensor
 from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
 
-# Of a box that is saved: it is read and checked whole, so that no more memory than that is needed for it.
+# Limit of one saved box. A box is read and checked as one piece, so this also limits the memory for reading it.
 MOST_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Value:
-    """What is saved under a key: a ``box`` of a global tensor, or (without a box) any plain ``value``."""
+    """An item saved under ``key``: a ``box`` of a global tensor, or, if ``box`` is None, a plain ``value``."""
 
     key: str
     shape: tuple[int, ...] = ()
@@ -33,15 +33,15 @@ class Value:
 
 
 def saved_boxes(elements: FlatRange, dtype: torch.dtype) -> Iterator[tuple[Box, slice]]:
-    """The boxes as which a range is saved, each with its place in the range."""
+    """Return the boxes in which a range is saved, each with its slice of the range."""
     return elements.boxes(max(1, MOST_BYTES // dtype.itemsize))
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checkpoint to be made in ``folder`` (an absolute path), of which the ``keep`` saved last stay.
+    """A request to write a checkpoint into ``folder`` (an absolute path) and to keep the last ``keep`` ones.
 
-    ``about`` describes it; ``aliases`` are the other names of tied parameters, by key.
+    ``about``: entries that describe the checkpoint; ``aliases``: further names of tied parameters, by key.
     """
 
     folder: Path
@@ -53,50 +53,51 @@ class Request:
 
 
 class Draft(ABC):
-    """One rank's part of a checkpoint that is being made: begun, joined, written, and committed by the first rank."""
+    """One rank's part of a checkpoint in progress. Each rank begins, joins and writes; the first rank commits."""
 
     @abstractmethod
     def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
-        """Take up what this rank saves; the first rank makes room for the checkpoint."""
+        """Register the values that this rank saves. The first rank also prepares the store for the checkpoint."""
 
     @abstractmethod
     def join(self) -> None:
-        """Show that this rank writes, until :meth:`leave`. Not before the first rank has begun."""
+        """Mark this rank as writing, until :meth:`leave`. Call this after the first rank has called :meth:`begin`."""
 
     @property
     @abstractmethod
     def snapshot_bytes(self) -> int:
-        """Host memory that :meth:`snapshot` has yet to take."""
+        """The additional host memory that :meth:`snapshot` would allocate."""
 
     @abstractmethod
     def snapshot(self, batches: Iterable[list[Tensor]]) -> None:
-        """Copy the boxes' values, flat, some at a time, into host memory. Not before all ranks have joined."""
+        """Copy the flat values of the boxes, in batches, into host memory. Call this after all ranks have joined."""
 
     @abstractmethod
     def write(self, batches: Iterable[list[Tensor]] | None = None) -> None:
-        """Write this rank's part, from the snapshot, or streamed from ``batches``. It lasts when this returns."""
+        """Write this rank's part, from the snapshot or streamed from ``batches``. It is durable on return."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Wait for the other ranks' parts, and make the checkpoint visible. By the first rank alone.
+        """Wait for the other ranks' parts, and make the checkpoint visible. Only the first rank calls this.
 
         Raises:
-            PartitaError: a rank failed, ended, or has not written within ``communication.timeout_s``.
+            PartitaError: a rank failed, ended, or did not write within ``communication.timeout_s``.
         """
 
     @abstractmethod
     def leave(self, error: Exception | None = None) -> None:
-        """This rank writes no more: because of an ``error``, of which the first rank learns, if that can be."""
+        """Mark this rank as no longer writing. If there is an ``error``, report it to the first rank if possible."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove what was written. By the first rank alone, when all have left."""
+        """Remove everything that was written. Only the first rank calls this, after all ranks have left."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a value, or a box of a tensor, is stored. Without ``head_bytes`` only ``torch.load`` knows where the values
-    are in it.
+    """The location of a stored value, or of a box of a stored tensor.
+
+    ``head_bytes``: the number of bytes before the values. If it is None, only ``torch.load`` can find the values.
     """
 
     key: str
@@ -110,7 +111,7 @@ class Chunk:
 
 @dataclass
 class StoredTensor:
-    """A global tensor, and where its boxes are."""
+    """A global tensor, and the locations of its boxes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -119,8 +120,10 @@ class StoredTensor:
 
 @dataclass
 class Stored(ABC):
-    """Everything in one checkpoint: ``tensors`` and plain ``values`` by key. Others' checkpoints have no ``manifest``,
-    and may have ``paths``: where a key was in the nested state dict.
+    """The contents of one checkpoint: ``tensors`` and plain ``values``, by key.
+
+    Checkpoints of other libraries have no ``manifest``. They may have ``paths``: the path of each key in the nested
+    state dict.
     """
 
     folder: Path
@@ -135,27 +138,27 @@ class Stored(ABC):
 
     @abstractmethod
     def value(self, key: str) -> Any:
-        """A plain value, or a small tensor whole.
+        """Return a plain value, or a small tensor in full.
 
         Raises:
-            PartitaError: what holds it is missing or damaged.
+            PartitaError: the file that holds it is missing or damaged.
         """
 
     @abstractmethod
     def read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[Iterator[Tensor]]:
-        """The values of chunks, in their order, each in the shape of its box; raises as :meth:`value` does."""
+        """Return the values of chunks, in order, each in the shape of its box. Raises as :meth:`value` does."""
 
 
 class Backend(ABC):
-    """Where checkpoints are, and in what form; one for all checkpoints of a run."""
+    """A store of checkpoints in one format. A run uses one instance for all its checkpoints."""
 
     @abstractmethod
     def draft(self, request: Request, token: str) -> Draft:
-        """A checkpoint that is about to be made; the ``token`` is of no other, and the same on all ranks."""
+        """Return a new checkpoint in progress. The ``token`` is unique to it and the same on all ranks."""
 
     @abstractmethod
     def open(self, folder: Path) -> Stored:
-        """The checkpoint that ``folder`` is, or the one in it that was saved last.
+        """Open ``folder`` if it is a checkpoint, or else the checkpoint in it that was saved last.
 
         Raises:
             PartitaError: there is none, or it is damaged.

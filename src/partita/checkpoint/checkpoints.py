@@ -1,4 +1,4 @@
-"""The checkpoints of one engine: made when they are due or asked for, and loaded."""
+"""The checkpoints of one engine: saved on schedule or on request, and loaded."""
 
 import warnings
 from dataclasses import replace
@@ -21,7 +21,7 @@ from partita.optim.fused import rule_of
 from partita.optim.step import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
-# How often training goes back before one and the same step.
+# Limit on rewinds without getting past the same step.
 MOST_REWINDS = 3
 
 
@@ -37,17 +37,19 @@ class Checkpoints:
         self._training = TrainingState(model, updater, scheduler, self._mesh)
         self._saver = Saver(self._content, self._training, self._backend)
         self.extra = self._training.extra
-        # One folder for the whole run, wherever the process goes meanwhile.
+        # Made absolute once: the process may change its working directory.
         self._dir = Path(config.checkpoint.dir).absolute() if config.checkpoint.dir is not None else None
-        # The furthest step that was not finite, and how often training went back from there or before.
+        # The latest step with nonfinite values, and the number of rewinds from that step or an earlier one.
         self._furthest = -1
         self._rewinds = 0
 
     def after_update(self, result: StepResult) -> StepResult:
-        """Save where it is due; where an update was left out, do what ``precision.nonfinite`` says.
+        """Save a checkpoint if one is due. Apply ``precision.nonfinite`` if the update was skipped.
+
+        The setting does not apply while the loss scale is dynamic.
 
         Raises:
-            PartitaError: that is to raise, there is no checkpoint to go back to, or going back does not help.
+            PartitaError: the setting is ``raise``, there is no checkpoint to rewind to, or rewinding does not help.
         """
         policy, section = self._config.precision.nonfinite, self._config.checkpoint
         if result.skipped and policy != "skip" and not self._updater.scale.dynamic:
@@ -60,7 +62,7 @@ class Checkpoints:
         return result
 
     def _rewind(self, said: str) -> int:
-        """Go back to the newest checkpoint because of what is ``said``; returns its step."""
+        """Load the newest checkpoint because of the problem that ``said`` describes; return its step."""
         if self._updater.steps > self._furthest:
             self._furthest = self._updater.steps
             self._rewinds = 0
@@ -114,5 +116,5 @@ class Checkpoints:
         return found
 
     def wait(self) -> None:
-        """Wait until what is written in the background is visible."""
+        """Wait until the checkpoint that is written in the background is visible."""
         self._saver.wait()

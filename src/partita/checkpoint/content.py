@@ -1,7 +1,8 @@
-"""The states of an engine that this rank saves, in global coordinates.
+"""The engine states that this rank saves, in global coordinates.
 
-Each rank saves the elements that it updates (of parameters that do not train, and of states that every rank holds
-whole, an equal part), whatever stage or tier they rest in: master weights, and whatever the optimizer keeps.
+Each rank saves the elements that it updates: their master weights and optimizer states, whatever ZeRO stage or memory
+tier stores them. Each rank saves an equal part of parameters that do not train and of states that every rank holds in
+full.
 """
 
 import math
@@ -35,10 +36,10 @@ ONE_NUMBER = FlatRange.row_major(())
 
 
 def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
-    """The blocks of a parameter's elements, of which a state has one value each.
+    """Return the range of quantization blocks of a parameter's elements. A block state has one value per block.
 
     Raises:
-        PartitaError: the parameter is a part of a larger one, whose blocks are others.
+        PartitaError: the parameter is a part of a larger one, whose blocks are different.
     """
     if member.span.place.is_part:
         raise PartitaError(
@@ -50,8 +51,10 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box that is saved: at ``place`` of what ``take`` gets out of this rank's weights of the segment (or out of the
-    optimizer), which is ``elements``, flat.
+    """A box to save.
+
+    ``take`` extracts ``elements``, flat, from this rank's weights of the segment or from the optimizer. The box is the
+    slice ``place`` of them.
     """
 
     key: str
@@ -66,7 +69,10 @@ class _Piece:
         return Value(self.key, self.elements.shape, self.dtype, self.box)
 
     def of(self, weights: Tensor) -> Tensor:
-        """The box's values, flat, in the order of its own coordinates; a view where they lie so in memory."""
+        """Return the box's values, flat, in the order of its own coordinates.
+
+        The result is a view if the values have this order, and the saved dtype, in memory.
+        """
         flat = self.take(weights)[self.place]
         if not self.elements.is_row_major:
             flat = self.elements.shaped(flat, self.box).contiguous().view(-1)
@@ -80,11 +86,11 @@ def _pieces(key: str, dtype: torch.dtype, elements: FlatRange, take: Callable[[T
 
 @dataclass
 class SegmentContent:
-    """What is saved of one segment, as long as ``seen`` (what its states are, and where in memory) is the same.
+    """The content saved for one segment, cached as long as ``seen`` is unchanged.
 
-    ``boxes``: with values in ``pieces``; ``others``: plain values. ``views``: the boxes' values, where they lie in
-    memory as they are saved. (States that the optimizer replaces by others are kept alive by them until the next save
-    finds it out.)
+    ``seen`` identifies the segment's states and their memory addresses. ``boxes`` have their values in ``pieces``;
+    ``others`` are plain values. ``views`` are the boxes' values, if memory already has the saved order. (States that
+    the optimizer replaces are kept alive by them until the next save detects the change.)
     """
 
     segment: Segment
@@ -104,7 +110,7 @@ class Content:
         self._known = dict[int, SegmentContent]()
 
     def aliases(self) -> dict[str, list[str]]:
-        """The other names of tied parameters, by key."""
+        """Return the further names of tied parameters, by key."""
         return {
             MODEL + holding.fqns[0]: [MODEL + name for name in holding.fqns[1:]]
             for holding in find_everywhere(self.runtime.model)
@@ -112,16 +118,16 @@ class Content:
         }
 
     def forget(self) -> None:
-        """States are about to be replaced: keep none of them alive."""
+        """Clear the cache, so that states which are about to be replaced are not kept alive."""
         self._known.clear()
 
     @collector_paused()
     def segments(self) -> list[SegmentContent]:
-        """Return what this rank saves, segment by segment; unchanged segments are not listed anew."""
+        """Return the content that this rank saves, per segment. Unchanged segments come from the cache."""
         return [self._content_of(unit, segment) for unit in self.runtime.units for segment in unit.segments]
 
     def batches(self, contents: Sequence[SegmentContent]) -> Iterator[list[Tensor]]:
-        """The values of all boxes, flat, some at a time: valid until the next."""
+        """Yield the flat values of all boxes, batch by batch. A batch is valid until the next one."""
         for content in contents:
             if content.views is None:
                 with self._lent(content.segment) as weights:
@@ -150,18 +156,19 @@ class Content:
         return known
 
     def beside(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the states that are saved beside weights and the optimizer's states, by the prefix of their keys: this
-        rank's part of the segment, in memory.
+        """Return the states saved in addition to weights and optimizer states, by the prefix of their keys.
+
+        Each is this rank's part of the segment, in memory.
         """
         errors = self.runtime.reducer.sync_states.saved(segment)
         return ({} if errors is None else {FEEDBACK: errors}) | self.on_all_ranks(segment)
 
     def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
-        """Return what of :meth:`beside` is the same on all ranks that have the same part: listeners' states."""
+        """Return the listeners' states, a subset of :meth:`beside`. Ranks with the same part have the same values."""
         return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return views of what is saved; None if some of it must be copied into the saved order."""
+        """Return views of the values to save; None if some of them must be copied into the saved order."""
         with self._lent(content.segment) as weights:
             found = [piece.of(weights) for piece in content.pieces]
             places = {tensor.untyped_storage().data_ptr() for tensor in (weights, *states)}
@@ -174,7 +181,7 @@ class Content:
         if not segment.is_first_copy:
             return  # another rank saves the same
         spans = segment.layout.part(segment.part_index)
-        if segment.part_index == 0:  # what has no elements is in no rank's part
+        if segment.part_index == 0:  # a parameter without elements is in no rank's part
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         beside = self.beside(segment)
         for span in spans:
@@ -186,7 +193,7 @@ class Content:
             yield from self._states_of(members[span.fqn], span)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
-        """Yield the optimizer's states of one parameter. Those on disk are there only while they are lent."""
+        """Yield the optimizer states of one parameter. States on disk have values only inside :meth:`_lent`."""
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
             return
@@ -211,7 +218,7 @@ class Content:
                 )
 
     def _state_of(self, view: View, span: Span, key: str) -> Callable[[Tensor], Tensor]:
-        """Takes the span's part of a state out of the optimizer."""
+        """Return a function that takes the span's part of a state from the optimizer."""
 
         def take(_: Tensor) -> Tensor:
             state: Tensor = self.updater.optimizer.state[view.tensor][key]
@@ -227,7 +234,7 @@ class Content:
 
     @contextmanager
     def _lent(self, segment: Segment) -> Iterator[Tensor]:
-        """This rank's part of a segment's weights, with its optimizer states in the optimizer."""
+        """Yield this rank's part of a segment's weights, while the segment's optimizer states are in the optimizer."""
         on_disk = self.updater.states.on_disk(segment)
         leases = on_disk.lend() if on_disk is not None else {}
         rest = segment.rest.lend()
@@ -248,16 +255,16 @@ class Content:
                 master.end(changed=False)
 
     def _part(self, segment: Segment, values: Tensor) -> Tensor:
-        """Return this rank's part of values of which it may hold several parts."""
+        """Return this rank's part of ``values``, which may contain several parts."""
         parts = values.view(-1, segment.layout.part_elements)
         return parts[segment.part_index % len(parts)]
 
 
 def _out_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
-    """Takes what lies at a place of values that are no weights."""
+    """Return a function that ignores the weights and returns the slice ``place`` of ``values``."""
     return lambda weights: values[place]
 
 
 def _has_own_shape(view: View, state: Tensor) -> bool:
-    """Whether an optimizer that sees parameters whole keeps other than a value for each element."""
+    """Return whether an optimizer on unsharded parameters keeps a state in another shape than the parameter's."""
     return bool(state.numel()) and view.member.segment.holds_whole_master and state.shape != view.member.shape

@@ -1,8 +1,8 @@
-"""Loading: every rank reads what it holds, whatever ranks and tiers the values were saved from.
+"""Loading: every rank reads the values that it holds, whatever ranks and memory tiers they were saved from.
 
-What a rank holds of a tensor is compared, in the tensor's own coordinates, with the chunks that are stored; those that
-it meets are read whole, checked, and pasted where they belong. Nothing but the chunks under way, and the optimizer
-states of one unit where they rest on disk, is held beside the states.
+The elements that a rank holds of a tensor are intersected, in the tensor's global coordinates, with the stored chunks.
+Each intersecting chunk is read in full, checked, and copied into place. The only memory needed in addition to the
+states is for the chunks in flight, and for the optimizer states of one unit if they are stored on disk.
 """
 
 import warnings
@@ -41,7 +41,7 @@ from partita.sharding.unit import Unit
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take of a checkpoint (see :meth:`Engine.load`)."""
+    """The selection of what to load from a checkpoint (see :meth:`Engine.load`)."""
 
     only_model: bool = False
     strict: bool = True
@@ -50,10 +50,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Restored:
-    """What :meth:`Engine.load` took from ``path``: ``step`` updates had been done.
+    """The result of :meth:`Engine.load`: the checkpoint at ``path``, saved after ``step`` updates.
 
-    ``missing``: what the engine has and the checkpoint has not; ``unexpected``: names of the model that the engine's
-    has not.
+    ``missing``: keys that the engine has and the checkpoint lacks. ``unexpected``: names of the stored model that the
+    engine's model lacks.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class Restored:
 
 @collector_paused()
 def load(content: Content, training: TrainingState, backend: Backend, folder: Path, wanted: Wanted) -> Restored:
-    """Fill an engine's states from one checkpoint; every rank reads its part. A collective.
+    """Load an engine's states from one checkpoint. Every rank reads its part. A collective.
 
     Raises:
         PartitaError: on all ranks: there is no complete checkpoint, a file of it is damaged, or (with ``strict``) it
@@ -101,8 +101,10 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
 
 @dataclass(frozen=True)
 class _Target:
-    """What ``elements`` of a stored tensor fill: a place of a segment's weights, a ``state`` of ``view``, or ``held``
-    values; with the chunks that they meet, each with the box that it meets and that box's place among the elements.
+    """The destination of ``elements`` of a stored tensor: a ``place`` in a segment's weights, a ``state`` of ``view``,
+    or ``held`` values.
+
+    ``parts``: each stored chunk that intersects a box of the elements, with that box and its slice of the elements.
     """
 
     key: str
@@ -114,7 +116,7 @@ class _Target:
     held: Tensor | None = None
 
     def fill(self, flat: Tensor, tensors: Iterator[Tensor]) -> None:
-        """Paste the chunks, which come next, into the elements."""
+        """Copy the next tensors, one for each of ``parts``, into the elements."""
         for chunk, box, place in self.parts:
             assert chunk.box is not None
             if chunk.box == box and self.elements.is_row_major:
@@ -127,12 +129,12 @@ class _Target:
 
 
 def _kept(segment: Segment) -> Kept:
-    """What holds the values that the optimizer updates, or that rest."""
+    """Return the storage of the master weights, or, if there are none, of the parameters."""
     return segment.master.state if segment.master is not None else segment.rest
 
 
 class Loading:
-    """One checkpoint on its way into an engine's states."""
+    """The process of loading one checkpoint into an engine's states."""
 
     def __init__(self, content: Content, training: TrainingState, stored: Stored, wanted: Wanted) -> None:
         self._runtime = content.runtime
@@ -153,10 +155,10 @@ class Loading:
     # --------------------------------------------------- before anything is touched
 
     def check(self) -> None:
-        """Whether the checkpoint is of a model and an optimizer like these.
+        """Check that the checkpoint fits the engine's model and optimizer.
 
         Raises:
-            PartitaError: it is not.
+            PartitaError: it does not.
         """
         wrong = self._compare()
         started = int(self._stored.manifest.get("step", 0)) > 0
@@ -187,7 +189,7 @@ class Loading:
         self._missing.append(STATE + "*")
 
     def _compare(self) -> list[str]:
-        """Note what of the model is not there; returns what has another shape there."""
+        """Record the names of the model that the checkpoint lacks; return a message for each shape that differs."""
         wrong = list[str]()
         held = [(member.holding.fqns, member.span.place.shape) for member in self._members]
         held += [([name], tuple(buffer.shape)) for name, buffer in self._buffers]
@@ -201,23 +203,23 @@ class Loading:
         return wrong
 
     def _keeps_states(self) -> bool:
-        """Whether the optimizer will keep states of what trains (SGD without momentum does not)."""
+        """Return whether the optimizer will keep states of trainable parameters (SGD without momentum does not)."""
         return any(m.segment.trains for m in self._members) and states_per_element(self._updater.optimizer) > 0
 
     def plan(self) -> list[tuple[Segment, list[_Target]]]:
-        """What is filled, in the order in which it is read."""
+        """Return the targets of each segment, in the order in which they are read."""
         units = self._runtime.units
         return [(segment, list(self._targets(unit, segment))) for unit in units for segment in unit.segments]
 
     def _targets(self, unit: Unit, segment: Segment) -> Iterator[_Target]:
-        """What this rank holds of a segment and of its optimizer states."""
+        """Yield the targets for this rank's part of a segment and of its states."""
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         for span in self._spans(segment):
             member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
             if (key := self._names.model(member.holding.fqns)) is not None:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
-            # Those of frozen parameters are kept, too: they train on when they are unfrozen, and are saved meanwhile.
+            # States of frozen parameters are loaded too: they are used after unfreezing, and saved meanwhile.
             if self._takes_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
@@ -241,7 +243,7 @@ class Loading:
         return _Target(key, elements, tuple(parts), **where)
 
     def _state_elements(self, view: View, state: str, key: str) -> FlatRange:
-        """What of a stored state goes with a view: its elements or blocks, or the one number that it is."""
+        """Return the elements of a stored state that belong to a view: its elements, its blocks, or a single number."""
         member, start, stop = view.member, view.start, view.start + view.num_elements
         shape, expected = self._stored.tensors[key].shape, view.member.span.place.shape
         if state in BLOCK_STATES:
@@ -255,13 +257,16 @@ class Loading:
         return ONE_NUMBER
 
     def _spans(self, segment: Segment) -> tuple[Span, ...]:
-        """The spans of what this rank holds."""
+        """Return the spans of a segment that this rank holds."""
         return segment.rest_spans if segment.master is None else segment.master_spans
 
     # -------------------------------------------------------------------- reading
 
     def fill_segments(self, plan: Sequence[tuple[Segment, Sequence[_Target]]]) -> Exception | None:
-        """Returns what this rank met: the others need it for every segment."""
+        """Fill the segments; return this rank's error, if any.
+
+        It is not raised, because the other ranks need this rank for every segment.
+        """
         error: Exception | None = None
         chunks = [chunk for _, targets in plan for target in targets for chunk, _, _ in target.parts]
         with self._stored.read(chunks) as tensors:
@@ -276,14 +281,14 @@ class Loading:
         return error
 
     def _fill(self, segment: Segment, targets: Sequence[_Target], tensors: Iterator[Tensor]) -> Tensor | None:
-        """Bring a segment's weights, and its optimizer states, into what this rank holds of them.
+        """Load a segment's weights and optimizer states into this rank's storage.
 
-        Returns the parameters of a split master, which rest elsewhere.
+        Return the parameters of split master weights, which are stored elsewhere; None for other master weights.
         """
         lease = _kept(segment).lend()
         held = weights = lease.wait()
         splits = segment.master is not None and segment.master.splits
-        if segment.master is not None and splits:  # what is not stored stays as it is
+        if segment.master is not None and splits:  # values that are not stored stay unchanged
             rest = segment.rest.lend()
             weights = segment.master.joined(segment.part_of_rest(rest.wait()), held)
             rest.end(changed=False)
@@ -306,12 +311,12 @@ class Loading:
         return param
 
     def _forget_states(self, segment: Segment) -> None:
-        """Of a parameter whose states are not stored, the optimizer has had no gradient yet."""
+        """Remove the optimizer states of a segment. A parameter without stored states then counts as never updated."""
         for view in self._updater.views.of_segment(segment):
             self._updater.optimizer.state.pop(view.tensor, None)
 
     def _room(self, view: View, target: _Target) -> Tensor:
-        """Memory for an optimizer state: flat, or for one number alone."""
+        """Allocate memory for an optimizer state: flat, or a scalar."""
         stored, own = self._stored.tensors[target.key].dtype, view.tensor
         if target.elements is ONE_NUMBER:
             groups = self._updater.optimizer.param_groups
@@ -321,7 +326,7 @@ class Loading:
         return torch.empty(target.elements.num_elements, dtype=dtype, device=own.device)
 
     def _adopt(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
-        """Give the optimizer its states, in the encoding that it keeps them in."""
+        """Pass the loaded states to the optimizer, in the encoding in which it keeps them."""
         optimizer = self._updater.optimizer
         for view, state in states.items():
             names = self._names.states(view.member.holding.fqns)
@@ -337,12 +342,18 @@ class Loading:
             on_disk.replace()
 
     def _shaped(self, view: View, key: str, value: Tensor) -> Tensor:
-        """A flat state as an optimizer that sees parameters whole keeps it: like the parameter, or as it was stored."""
+        """Return a flat state in the shape that the optimizer keeps: the parameter's, or the one that was stored.
+
+        This is for optimizers on unsharded parameters.
+        """
         shape = self._stored.tensors[key].shape if key in self._stored.tensors else ()
         return view.member.shaped(value) if shape in ((), view.member.span.place.shape) else value.view(shape)
 
     def _deliver(self, segment: Segment, param: Tensor | None) -> None:
-        """Bring the weights into what rests. A collective where that is whole and the master is not."""
+        """Copy the loaded weights to the stored parameters.
+
+        This is a collective if the stored parameters are unsharded and the master weights are sharded.
+        """
         if segment.master is None:
             return
         publisher, master = self._runtime.publisher, segment.plan.master
@@ -364,7 +375,7 @@ class Loading:
         lease.end(changed=False)
 
     def _tell_of_others(self) -> None:
-        """What only one of the two runs has is nothing that a run can go on from."""
+        """Warn about states that only one of the runs has: residuals of gradients, the outer optimizer's momentum."""
         segments = [segment for unit in self._runtime.units for segment in unit.segments]
         of_listeners = {prefix for segment in segments for prefix in self._content.on_all_ranks(segment)}
         for prefix, (what, key, is_here) in {
@@ -379,7 +390,7 @@ class Loading:
             warnings.warn(f"engine.load: '{self._stored.folder}' {said} (communication.{key})", stacklevel=2)
 
     def fill_others(self) -> Restored:
-        """Take up all that is no tensor of a segment. Every rank reads the buffers whole."""
+        """Restore everything except the segments; return the result. Every rank reads the buffers in full."""
         for name, buffer in self._buffers:
             if (key := self._names.model([name])) is not None:
                 buffer.copy_(self._stored.value(key))

@@ -1,5 +1,4 @@
-"""Keys of values: those that partita gives, and which of a checkpoint's belong to which parameters, whatever prefix its
-writer gave them.
+"""Keys of values: partita's own, and the matching of any checkpoint's keys to parameters, whatever prefix they have.
 
 A key is that of torch.distributed.checkpoint for a nested state dict: ``model.<parameter>``,
 ``optimizer.state.<parameter>.<state>``.
@@ -15,30 +14,30 @@ from partita.errors import PartitaError
 from partita.inspection.modules import is_extra_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-# What codes of gradients have held back, by parameter: a state of training that no other library has.
+# Error-feedback residuals of compressed gradients, by parameter. No other library has this state.
 FEEDBACK = "partita.feedback."
-# Of the outer optimizer, where replicas train apart: its momentum, and what codes of outer gradients have held back.
+# State of the outer optimizer (DiLoCo): its momentum, and error-feedback residuals of compressed outer gradients.
 OUTER = "partita.outer."
 MOMENTUM, OUTER_FEEDBACK = OUTER + "momentum.", OUTER + "feedback."
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
-# What precedes the first component that an optimizer's state dict begins with.
+# Captures the prefix before the first component of a key in an optimizer's state dict.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
 # As get_optimizer_state_dict nests (or flattens) them: state.<parameter>.<state>.
 _STATE = re.compile(r"state\.(.+)\.([^.]+)")
-# Taken where a checkpoint has several.
+# The optimizer that is taken if a checkpoint has several.
 USUAL_OPTIMIZERS = (OPTIMIZER, "optim.")
 MOST_NAMED = 5
 
 
 def some_of(names: Iterable[str]) -> str:
-    """A few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     every = list(names)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
 
 
 def path_of(key: str) -> tuple[str | int, ...]:
-    """Where one of partita's own keys is in the nested state dict."""
+    """Return the path of one of partita's own keys in the nested state dict."""
     if key.startswith(STATE):
         param, _, state = key.removeprefix(STATE).rpartition(".")
         return ("optimizer", "state", param, state)
@@ -49,9 +48,9 @@ def path_of(key: str) -> tuple[str | int, ...]:
 
 
 def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
-    """The prefixes that keys of optimizers begin with.
+    """Return the prefixes of the keys of optimizers.
 
-    A model may have a module called ``state``, too: what tells an optimizer is that nothing else is below its prefix.
+    A model may have a module called ``state`` too. A prefix is an optimizer's only if nothing else is below it.
     """
     every = list(keys)
     found = {match[1] for key in every if (match := _BEGINNING.match(key))}
@@ -67,13 +66,13 @@ def _is_optimizer(prefix: str, keys: list[str]) -> bool:
 
 
 def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
-    """The keys of a checkpoint's model by their names in it, where no engine says what the names are.
+    """Return the keys of a checkpoint's model by their names in it, when no engine provides the names.
 
     Args:
-        prefix: what the keys of the model's copy begin with; None: ``model``, or the only one there is.
+        prefix: the prefix of the keys of the model's copy; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: there is nothing below ``prefix``, or it takes one to choose between several copies.
+        PartitaError: there is nothing below ``prefix``, or ``prefix`` is needed to choose between several copies.
     """
     keys = _without_optimizers(stored, stored.tensors)
     holders = {key: _holder(stored, key) for key in keys}
@@ -87,7 +86,7 @@ def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
 
 
 def _holder(stored: Stored, key: str) -> str:
-    """The prefix of the state dict that a key is in."""
+    """Return the prefix of the state dict that contains a key."""
     path = (stored.paths.get(key) or path_of(key))[:-1]
     if "model" in path:
         path = path[: path.index("model") + 1]
@@ -100,7 +99,7 @@ def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
 
 
 def _choose(stored: Stored, copies: Sequence[str], prefix: str | None) -> str:
-    """What the keys of the copy that is meant begin with."""
+    """Return the key prefix of the selected copy of the model."""
     if prefix is not None:
         return f"{prefix.rstrip('.')}." if prefix else ""
     usual = [prefix for prefix in copies if f".{prefix}".endswith(f".{MODEL}")]
@@ -121,18 +120,19 @@ def _nothing_there(stored: Stored, prefix: str, copies: Sequence[str]) -> Partit
 
 
 def _shown(prefix: str) -> str:
-    """A prefix as a user writes it; of the top level, an empty one."""
+    """Return a prefix in quotes, as a user writes it; of the top level, an empty one."""
     return f"'{prefix.rstrip('.')}'"
 
 
 class Names:
-    """``names`` are those of the engine's parameters, buffers and extra states.
+    """The mapping from an engine's names to the keys of a checkpoint.
 
     Args:
-        prefix: what the keys of the model's copy begin with; None: ``model``, or the only one there is.
+        names: the names of the engine's parameters, buffers and extra states.
+        prefix: the prefix of the keys of the model's copy; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: there is nothing below ``prefix``, or it takes one to choose between several copies.
+        PartitaError: there is nothing below ``prefix``, or ``prefix`` is needed to choose between several copies.
     """
 
     def __init__(self, stored: Stored, names: Iterable[str], prefix: str | None = None) -> None:
@@ -145,21 +145,24 @@ class Names:
         if prefix is not None and not self._model.keys() & self.known:
             raise _nothing_there(stored, chosen, copies)
         others = tuple(copy for copy in copies if copy and not chosen)
-        # Stored names of the model that the engine's has not.
+        # Names of the stored model that the engine's model lacks.
         self.strange = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
 
     def _copies(self, keys: Sequence[str]) -> list[str]:
-        """The prefixes under which (most of) the model's names are."""
+        """Return the prefixes of the copies of the model.
+
+        These are the prefix with the most known names, and those with at least half as many.
+        """
         found = self._prefixes(keys)
         if not found:
             return []
         best = max(sorted(found), key=found.__getitem__)
-        # A name may end in another one: what is explained by the best prefix says nothing of others.
+        # A name may end in another one, so keys that the best prefix explains are not counted for other prefixes.
         others = self._prefixes(key for key in keys if key.removeprefix(best) not in self.known)
         return sorted({best, *(prefix for prefix, num in others.items() if 2 * num >= found[best])})
 
     def _prefixes(self, keys: Iterable[str]) -> Counter[str]:
-        """Every prefix before a known name, with the number of names it is before."""
+        """Count the known names that follow each prefix."""
         found = Counter[str]()
         for key in keys:
             starts = (0, *(match.end() for match in re.finditer(r"\.", key)))
@@ -167,14 +170,14 @@ class Names:
         return found
 
     def model(self, names: Sequence[str]) -> str | None:
-        """The key of a parameter, buffer or extra state with any of these names."""
+        """Return the key of a parameter, buffer or extra state with any of these names; None if there is none."""
         return next((self._model[name] for name in names if name in self._model), None)
 
     def states(self, names: Sequence[str]) -> dict[str, str]:
-        """The keys of a parameter's optimizer states, by state.
+        """Return the keys of a parameter's optimizer states, by state.
 
         Raises:
-            PartitaError: several optimizers there have them.
+            PartitaError: several optimizers in the checkpoint have states of the same parameter.
         """
         return next((self._states[name] for name in names if name in self._states), {})
 

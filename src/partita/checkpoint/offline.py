@@ -1,6 +1,6 @@
-"""Checkpoints without an engine: whether one is whole, and what differs from another.
+"""Verification and comparison of checkpoints without an engine.
 
-No process group, and never more than one tensor in memory.
+They need no process group, and never more than one tensor of each checkpoint in memory.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,15 @@ NUM_THREADS = 4
 
 
 def verify(stored: StoredFiles) -> Iterator[str]:
-    """What is wrong with the files: one line for each record that is missing, cut off, damaged or cannot be loaded, and
-    for each tensor with elements that no record holds.
+    """Yield a line for each problem in the files.
+
+    These are records that are missing, cut off, damaged or cannot be loaded, and tensors with elements that no record
+    holds.
     """
     if not has_own_metadata(stored):
         yield f"'{stored.folder / METADATA}' is damaged: torch.distributed.checkpoint would not read it"
     for name, num_bytes in stored.manifest.get("files", {}).items():
-        if (path := stored.folder / name).is_file() and path.stat().st_size > num_bytes:  # records say what lacks
+        if (path := stored.folder / name).is_file() and path.stat().st_size > num_bytes:  # records show missing bytes
             yield f"'{path}' is damaged: {path.stat().st_size} bytes, of which {num_bytes} were written"
     with ThreadPoolExecutor(NUM_THREADS, "partita verify") as pool:
         yield from filter(None, pool.map(stored.problem, dict.fromkeys(stored.chunks())))
@@ -34,7 +36,7 @@ def verify(stored: StoredFiles) -> Iterator[str]:
 
 
 def differences(one: StoredFiles, other: StoredFiles) -> Iterator[tuple[str, str]]:
-    """(key, how it differs) for every tensor and value that is not the same, bit by bit, in both."""
+    """Yield (key, how it differs) for every tensor and value that is not bitwise equal in both."""
     for key in sorted(one.tensors.keys() | other.tensors.keys()):
         first, second = one.tensors.get(key), other.tensors.get(key)
         if first is None or second is None:

@@ -1,4 +1,4 @@
-"""Plain values: what a checkpoint can give back beside tensors of the model, and the bytes that stand for it."""
+"""Plain values: values that a checkpoint can restore in addition to the model's tensors, and their serialization."""
 
 import hashlib
 import io
@@ -17,19 +17,19 @@ _EXPECTED = "expected numbers, text, tensors, or lists and dictionaries of them"
 
 
 def object_bytes(value: Any) -> bytes:
-    """A value as ``torch.save`` writes it."""
+    """Return the bytes that ``torch.save`` writes for a value."""
     written = io.BytesIO()
     torch.save(value, written)
     return written.getvalue()
 
 
 def read_object(content: bytes | memoryview) -> Any:
-    """What :func:`object_bytes` was given; of plain values, containers and tensors only."""
+    """Load a value from the bytes of :func:`object_bytes`. Only plain values, containers and tensors are loaded."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def digest(value: Any) -> str:
-    """A digest of a plain value, alike for values that are equal."""
+    """Return a digest of a plain value. Equal values have equal digests."""
     if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized:
         content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         parts = [str(value.dtype), str(tuple(value.shape)), hashlib.blake2b(content).hexdigest()]
@@ -45,7 +45,7 @@ def digest(value: Any) -> str:
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as a checkpoint can give it back: mappings as dictionaries, numpy's numbers as Python's.
+    """Return ``value`` as a checkpoint can restore it: mappings as dictionaries, numpy's numbers as Python's.
 
     Raises:
         PartitaError: ``where``, or something in it, is of a class that cannot be read back.
@@ -78,6 +78,6 @@ def _plain(value: Any, where: str) -> Any:
 def _is_readable(value: Any) -> bool:
     try:
         read_object(object_bytes(value))
-    except Exception:  # whatever the value's class or torch raise, it is refused
+    except Exception:  # whatever the value's class or torch raises, the value is refused
         return False
     return True

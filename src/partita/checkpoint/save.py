@@ -1,7 +1,7 @@
-"""Saving: every rank writes its part of a checkpoint, the first makes it visible when all of them last.
+"""Saving: every rank writes its part of a checkpoint, and the first rank makes it visible when all parts are durable.
 
-Training waits for a copy into host memory, from which the checkpoint is written while it goes on. Where states rest on
-disk, or the host has no room for the copies, the states are streamed, and training waits for that.
+Training waits for a copy into host memory. The checkpoint is written from that copy while training continues. If states
+are stored on disk, or the host has no memory for the copies, the states are streamed, and training waits for that.
 """
 
 import itertools
@@ -21,7 +21,10 @@ _log = logging.getLogger("partita")
 
 
 class Saver:
-    """Makes checkpoints of one engine, one at a time. Its methods but the thread's are collectives."""
+    """The writer of one engine's checkpoints, one at a time.
+
+    Its methods are collectives, except those of the background thread.
+    """
 
     def __init__(self, content: Content, training: TrainingState, backend: Backend) -> None:
         self._content = content
@@ -36,10 +39,10 @@ class Saver:
         self._error: Exception | None = None
 
     def save(self, request: Request) -> Path:
-        """Returns the folder that the checkpoint is, or will be when :meth:`wait` returns.
+        """Save a checkpoint; return its folder. A checkpoint in the background is complete only after :meth:`wait`.
 
         Raises:
-            PartitaError: on all ranks, where one of them cannot write.
+            PartitaError: on all ranks, if one of them cannot write.
         """
         self.wait()
         if not self._run:
@@ -65,7 +68,7 @@ class Saver:
         if background and not self._on_disk and self._have_room(draft.snapshot_bytes):
             with together(self._all_ranks):
                 draft.snapshot(batches)
-            # No daemon: the process ends when the checkpoint is there.
+            # Not a daemon, so that the process ends only after the checkpoint is complete.
             self._thread = threading.Thread(target=self._write, args=(draft,), name="partita checkpoint")
             self._thread.start()
         else:
@@ -77,7 +80,7 @@ class Saver:
             draft.leave()
 
     def _write(self, draft: Draft) -> None:
-        """In the background: write the snapshot."""
+        """Write the snapshot. Runs in the background thread."""
         try:
             draft.write()
             if self._is_first:
@@ -90,10 +93,10 @@ class Saver:
             draft.leave()
 
     def wait(self) -> None:
-        """Wait until what is written in the background is visible.
+        """Wait until the checkpoint that is written in the background is visible.
 
         Raises:
-            PartitaError: on all ranks, where one of them could not write.
+            PartitaError: on all ranks, if one of them could not write.
         """
         if self._thread is not None or self._error is not None:
             try:
@@ -112,7 +115,7 @@ class Saver:
             raise error
 
     def _give_up(self) -> None:
-        """Let go of a checkpoint that was not made, and of its space on the disk. No rank writes any more."""
+        """Abandon a checkpoint that failed, and remove its files. No rank writes any more."""
         assert self._draft is not None
         self._draft.leave()
         if self._is_first:
@@ -123,7 +126,7 @@ class Saver:
         return any(segment.plan.uses_disk for unit in self._content.runtime.units for segment in unit.segments)
 
     def _have_room(self, num_bytes: int) -> bool:
-        """Whether every node has room for the copies of its ranks; the same on all ranks."""
+        """Return whether every node has host memory for the copies of its ranks; the same on all ranks."""
         free = int(HOST_SHARE * host_memory()[1])
         full = lack_of_memory(num_bytes, free, self._all_ranks, "engine.save")
         if full is not None and self._is_first:

@@ -1,8 +1,8 @@
-"""Which settings the optimizer goes on with after a load: the checkpoint's, but for those that are configured anew.
+"""The optimizer's settings after a load: the checkpoint's, except those that are configured differently now.
 
-A schedule changes settings while a run goes on, so the checkpoint's are what the run had come to, not what it was
-configured with; it holds both. Where the same is configured now, training goes on with what the run had come to, bit by
-bit. What is configured otherwise is what the user wants now, and holds; a rate keeps its place on the schedule's curve.
+A schedule changes settings during a run. So a checkpoint holds both the settings that the run was configured with and
+those at the time of saving. If the configuration of a setting is the same now, training continues with the saved value,
+bit by bit. If it is different, the new configuration applies; a rate keeps its place on the schedule's curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of a group that was configured as ``before`` when the saved run began, and is ``now``."""
+    """A setting of a group that was configured as ``before`` when the saved run began, and is configured as ``now``."""
 
     number: int
     key: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def configured(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """What the groups start from: of a rate that is scheduled, where the schedule starts."""
+    """Return the groups' initial settings. For a scheduled rate, that is the value at which the schedule starts."""
     starts = []
     for group in groups:
         start = {key: _copied(value) for key, value in group.items() if key not in ("params", "initial_lr")}
@@ -45,7 +45,10 @@ def configured(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
 
 
 def changes(number: int, now: Settings, before: Settings, saved: Settings) -> list[Change]:
-    """What is configured otherwise than in the saved run; what only one of the two optimizers knows is no change."""
+    """Return the settings configured differently than in the saved run.
+
+    A setting that only one of the two optimizers has is no change.
+    """
     return [
         Change(number, key, before[key], value, saved.get(key))
         for key, value in now.items()
@@ -54,7 +57,7 @@ def changes(number: int, now: Settings, before: Settings, saved: Settings) -> li
 
 
 def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Give a group, whose settings are the checkpoint's, what is configured now."""
+    """Apply a changed setting to its group, whose settings are the checkpoint's."""
     group = optimizer.param_groups[change.number]
     if change.key != "lr":
         group[change.key] = _copied(change.now)
@@ -69,7 +72,10 @@ def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """What changes in place, as a copy; anything else (a process group, say) may not be copied at all."""
+    """Return a copy of a tensor or list, because it may change in place. Return any other value itself.
+
+    Other values, such as process groups, may not be copyable.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value

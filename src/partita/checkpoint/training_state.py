@@ -1,5 +1,5 @@
-"""What is saved beside the model states: buffers, modules' extra states, the optimizer's settings, scheduler, loss
-scale, counters, random states, and whatever the caller adds.
+"""Training state saved in addition to the model states: buffers, modules' extra states, the optimizer's settings,
+scheduler, loss scale, counters, random states, and the caller's ``extra`` values.
 """
 
 import warnings
@@ -30,8 +30,9 @@ CONFIGURED = "partita.configured"
 
 @dataclass
 class TrainingState:
-    """All of an engine's state but parameters and what the optimizer keeps of them. The first rank saves what all
-    share, and ``keeper`` names the rank that saves a buffer or an extra state.
+    """An engine's state except parameters and their optimizer states.
+
+    The first rank saves what all ranks share. ``keeper`` returns the rank that saves a buffer or an extra state.
     """
 
     model: nn.Module
@@ -47,14 +48,12 @@ class TrainingState:
         self._configured = configured(self.updater.optimizer.param_groups)
 
     def compare_extra(self, all_ranks: Group) -> None:
-        """Find out whether this rank's ``extra`` differs from rank 0's: it is saved beside that one then. A
-        collective.
-        """
+        """Compare this rank's ``extra`` with rank 0's; if they differ, both are saved. A collective."""
         every = all_ranks.exchange_objects(_digest(self.extra), "engine.save")
         self._has_own_extra = every[all_ranks.index] != every[0]
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
-        """What this rank saves of buffers."""
+        """Yield the boxes of buffers that this rank saves, each with the name and the buffer."""
         for name, buffer in persistent_buffers(self.model):
             if self.keeper(name) != self.mesh.rank:
                 continue
@@ -62,21 +61,21 @@ class TrainingState:
                 yield name, buffer.detach(), box
 
     def boxes(self) -> list[Value]:
-        """What this rank saves of buffers, in the order of :meth:`batches`."""
+        """Return the boxes of buffers that this rank saves, in the order of :meth:`batches`."""
         return [
             Value(MODEL + name, tuple(buffer.shape), buffer.dtype, box) for name, buffer, box in self._buffer_boxes()
         ]
 
     def batches(self) -> Iterator[list[Tensor]]:
-        """The values of the buffers' boxes, flat, one at a time."""
+        """Yield the flat values of the buffers' boxes, one at a time."""
         for _, buffer, box in self._buffer_boxes():
             yield [buffer[box.slices].contiguous().view(-1)]
 
     def values(self) -> list[Value]:
-        """What else this rank saves.
+        """Return the plain values that this rank saves.
 
         Raises:
-            PartitaError: there is something in it that could not be loaded again.
+            PartitaError: one of them holds something that could not be loaded again.
         """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_states(self.mesh.device))]
 
@@ -99,10 +98,10 @@ class TrainingState:
         return values
 
     def restore(self, stored: Stored, *, strict: bool) -> list[str]:
-        """Take back all but buffers and extra states; returns the keys that are not there.
+        """Restore everything except buffers and extra states; return the keys that the checkpoint lacks.
 
         Raises:
-            PartitaError: (with ``strict``) the optimizer's groups are others.
+            PartitaError: (with ``strict``) the optimizer's groups have other parameters.
         """
         saved, own = stored.manifest.get("optimizer"), rule_of(self.updater.optimizer)
         if saved not in (None, own) and not self.mesh.rank:
@@ -124,12 +123,15 @@ class TrainingState:
         else:
             missing.append(EXTRA)
         key = f"{RANDOM}{self.mesh.rank}"
-        if key in stored.values:  # a rank that was not there has none
+        if key in stored.values:  # a rank that the saved run did not have has none
             set_random_states(stored.value(key), self.mesh.device)
         return missing
 
     def _extra_of(self, stored: Stored) -> dict[str, Any]:
-        """What this rank has saved; rank 0's where it had the same, or where other ranks saved than load."""
+        """Return the ``extra`` that this rank saved.
+
+        It is rank 0's if both were the same, or if the number of ranks has changed.
+        """
         own = [key for key in stored.values if key.startswith(f"{EXTRA}.")]
         if own and stored.manifest.get("ranks") == self.mesh.num_ranks:
             key = f"{EXTRA}.{self.mesh.rank}"
@@ -147,8 +149,8 @@ class TrainingState:
         return first
 
     def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
-        """Give each group the settings of the stored one with the same parameters, but for what is configured anew;
-        returns the keys that are not there.
+        """Give each group the settings of the stored group with the same parameters, except those that are configured
+        differently now; return the keys that the checkpoint lacks.
         """
         before = stored.value(CONFIGURED) if CONFIGURED in stored.values else []
         trained = {view.member.fqn for view in self.updater.views if view.member.segment.trains}
@@ -182,7 +184,7 @@ class TrainingState:
 
 
 def _digest(extra: dict[str, Any]) -> str | None:
-    """None where there is none: an error follows, as the value cannot be saved."""
+    """Return a digest of ``extra``; None if it is nested too deeply. Saving it then raises an error."""
     try:
         return digest(extra)
     except RecursionError:
@@ -190,6 +192,6 @@ def _digest(extra: dict[str, Any]) -> str | None:
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """The keys whose values two dictionaries do not share."""
+    """Return the keys whose values differ between two dictionaries."""
     same = {key for key in one.keys() & other.keys() if digest(one[key]) == digest(other[key])}
     return (one.keys() | other.keys()) - same

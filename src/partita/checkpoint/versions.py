@@ -1,4 +1,4 @@
-"""What writes a checkpoint, as its manifest says."""
+"""The versions of the software that writes a checkpoint, for its manifest."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    """The versions of partita and torch."""
+    """Return the versions of partita and torch."""
     try:
         own = version("partita")
     except PackageNotFoundError:  # used from a checkout

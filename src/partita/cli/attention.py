@@ -1,4 +1,4 @@
-"""``partita attention``: what a configuration's attention looks like."""
+"""``partita attention``: shows a configuration's attention pattern."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ attention = typer.Typer(name="attention", no_args_is_help=True, help="Which keys
 
 @attention.callback()
 def options() -> None:
-    """Which keys each query sees."""
+    """Show which keys each query sees."""
 
 
 @attention.command()
@@ -29,7 +29,7 @@ def show(
     length: Annotated[int, typer.Option(min=1, help="Positions of a sample.")] = 4096,
     both: Annotated[bool, typer.Option("--both", help="In both directions, where attention.causal is auto.")] = False,
 ) -> None:
-    """Draw a config's attention pattern, and say what it computes beside dense attention."""
+    """Draw a config's attention pattern, and show how much of dense attention it computes."""
     with user_errors():
         settings = load_config(config, overrides or ()).attention
         causal = not both if settings.causal == "auto" else settings.causal

@@ -1,4 +1,4 @@
-"""``partita checkpoint``: look at checkpoints, check them, compare them, and take their weights out."""
+"""``partita checkpoint``: shows, verifies and compares checkpoints, and exports their weights."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a 
 def inspect(
     folder: Folder, every: Annotated[bool, typer.Option("--all", help="Every tensor, with shape and pieces.")] = False
 ) -> None:
-    """Show what a checkpoint is of, and what it holds."""
+    """Show who saved a checkpoint, and what it contains."""
     console = Console()
     with user_errors():
         stored = open_stored(folder)
@@ -59,7 +59,7 @@ def _content(stored: StoredFiles) -> Iterator[tuple[str, str]]:
 
 @checkpoint.command(name="verify")
 def verify_command(folder: Folder) -> None:
-    """Read all of a checkpoint and hold it against its checksums; exit code 1 where something is wrong."""
+    """Read all of a checkpoint and compare it with its checksums; exit code 1 if something is wrong."""
     with user_errors():
         stored = open_stored(folder)
         problems = list(verify(stored))
@@ -98,7 +98,7 @@ def export(
 def diff(
     one: Folder, other: Annotated[Path, typer.Argument(metavar="OTHER", help="What it is compared with.")]
 ) -> None:
-    """Show what differs between two checkpoints; exit code 1 where anything does."""
+    """Show the differences between two checkpoints; exit code 1 if there are any."""
     with user_errors():
         found = list(differences(open_stored(one), open_stored(other)))
     for key, how in found:

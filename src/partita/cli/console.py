@@ -1,4 +1,4 @@
-"""How commands show tables and errors, and how they end."""
+"""Tables, errors and exit codes of commands."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 
 def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Names in bold, and what there is to say of each."""
+    """Print rows of a name, in bold, and a text."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -27,18 +27,18 @@ def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) ->
 
 
 def show_error(console: Console, message: str) -> None:
-    """The message as it is, after a red word: it may hold any characters, brackets too."""
+    """Print the message as it is, after a red word; it may contain any characters, also brackets."""
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def show_notice(console: Console, message: str) -> None:
-    """The message as it is, after a yellow word."""
+    """Print the message as it is, after a yellow word."""
     console.print(Text.assemble(("note: ", "bold yellow"), message), soft_wrap=True)
 
 
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Shows a :class:`PartitaError` of the block as one message, and ends the command with :data:`USER_ERROR`."""
+    """Show a :class:`PartitaError` of the block as one message, and end the command with :data:`USER_ERROR`."""
     try:
         yield
     except PartitaError as error:
@@ -47,5 +47,5 @@ def user_errors(prefix: str = "") -> Iterator[None]:
 
 
 def prefixed(prefix: str, message: str) -> str:
-    """The message after a prefix that it may begin with already."""
+    """Return the message after a prefix; if it begins with the prefix already, the prefix is not repeated."""
     return prefix + message.removeprefix(prefix)

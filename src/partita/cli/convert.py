@@ -1,4 +1,4 @@
-"""``partita convert``: what other libraries wrote, as partita reads it."""
+"""``partita convert``: converts what other libraries wrote into partita's formats."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ def config_command(
     processes: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that it is for.")] = 1,
     per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on each node.", show_default="all")] = None,
 ) -> None:
-    """Write another library's config as partita's YAML, with what became of each key as a comment."""
+    """Write another library's config as partita's YAML, with a comment on the outcome for each key."""
     with user_errors():
         text = read_foreign(file, processes, per_node).as_yaml()
         if out is None:
@@ -41,7 +41,7 @@ def checkpoint_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint of DeepSpeed, FSDP or the Trainer.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write step-N into.")],
 ) -> None:
-    """Write a checkpoint that engine.load reads: DeepSpeed's universal ones, FSDP's, and the Trainer's."""
+    """Convert a checkpoint for engine.load: DeepSpeed's universal ones, FSDP's, and the Trainer's."""
     with user_errors():
         foreign = open_foreign(folder, read_model)
         path = write(foreign, out)

@@ -1,4 +1,4 @@
-"""``partita doctor``: what this machine has, and what partita will use of it."""
+"""``partita doctor``: shows what this machine has, and what partita will use of it."""
 
 import importlib.util
 import platform
@@ -20,12 +20,12 @@ from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
 from partita.planner.figures import format_bytes
 
-# What is lost without each package that is not required.
+# Optional packages, with what is lost without each.
 OPTIONAL_PACKAGES = {
     "transformers": "no Hugging Face models in a job",
     "tensorboard": "no event files, only metrics.jsonl",
 }
-# Whose versions matter to whoever reads a report of a bug.
+# Libraries whose versions belong in a bug report.
 LIBRARIES = (
     *("numpy", "safetensors", "pydantic", "accelerate", "peft", "trl", "lightning", "ray", "deepspeed"),
     *("bitsandbytes", "torchao"),
@@ -47,13 +47,13 @@ def doctor(markdown: ForReports = False) -> None:
 
 
 def markdown_table(rows: Iterable[tuple[str, str]]) -> str:
-    """The rows below a head; what would end a cell or a row is escaped."""
+    """Return the rows as a Markdown table; characters that would end a cell or a row are escaped."""
     cells = ((name, text.replace("|", "\\|").replace("\n", "<br>")) for name, text in rows)
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in cells)])
 
 
 def machine_rows() -> Iterator[tuple[str, str]]:
-    """Versions, devices, cores and memory: nothing that names a user, a folder or a host."""
+    """Yield versions, devices, cores and memory; nothing that names a user, a folder or a host."""
     yield "partita", metadata.version("partita")
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "PyTorch", torch.__version__
@@ -66,7 +66,7 @@ def machine_rows() -> Iterator[tuple[str, str]]:
 
 
 def choice_rows() -> Iterator[tuple[str, str]]:
-    """What partita chooses on this machine, and what it does without."""
+    """Yield partita's choices on this machine, and what is lost without packages that are not installed."""
     device = torch.device(accelerator.device_type())
     yield "processes", f"{max(1, accelerator.count())} by default (partita train --processes)"
     yield "compute dtype", f"{resolve(Config(), 1, device.type).compute_dtype} (precision.compute: auto)"

@@ -1,8 +1,8 @@
-"""Starts the processes of one machine, waits for them, and says in one message how they ended.
+"""Starts the processes of one machine, waits for them, and reports in one message how they ended.
 
-The processes are those of torchrun's own agent: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-runs in a session of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended. SIGUSR1, which
-asks a run for a checkpoint, is passed on to all of them.
+torchrun's own agent starts them: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, runs in a session
+of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended. SIGUSR1, which asks a run for a
+checkpoint, is forwarded to all of them.
 """
 
 import logging
@@ -28,16 +28,16 @@ from partita.memory.capacity import usable_cores
 
 # After Ctrl-C the processes finish their step and write the weights; after this they are killed.
 SHUTDOWN_TIMEOUT_S = 600
-# Types of errors as processes record them, of which the message alone is shown.
+# Types of recorded errors of which only the message is shown.
 _USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
-# How an error names another rank's as its cause.
+# Text by which an error names another rank's error as its cause.
 _FOLLOWS = re.compile(r"failed: rank \d+ ended with ")
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
-    """Runs ``python -m module`` with these arguments in ``num_processes`` processes; returns the exit code.
+    """Run ``python -m module`` with these arguments in ``num_processes`` processes; return the exit code.
 
-    0; 2 for an error of the user's making; 1 where a process failed otherwise; 128 + the number of the signal that
+    This is 0; 2 for an error of the user's making; 1 if a process failed otherwise; 128 + the number of the signal that
     ended the run (130 for Ctrl-C).
     """
     _silence_agent()
@@ -67,14 +67,20 @@ def launch(num_processes: int, module: str, arguments: Sequence[str], console: C
 
 
 def _silence_agent() -> None:
-    """The agent's account of a failure is replaced by ours. Each of its modules has a logger with its own level."""
+    """Silence the agent's report of a failure, which ours replaces.
+
+    Each of its modules has a logger with its own level.
+    """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _variables(num_processes: int) -> dict[str, str]:
-    """What the processes get beside this one's environment. The cores are divided, or all would use all of them."""
+    """Return environment variables that the processes get in addition to this one's.
+
+    The cores are divided between them; otherwise each process would use all cores.
+    """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes))),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
@@ -98,7 +104,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _passed_on(number: int) -> Iterator[None]:
-    """Inside, a signal to this process goes to those that were started, and does not end this one."""
+    """Forward a signal from this process to the started ones inside the block, in place of ending this one."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for pid in _started():
@@ -114,7 +120,7 @@ def _passed_on(number: int) -> Iterator[None]:
 
 
 def _started() -> Iterator[int]:
-    """The children of this process that lead a session of their own (on Linux; elsewhere they are not known)."""
+    """Yield the children of this process that lead a session of their own (Linux only)."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             with suppress(ProcessLookupError):
@@ -142,9 +148,11 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
 
 
 def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
-    """Order of the causes: a rank ended by a signal comes first, since it makes others fail; then the earliest error;
-    then errors that name another rank's as their cause, which may be recorded before it; last the ranks that the
-    launcher ended. A rank that had recorded its error when it was ended failed by that error.
+    """Return the sort key of a failure, which puts the cause of the others first.
+
+    A rank ended by a signal comes first, since it makes others fail; then the earliest error; then errors that name
+    another rank's error as their cause, which may be recorded before it; last, the ranks that the launcher ended. A
+    rank that had recorded its error when it was ended failed by that error.
     """
     failure = item[1]
     file = Path(failure.error_file)
@@ -155,7 +163,7 @@ def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
 
 
 def _recorded(failure: ProcessFailure) -> tuple[str, str]:
-    """What the process wrote down before it ended: ``ErrorType: message``, and the traceback."""
+    """Return the error that the process recorded before it ended: ``ErrorType: message``, and the traceback."""
     data = failure.error_file_data.get("message")
     if not isinstance(data, dict):
         return "", ""

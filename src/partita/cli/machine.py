@@ -1,4 +1,4 @@
-"""``partita machine``: the present machine, measured, as a file for ``partita plan --gpu FILE``."""
+"""``partita machine``: measures this machine, and writes a file for ``partita plan --gpu FILE``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Wri
 
 
 def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
-    """Measure this machine: its memories, and how fast so many ranks compute, copy and send beside each other."""
+    """Measure this machine: its memories, and how fast this many ranks compute, copy and send at the same time."""
     with user_errors():
         if out is not None and out.suffix not in (".yaml", ".yml"):  # by which --gpu knows files
             raise ConfigError(f"--out {out}: expected a name that ends in .yaml")
@@ -32,7 +32,7 @@ def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
 
 
 def show(found: Machine, console: Console) -> None:
-    """A row for each kind of job: how long a small one takes, and the rate of large ones."""
+    """Print a row for each kind of job: the time of a small one, and the rate of large ones."""
     console.print(
         f"[bold]{found.name}[/], {found.source}: memory {format_bytes(found.memory)}, disk {format_bytes(found.disk)} "
         f"at {format_bytes(found.disk_rate)}/s",

@@ -1,4 +1,4 @@
-"""The ``partita`` command. Errors of the user's making are one message without a traceback, and exit code 2."""
+"""The ``partita`` command. User errors are one message without a traceback, and exit code 2."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     help="Train PyTorch models that do not fit: every training state split over the machines that are there.",
 )
 app.command()(train)
-# What follows SCRIPT is the script's.
+# Arguments after SCRIPT belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=PlanCommand)(plan)
 app.command()(tune)
@@ -49,7 +49,7 @@ def _show_version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Options of the command as a whole."""
+    """Handle the options of the command itself."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``partita plan``: will it fit, and how fast. What is found is shown; the config of the best plan is written."""
+"""``partita plan``: predicts whether a model fits and how fast it trains, and writes the best plan's config."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ from partita.planner.figures import format_bytes
 from partita.planner.machine import machine_named
 
 TRACES = (".trace.json", ".trace.json.gz")
-FIGURES = ".json"  # files of figures and predicted steps, which are written anew
+FIGURES = ".json"  # files of figures and predicted steps, which are overwritten
 _BAR = 48
 _COLORS = {
     "parameters": "blue",
@@ -87,7 +87,7 @@ Files = Annotated[
 
 
 class PlanCommand(TyperCommand):
-    """``--this-machine`` is short for ``--gpu this``. Figures of nodes come with the names of their options."""
+    """A command with ``--this-machine`` for ``--gpu this``; nodes' figures are passed on with their options' names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words, rest = list[str](), iter(args)
@@ -110,7 +110,7 @@ def plan(
     files: Files = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 where nothing fits."""
+    """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 if nothing fits."""
     if model == PAPERS:
         show_papers(Console())
         return
@@ -132,7 +132,7 @@ def plan(
 
 
 def show_papers(console: Console) -> None:
-    """What the papers claim, and what is found here."""
+    """Print the papers' claims next to our figures."""
     for title, rows in (("model states of a GPU, 16 bytes per parameter", state_rows()), ("what fits", reach_rows())):
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
         for name in ("case", "claimed", "ours", "with lean states", "why it differs"):
@@ -160,7 +160,7 @@ def _write(found: Plan, file: str) -> None:
 
 
 def show(found: Plan, console: Console) -> None:
-    """The plans as a table; of the best, each memory's contents and the config."""
+    """Print the plans as a table, and the best one's memory contents and config."""
     params = (
         f"{found.source.num_params / 1e9:.3g}B" if found.source.num_params > 1e8 else f"{found.source.num_params:,}"
     )
@@ -207,7 +207,7 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
 
 
 def _bars(forecast: Forecast) -> list[Text]:
-    """A bar for each memory that is used: as long as what may be used of it."""
+    """Return a bar for each memory that is used; its full length is the usable memory."""
     lines = list[Text]()
     for tier in Tier:
         parts = Counter({what: num for (what, where), num in forecast.held.items() if where == tier.value})
@@ -228,7 +228,7 @@ def _bars(forecast: Forecast) -> list[Text]:
 
 
 def _bytes(option: str, text: str) -> int:
-    """``128GiB``, ``1.5TB``, ``1e12``; of a rate without its ``/s``."""
+    """Parse a size (``128GiB``, ``1.5TB``, ``1e12``) or a rate, which may end in ``/s``."""
     try:
         size = as_size(text.strip().lower().removesuffix("/s").removesuffix("b") + "b")
     except ValueError:

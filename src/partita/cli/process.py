@@ -1,6 +1,6 @@
-"""What every process does that :mod:`partita.cli.launch` starts: it ends with the launcher, and fails in silence.
+"""The common part of the processes that :mod:`partita.cli.launch` starts: they end with it, and show no errors.
 
-It writes an error down for the launcher, which tells it once for all ranks.
+A process records its error for the launcher, which shows it once for all ranks.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def outcome_of(work: Callable[[], object]) -> int:
-    """Does the work; returns the exit code, and writes down what went wrong."""
+    """Run the work; return the exit code, and record an error for the launcher."""
     try:
         work()
     except KeyboardInterrupt:
@@ -29,6 +29,6 @@ def outcome_of(work: Callable[[], object]) -> int:
 
 
 def end_with_parent() -> None:
-    """Has the kernel end this process when the launcher is gone, however that came about (on Linux)."""
+    """Make the kernel end this process when the launcher is gone, for whatever reason (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How many processes a command starts on this machine."""
+"""The number of processes that a command starts on this machine."""
 
 from partita.config.launchers import LaunchEnvironment
 from partita.errors import ConfigError
@@ -6,10 +6,12 @@ from partita.memory import accelerator
 
 
 def num_to_start(environment: LaunchEnvironment, asked: int | None, otherwise: int | None = None) -> int:
-    """As ``asked`` by --processes, else as a file says (``otherwise``), else one for each GPU; under a launcher, 1.
+    """Return the number that --processes gives (``asked``), else a file (``otherwise``), else one per GPU.
+
+    Under a launcher, it is 1.
 
     Raises:
-        ConfigError: they are asked for under a launcher, which has started all there are.
+        ConfigError: --processes is given under a launcher, which has started all processes.
     """
     if environment.world_size == 1:
         return asked or otherwise or max(1, accelerator.count())

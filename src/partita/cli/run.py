@@ -1,4 +1,4 @@
-"""``partita run``: a script of accelerate's or transformers', unchanged, on partita."""
+"""``partita run``: runs a script of accelerate or transformers, unchanged, on partita."""
 
 import json
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name
 
 @dataclass(frozen=True)
 class Source:
-    """Which file the settings come from; at most one is given."""
+    """The file with the settings; at most one is given."""
 
     config: Path | None
     deepspeed: Path | None
     accelerate: Path | None
 
     def read(self, ranks: int, ranks_per_node: int) -> Converted | None:
-        """What it means on this number of ranks; None where no file is given: the script's own arguments say it.
+        """Convert the file for this number of ranks; None without a file: the script's own arguments apply.
 
         Raises:
-            ConfigError: the file cannot be read, or says what partita does not have; or several are given.
+            ConfigError: the file cannot be read, or asks for what partita does not have; or several are given.
         """
         given = [path for path in (self.config, self.deepspeed, self.accelerate) if path is not None]
         if len(given) > 1:
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def processes(self) -> int | None:
-        """The number that accelerate's file asks for."""
+        """The number of processes that accelerate's file asks for; None if it does not."""
         return accelerate.read(self.accelerate, 1).processes if self.accelerate is not None else None
 
 
@@ -71,10 +71,10 @@ def run(
     processes: Processes = None,
     module: Module = False,
 ) -> None:
-    """Run a script unchanged, with partita in the place of accelerate's Accelerator and transformers' Trainer.
+    """Run a script unchanged, with partita in place of accelerate's Accelerator and transformers' Trainer.
 
-    Under torchrun or srun, this process is one of theirs. What the script's own arguments say (batch, learning rate,
-    precision, ...) stays theirs; "auto" in a ds_config.json is filled in from them.
+    Under torchrun or srun, this process is one of theirs. The script's own arguments (batch, learning rate, precision,
+    ...) still apply; "auto" in a ds_config.json is filled in from them.
     """
     source = Source(config, deepspeed_file, accelerate_file)
     with user_errors():
@@ -109,7 +109,7 @@ def _check_command(command: list[str], *, module: bool) -> None:
 
 
 def _tell(script: str, converted: Converted | None) -> None:
-    """What is replaced, and what is to be said of the file: a line each."""
+    """Print the notices about the file, one line each, and what is replaced."""
     console = Console(stderr=True)
     for line in converted.summary() if converted else ():
         show_notice(console, line)

@@ -1,4 +1,4 @@
-"""``partita schema``: the JSON schema by which editors complete and check configurations and job files."""
+"""``partita schema``: the JSON schema with which editors complete and check configurations and job files."""
 
 import json
 from typing import Annotated

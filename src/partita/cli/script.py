@@ -1,6 +1,6 @@
 """A script that runs on partita: ``python -m partita.cli.script SETTINGS [-m] SCRIPT [ARGS]``, SETTINGS in JSON.
 
-It is one of the processes of ``partita run --processes N``, or done by ``partita run`` itself.
+It is one of the processes of ``partita run --processes N``; without several processes, ``partita run`` calls it.
 """
 
 import json
@@ -13,9 +13,9 @@ from partita.cli.process import end_with_parent, outcome_of
 
 
 def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) -> None:
-    """Runs ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in the place of accelerate's and transformers'.
+    """Run ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in place of accelerate and transformers' Trainer.
 
-    ``settings`` are partita's; None: what the script's own arguments say.
+    ``settings`` are partita's; None: they follow from the script's own arguments.
 
     Raises:
         PartitaError: accelerate or transformers is not installed, or the settings are wrong.
@@ -34,7 +34,7 @@ def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) ->
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script on this rank; returns the exit code, unless the script ends the process itself."""
+    """Run the script on this rank; return the exit code, unless the script ends the process itself."""
     return outcome_of(lambda: run_script(json.loads(arguments[0]), arguments[1:]))
 
 

@@ -1,4 +1,7 @@
-"""``partita simulate``: what each rank of a cluster holds and sends, by the real engine on tensors without values."""
+"""``partita simulate``: shows what each rank of a cluster stores and sends.
+
+It runs the real engine on tensors without values.
+"""
 
 import json
 from pathlib import Path
@@ -60,7 +63,7 @@ Files = Annotated[
 
 
 class SimulateCommand(TyperCommand):
-    """Sees that what follows ``--trace`` is the name of a trace, which files are told apart by."""
+    """A command that checks that ``--trace`` names a trace, because files are told apart by their names."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, word in enumerate(args):
@@ -81,7 +84,7 @@ def simulate(
     ranks_per_node: PerNode = RANKS_PER_NODE,
     files: Files = None,
 ) -> None:
-    """Show what each rank of a cluster would hold and send, without the cluster."""
+    """Show what each rank of a cluster would store and send, without the cluster."""
     with user_errors():
         settings, traces = load_config(config), [file for file in files or () if file.endswith(TRACES)]
         kind, machine = _computed_on(device)
@@ -108,7 +111,7 @@ def simulate(
 
 
 def _computed_on(device: str) -> tuple[str, Machine | None]:
-    """The kind of device, and the machine where one is named; DEFAULT_GPU's where nothing but the usual kind is."""
+    """Return the kind of device, and the machine if one is named; for the usual kind, that of DEFAULT_GPU."""
     if device.lower() in machines() or Path(device).suffix in (".yaml", ".yml"):
         machine = machine_named(device)
         return accelerator.usual_kind(machine.one_memory), machine
@@ -131,7 +134,7 @@ def _write(found: Simulation, file: str) -> None:
 
 
 def show(found: Simulation, console: Console) -> None:
-    """A row for each role; of the rank that holds most on its device, its memory and its calls in their order."""
+    """Print a row for each role, and the memory and calls, in order, of the rank that stores most in one memory."""
     table = _table("rank", "place", right=("device", "host", "disk", "of it activations", "sent in a step"))
     for names, numbers in bytes_rows(found):
         table.add_row(*names, *(format_bytes(num) if num else "" for num in numbers))

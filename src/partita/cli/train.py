@@ -1,4 +1,4 @@
-"""``partita train``: runs a job here, or on several processes that it starts."""
+"""``partita train``: runs a job in this process, or in several that it starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def train(
     machine: MachineName = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train a model: metrics, a loss plot, a sample and the weights (safetensors) are in the job's folder.
+    """Train a model; write metrics, a loss plot, a sample and the weights (safetensors) to the job's folder.
 
     Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
     the plot, and exits with 130; a second Ctrl-C ends at once.
@@ -82,7 +82,7 @@ def train(
             if not explain:
                 check_out(loaded, resumes=_has_checkpoint(loaded))
         num_ranks = max(num_processes, environment.world_size)
-        # Before the run: what cannot be predicted is said at once. Under a launcher the first rank does it for all.
+        # Before the run, so that an error is shown at once. Under a launcher the first rank does it for all.
         prediction = None
         if machine is not None and environment.rank == 0:
             prediction = Prediction.of(Target(str(job), None, tuple(overrides)), machine, num_ranks)
@@ -107,24 +107,24 @@ def train(
 
 
 def _has_checkpoint(job: Job) -> bool:
-    """Whether the run goes on from a checkpoint."""
+    """Return whether the run resumes from a checkpoint."""
     folder = job.engine.checkpoint.dir
     return folder is not None and bool(complete(Path(folder)))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step of a job as it is predicted on a machine."""
+    """The predicted step of a job on a machine."""
 
     plan: GivenPlan
     machine: Machine
 
     @staticmethod
     def of(target: Target, machine: str, num_ranks: int) -> "Prediction":
-        """Of a job, on so many ranks.
+        """Return the prediction of a job on this number of ranks.
 
         Raises:
-            ConfigError: there is no such machine, the job is not to be profiled, or no plan can be made of it.
+            ConfigError: there is no such machine, the job does not ask for a profile, or no plan can be made of it.
         """
         job = target.job()
         if job is None or not job.train.profile:
@@ -133,7 +133,9 @@ class Prediction:
         return Prediction(given_plan(target.source(), job.engine, num_ranks, kind), found)
 
     def add_to_traces(self, out: Path, num_ranks: int) -> None:
-        """Into what the ranks of a run have left in its folder: those of other nodes may be elsewhere.
+        """Add the predicted step to the traces that ranks wrote to a run's folder.
+
+        Those of other nodes may be elsewhere.
 
         Raises:
             ConfigError: a trace cannot be read, or written.
@@ -145,10 +147,11 @@ class Prediction:
 
 
 def check(job: Job, num_processes: int) -> None:
-    """Finds what is wrong before any process is started.
+    """Check the job before any process is started.
 
     Raises:
-        ConfigError: the engine's configuration does not fit the number of processes, or ``train.out`` cannot be made.
+        ConfigError: the engine's configuration does not fit the number of processes, or ``train.out`` cannot be
+            created.
     """
     resolve(job.engine, num_processes, accelerator.device_type())
     try:

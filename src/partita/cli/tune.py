@@ -1,4 +1,4 @@
-"""``partita tune``: a plan refined by short measured trials; the config of the best is written."""
+"""``partita tune``: refines a plan by short measured trials, and writes the best config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,10 +59,10 @@ def tune(
     trials: MostTrials = NUM_TRIALS,
     files: Files = None,
 ) -> None:
-    """Find the fastest config on this machine, by short trials of plans and of changes of the best of them.
+    """Find the fastest config on this machine, by short trials of plans and of changes to the best of them.
 
-    What runs out of memory, fails or hangs is a row of the table. A tuning that was interrupted goes on from its
-    results. Samples of a step are the config's (batch.total), and stay.
+    A trial that runs out of memory, fails or hangs is a row of the table. An interrupted tuning resumes from its
+    results. The number of samples of a step is the config's (batch.total), and does not change.
     """
     progress = Console(stderr=True)
 
@@ -86,7 +86,7 @@ def tune(
 
 
 def _sorted(files: Sequence[Path]) -> tuple[Path, list[Path]]:
-    """The file of results, and those of the config."""
+    """Return the file of results, and the files for the config."""
     results = [file for file in files if file.suffix == ".jsonl"]
     written = [file for file in files if file.suffix in (".yaml", ".yml")]
     for file in files:
@@ -98,7 +98,7 @@ def _sorted(files: Sequence[Path]) -> tuple[Path, list[Path]]:
 
 
 def show(found: Tuned, console: Console) -> None:
-    """A row for each trial, the fastest first, and the config of the best."""
+    """Print a row for each trial, fastest first, and the best config."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("states", "micro", "recomputed", "other"):
         table.add_column(name)

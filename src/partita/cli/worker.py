@@ -1,5 +1,6 @@
-"""One of the processes of ``partita train --processes N``: ``python -m partita.cli.worker JOB [KEY=VALUE ...]``, with
-``--explain`` in front of JOB where they show how the model is split.
+"""One process of ``partita train --processes N``: ``python -m partita.cli.worker JOB [KEY=VALUE ...]``.
+
+With ``--explain`` before JOB, the processes show how the model is split.
 """
 
 import signal
@@ -16,7 +17,7 @@ EXPLAIN = "--explain"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the job on this rank; returns the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
+    """Run the job on this rank; return the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
     run = explain if arguments[0] == EXPLAIN else train
     job, *overrides = arguments[1:] if run is explain else arguments
     return outcome_of(lambda: run(load_job(job, overrides), Console()))

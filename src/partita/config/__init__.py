@@ -1,1 +1,1 @@
-"""The configuration: its schema, where it is read from, and what it means on a number of ranks."""
+"""The configuration: its schema, its sources, and its resolution for a number of ranks."""

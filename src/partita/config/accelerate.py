@@ -1,4 +1,4 @@
-"""accelerate's configuration (a YAML of ``accelerate config``) and ``TrainingArguments(fsdp=)`` as one of partita's."""
+"""Conversion of accelerate's configuration (a YAML of ``accelerate config``) and ``TrainingArguments(fsdp=)``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ _SIZED = "partita chooses and sizes this itself"
 _LAUNCHED = "the launcher says this: partita run, torchrun or srun"
 _SAVED = "partita's checkpoints need no settings here"
 _COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
-# What each strategy of FSDP's asks for; the first version's are numbers, too, the second's truth values.
+# Spellings of FSDP's strategies: names, the numbers of FSDP1, and the truth values of FSDP2.
 _STRATEGIES: dict[str, tuple[str, ...]] = {
     "full_shard": ("full_shard", "1", "true"),
     "shard_grad_op": ("shard_grad_op", "2", "false"),
@@ -70,16 +70,17 @@ RULES: dict[str, Rule] = {
 
 
 def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: int | None = None) -> Converted:
-    """What a configuration of accelerate's means here. What its trainer gives (``"auto"`` in a DeepSpeed file that it
-    names) is left out.
+    """Convert a configuration of accelerate into partita's.
+
+    Values that its trainer gives (``"auto"`` in a DeepSpeed file that it names) are left out.
 
     Args:
         source: the path of a YAML or JSON file, or a mapping.
         ranks: the number of data-parallel ranks.
-        ranks_per_node: of these, on each node (None: all are on one).
+        ranks_per_node: the number of these on each node (None: all are on one).
 
     Raises:
-        ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
+        ConfigError: the source cannot be read, or keys are not available; the message lists each key with its remedy.
     """
     sections, _ = read_sections(source)
     name = str(source) if isinstance(source, str | Path) else "the given mapping"
@@ -105,16 +106,16 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
 
 
 def read_fsdp(fsdp: object, fsdp_config: object, ranks: int, ranks_per_node: int | None = None) -> Converted:
-    """What ``TrainingArguments(fsdp=, fsdp_config=)`` mean here.
+    """Convert ``TrainingArguments(fsdp=, fsdp_config=)`` into a configuration of partita.
 
     Args:
         fsdp: true, or the words of older versions (``"full_shard auto_wrap offload"``), as text or as a list.
         fsdp_config: a mapping, the path of a JSON file, or None; its keys with or without ``fsdp_``.
         ranks: the number of data-parallel ranks.
-        ranks_per_node: of these, on each node (None: all are on one).
+        ranks_per_node: the number of these on each node (None: all are on one).
 
     Raises:
-        ConfigError: the file cannot be read; or listing each key or word that cannot be had.
+        ConfigError: the file cannot be read, or keys or words are not available; the message lists each.
     """
     sections, _ = read_sections(fsdp_config)
     words = fsdp.split() if isinstance(fsdp, str) else list(fsdp) if isinstance(fsdp, list | tuple) else []
@@ -131,13 +132,15 @@ def read_fsdp(fsdp: object, fsdp_config: object, ranks: int, ranks_per_node: int
 
 
 def _prefixed(section: Mapping[str, object], prefix: str) -> dict[str, object]:
-    """The same, with names that all have the prefix: accelerate and transformers read both."""
+    """Return the section with the prefix on every name: accelerate and transformers read names with and without it."""
     return {name if name.startswith(prefix) else prefix + name: value for name, value in section.items()}
 
 
 def _precision(conversion: Conversion) -> None:
-    """The compute dtype. Where there is none, plain data parallelism computes in fp32, or under autocast in what the
-    script says; a sharded model is of the dtype that the script says.
+    """Set the compute dtype.
+
+    If none is given, plain data parallelism computes in fp32, or under autocast in the script's dtype; a sharded model
+    has the dtype that the script sets.
     """
     key = "mixed_precision"
     mixed = str(conversion.value(key, "no")).lower().replace("false", "no")  # YAML's word no is a truth value
@@ -150,7 +153,7 @@ def _precision(conversion: Conversion) -> None:
 
 
 def _distributed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> Converted | None:
-    """Who shares the states; returns what a DeepSpeed file that is named means."""
+    """Set how training states are sharded; return the conversion of a DeepSpeed file, if one is named."""
     key = "distributed_type"
     kind = conversion.text(key).upper()
     named = None
@@ -207,6 +210,8 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
 
 
 def _beside(converted: Converted, named: Converted) -> Converted:
-    """What a DeepSpeed file says holds, as in accelerate; the precision is accelerate's where the file leaves it."""
+    """Merge a named DeepSpeed file, which takes precedence, as in accelerate; a precision missing in it is
+    accelerate's.
+    """
     settings = converted.settings | named.settings
     return Converted(converted.name, settings, (*converted.notices, *named.notices), converted.processes)

@@ -1,6 +1,6 @@
-"""What must hold between settings, and which settings have no effect beside others.
+"""Rules between settings: which combinations are contradictions, and which settings have no effect beside others.
 
-A setting that another one contradicts is an error; one that is harmless and idle is named in a notice.
+A contradiction is an error; a harmless setting without effect is named in a notice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
 
 _ADAMS = ("adam", "adamw", "onebit_adam")
-# A key that means something only where another one has certain values: those, also in words, and what is so elsewhere.
+# Keys that have a meaning only at certain values of another key: the key, the other key, these values, and a text.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
     (
@@ -36,10 +36,11 @@ _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
 
 
 def check_settings(config: Config, derived: Mapping[str, Row], extension: Extension) -> None:
-    """Checks every rule; ``derived`` has the rows of the compute dtype and of the micro-batches after ``auto``.
+    """Check every rule; ``derived`` has the rows of derived settings (mesh, batch, compute dtype), by key.
 
     Raises:
-        ConfigError: for the first rule that is broken, with the resolved values, their sources and one fix.
+        ConfigError: a rule is broken; for the first one, the message has the resolved values, their sources and one
+            fix.
     """
     default = Config()
 
@@ -97,7 +98,7 @@ def _states(config: Config, compute: str) -> Iterator[Contradiction]:
 
 
 def _in_backward(config: Config, compute: str, accumulates: bool) -> Iterator[Contradiction]:
-    """Rules of updates in backward."""
+    """Yield contradictions of updates in backward (``precision.gradients: in_backward``)."""
     zero, precision = config.zero, config.precision
     if precision.gradients != "in_backward":
         return
@@ -242,7 +243,7 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
-    """One line ``ignored: key (reason)`` for each setting without effect."""
+    """Yield a line ``ignored: key (reason)`` for each setting without effect."""
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,

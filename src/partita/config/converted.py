@@ -1,4 +1,4 @@
-"""A configuration written for another library, and what became of each of its keys in one of partita's."""
+"""Conversion of another library's configuration into partita's, with a notice about each of its keys."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from partita.config.values import as_number
 
 
 class KeyClass(StrEnum):
-    """What becomes of a key of another library's."""
+    """Outcome of the conversion of a key."""
 
     MAPPED = "mapped"
     IGNORED = "ignored"
@@ -24,10 +24,10 @@ class KeyClass(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key, or of a section with all that is in it.
+    """Outcome of the conversion of one key, or of a section with all its keys.
 
-    ``text`` is why it is ignored, what is different, or the remedy; ``harmless`` are values that ask for nothing: of
-    these, and of sections that are not enabled, nothing is said.
+    ``text`` is the reason why it is ignored, the difference, or the remedy. ``harmless`` are values that ask for
+    nothing: they get no notice, nor do sections that are not enabled.
     """
 
     kind: KeyClass
@@ -37,7 +37,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Notice:
-    """What became of ``key`` (dotted, as in the file): its class, and a sentence."""
+    """Outcome for ``key`` (dotted, as in the file): its class, and a sentence."""
 
     key: str
     kind: KeyClass
@@ -49,9 +49,10 @@ class Notice:
 
 @dataclass(frozen=True)
 class Converted:
-    """What ``partita.initialize(config=)`` takes, and what is to be said of it.
+    """Settings for ``partita.initialize(config=)``, and notices of their conversion.
 
-    ``name`` is what the source is called; ``processes`` the number of processes that it asks for, where it does.
+    ``name`` is the source's name in messages; ``processes`` is the number of processes that the source asks for, if it
+    does.
     """
 
     name: str
@@ -63,14 +64,14 @@ class Converted:
         return [notice for notice in self.notices if notice.kind is kind]
 
     def summary(self) -> Iterator[str]:
-        """What is to be shown at the start: a line for each warning, and one for all that is ignored."""
+        """Yield the lines to show at the start: one for each warning, and one for all ignored keys."""
         for notice in self.of(KeyClass.WARNING):
             yield f"{self.name}: {notice.key}: {notice.text}"
         if ignored := self.of(KeyClass.IGNORED):
             yield f"{self.name}: ignored, as partita needs none of them: {', '.join(notice.key for notice in ignored)}"
 
     def as_yaml(self) -> str:
-        """The settings as YAML, with every notice as a comment above them."""
+        """Return the settings as YAML, with every notice as a comment above them."""
         lines = [f"# Converted from {self.name}."]
         for kind in KeyClass:
             lines += [f"# {notice}" for notice in self.of(kind)]
@@ -78,13 +79,13 @@ class Converted:
 
 
 class Conversion:
-    """One configuration on its way: its keys are read, settings are made of them, and all is said of every key once.
+    """Conversion of one configuration: reads its keys, sets partita's settings, and records one notice for each key.
 
     Args:
-        name: what messages call the source.
-        data: its content; keys of sections are joined by dots here: ``zero_optimization.stage``.
-        rules: the class of every key that the library knows.
-        meant: what is meant by keys that it does not know but that people write.
+        name: the source's name in messages.
+        data: its content. In this class, keys of sections are joined by dots: ``zero_optimization.stage``.
+        rules: the rule of every key that the library knows.
+        meant: the intended keys for names that the library does not know but that people write.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Conversion:
         return self._values.get(key) is not None
 
     def keys(self, section: str) -> list[str]:
-        """The dotted keys below a section that the source gives."""
+        """Return the dotted keys below a section that the source gives."""
         return [key for key in self._values if key.startswith(section)]
 
     def value(self, key: str, default: object = None) -> object:
@@ -114,7 +115,7 @@ class Conversion:
         return default if found is None else found
 
     def number(self, key: str, default: float) -> float:
-        """A number, which may be written as text."""
+        """Return a number, which may be written as text."""
         value = self.value(key, default)
         try:
             number = as_number(value)
@@ -126,7 +127,7 @@ class Conversion:
         return default
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A truth value, which may be written as text or as 0 or 1."""
+        """Return a truth value, which may be written as text or as 0 or 1."""
         value = self.value(key, default)
         if isinstance(value, str):
             value = {"true": True, "false": False}.get(value.lower(), value)
@@ -136,7 +137,7 @@ class Conversion:
         return default
 
     def text(self, key: str) -> str:
-        """A text; empty where there is none."""
+        """Return a text; empty if there is none."""
         value = self.value(key, "")
         if isinstance(value, str):
             return value
@@ -144,10 +145,11 @@ class Conversion:
         return ""
 
     def fill(self, known: Mapping[str, object], *, refuse: bool) -> None:
-        """Puts values in the place of ``"auto"``.
+        """Replace the values ``"auto"``.
 
-        ``known`` has the keys that a trainer's arguments fill in, with their values, None where they are not known
-        yet: such a key is among :attr:`left` then, or refused. Of other keys ``"auto"`` is the default.
+        ``known`` has the keys that a trainer's arguments fill in, with their values (None: not known yet). A key that
+        is not known yet is added to :attr:`left`, and with ``refuse`` it is an error. For other keys, ``"auto"`` is the
+        default.
         """
         for key in [key for key, value in self._values.items() if value == "auto"]:
             self._values[key] = known.get(key)
@@ -161,7 +163,7 @@ class Conversion:
     # ----------------------------------------------------------------------------------------------------- deciding
 
     def set(self, target: str, value: object, key: str, text: str = "") -> None:
-        """Gives a setting (``zero.stage``) the value that ``key`` asks for."""
+        """Set a setting (``zero.stage``) to the value that ``key`` asks for."""
         *sections, name = path = tuple(target.split("."))
         inner = self.settings
         for section in sections:
@@ -181,17 +183,17 @@ class Conversion:
         self._problems.append(Problem(tuple(key.split(".")), f"{key}: {problem}", fix))
 
     def leave(self, section: str, text: str) -> None:
-        """Says one thing of all keys of a section that nothing was said of."""
+        """Record one notice for every key of a section that has none yet."""
         for key in self.keys(section):
             if key in self:
                 self._notices.setdefault(key, Notice(key, KeyClass.IGNORED, text))
 
     def finish(self, processes: int | None = None) -> Converted:
-        """What has come of it, once every key has been looked at.
+        """Apply the rules to the remaining keys, and return the result.
 
         Raises:
-            ConfigError: listing each key that cannot be had, with its remedy; or a setting that partita refuses, with
-                the key that asked for it.
+            ConfigError: keys are not available (the message lists each with its remedy), or partita refuses a setting
+                (the message names the key that asked for it).
         """
         for key in self.left:
             self._notices.setdefault(key, Notice(key, KeyClass.MAPPED, "as the trainer's arguments say (auto)"))
@@ -204,7 +206,7 @@ class Conversion:
         return Converted(self._name, settings, tuple(self._notices.values()), processes)
 
     def _apply_rule(self, key: str, value: object) -> None:
-        """Says of a key what its rule has to say, where nothing has been said."""
+        """Record the notice of a key's rule, if the key has no notice yet."""
         if key in self._notices or value is None:
             return
         rule = self._rules.get(key)
@@ -228,7 +230,7 @@ class Conversion:
             self.refuse(key, f"{shown(value)} is not available", rule.text)
 
     def _known(self, key: str) -> dict[str, str]:
-        """Names of keys and sections that may have been meant by an unknown one: those of its own section first."""
+        """Return names of keys and sections that an unknown key may have meant: those of its own section first."""
         section = key.rpartition(".")[0]
         known = [other for other, rule in self._rules.items() if rule.kind is not KeyClass.ERROR]
         known += sorted(_sections(self._rules))
@@ -244,12 +246,12 @@ class Conversion:
 
 
 def is_off(value: object) -> bool:
-    """Whether a value or section asks for nothing: empty, false, or with nothing in it that is enabled."""
+    """Return whether a value or section asks for nothing: it is empty, false, or disabled."""
     return not value or _enabled(value) is False
 
 
 def _enabled(value: object) -> bool | None:
-    """Whether something in a section is enabled; None where nothing says so. What is outside decides."""
+    """Return whether a section is enabled, by its own switch or else those inside; None if it has no switch."""
     if not isinstance(value, Mapping):
         return None
     if "enabled" in value:
@@ -259,12 +261,12 @@ def _enabled(value: object) -> bool | None:
 
 
 def _sections(rules: Collection[str]) -> set[str]:
-    """Sections whose keys have rules of their own."""
+    """Return the sections whose keys have rules of their own."""
     return {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
 
 
 def _values(data: Mapping[str, object], prefix: str, sections: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Dotted keys with their values; a section without rules for its keys is a value."""
+    """Yield dotted keys with their values; a section without rules for its keys counts as a value."""
     for name, value in data.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key in sections:
@@ -274,5 +276,5 @@ def _values(data: Mapping[str, object], prefix: str, sections: Collection[str]) 
 
 
 def rules(kind: KeyClass, text: str, keys: str | Sequence[str], prefix: str = "") -> dict[str, Rule]:
-    """The same rule for several keys, given by name below ``prefix``."""
+    """Return the same rule for several keys, given by name below ``prefix``."""
     return {f"{prefix}{key}": Rule(kind, text) for key in (keys.split() if isinstance(keys, str) else keys)}

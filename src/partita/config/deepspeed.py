@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration (``ds_config.json``, version 0.19 and older) as one of partita's."""
+"""Conversion of DeepSpeed's configuration (``ds_config.json``, version 0.19 and older) into partita's."""
 
 from collections.abc import Mapping
 from math import ldexp
@@ -14,12 +14,12 @@ from partita.config.messages import shown
 from partita.config.plain import parse_hjson, parse_yaml
 from partita.errors import ConfigError
 
-# What DeepSpeed does where a key is not there.
+# DeepSpeed's defaults of missing keys.
 _CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 1000, 1000, 1e-3, 1e-4
 _SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
-# Whose settings are others here: partita's config names them.
+# Optimizers with compressed communication, whose settings have other names in partita's config.
 _COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DTYPES = {
@@ -39,18 +39,18 @@ def read(
     ranks_per_node: int | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> Converted:
-    """What a DeepSpeed configuration means here.
+    """Convert a configuration of DeepSpeed into partita's.
 
     Args:
         source: the path of a file (JSON, in which comments and trailing commas are allowed), or a mapping.
         ranks: the number of data-parallel ranks.
-        ranks_per_node: of these, on each node (None: all are on one).
-        arguments: transformers' ``TrainingArguments`` by their names, as far as they are known, of the trainer that the
-            configuration is for: ``"auto"`` is filled in from them, and what they do not say yet is left out, since the
-            trainer gives it later. None: there is no trainer, and ``"auto"`` is an error.
+        ranks_per_node: the number of these on each node (None: all are on one).
+        arguments: the trainer's ``TrainingArguments`` by name, as far as they are known. They fill in ``"auto"``;
+            values that they do not have yet are left out, since the trainer gives them later. None: there is no
+            trainer, and ``"auto"`` is an error.
 
     Raises:
-        ConfigError: the source cannot be read; or listing each key that cannot be had, with its remedy.
+        ConfigError: the source cannot be read, or keys are not available; the message lists each key with its remedy.
     """
     name, data = load(source)
     conversion = Conversion(name, _in_sections(data), RULES, MEANT)
@@ -67,10 +67,10 @@ def read(
 
 
 def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """What to call a source in messages, and its content.
+    """Return a source's name for messages, and its content.
 
     Raises:
-        ConfigError: it cannot be read, or has no sections.
+        ConfigError: the source cannot be read, or has no sections.
     """
     name, data = "the given mapping", cast("object", source)
     if isinstance(source, str | Path):
@@ -83,7 +83,7 @@ def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, o
 
 
 def _in_sections(data: Mapping[str, object]) -> dict[str, object]:
-    """The same, where sections that may be a mere truth value are sections."""
+    """Return the data with a section in place of each truth value that may stand for one."""
     sections = dict(data)
     for key in ("fp16", "bf16", "bfloat16"):
         if isinstance(data.get(key), bool) or data.get(key) == "auto":
@@ -94,7 +94,7 @@ def _in_sections(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, object]:
-    """Keys that may be ``"auto"``, with what a trainer's arguments put there; None where these do not say."""
+    """Return the keys that may be ``"auto"``, with the values from a trainer's arguments; None if these have none."""
     get = arguments.get
     micro, accumulate = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
     known = isinstance(micro, int) and isinstance(accumulate, int)
@@ -142,7 +142,7 @@ def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
 
 
 def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
-    """The compute dtype; None where a trainer says which."""
+    """Set the compute dtype, and return it; None if a trainer sets it."""
     switches = (f"{FP16}enabled", f"{BF16}enabled", "bfloat16.enabled")
     enabled = [key for key in switches if conversion.flag(key)]
     compute: str | None = "fp32" if not enabled else "fp16" if enabled[0] == switches[0] else "bf16"
@@ -166,7 +166,7 @@ def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
 
 
 def _autocast(conversion: Conversion, enabled: list[str]) -> str:
-    """The compute dtype of fp32 parameters under autocast."""
+    """Set the compute dtype of fp32 parameters under autocast, and return it."""
     if enabled:
         conversion.refuse(enabled[0], "torch_autocast is enabled, too", "enable one of them")
     key = f"{AUTOCAST}dtype"
@@ -180,7 +180,7 @@ def _autocast(conversion: Conversion, enabled: list[str]) -> str:
 
 
 def _gradients(conversion: Conversion, compute: str | None) -> None:
-    """The dtype in which they rest and travel."""
+    """Set the dtype in which gradients are stored and communicated."""
     dtypes = {}
     for key in ("data_types.grad_accum_dtype", "communication_data_type", "data_types.param_dtype"):
         if (text := conversion.text(key)) and (dtype := _DTYPES.get(text.lower())) is None:
@@ -241,11 +241,11 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
 
 
 def offload(conversion: Conversion, stage: float, optimizer: str, param: str) -> None:
-    """Tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on.
+    """Set the offload tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on.
 
     Args:
-        optimizer: what the keys of optimizer states begin with.
-        param: those of parameters.
+        optimizer: prefix of the keys of optimizer states.
+        param: prefix of the keys of parameters.
     """
     folder = None
     for prefix, old, target, least in (
@@ -306,9 +306,10 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
 
 
 def _schedule(conversion: Conversion) -> None:
-    """DeepSpeed's schedulers count from the second optimizer step; in the first, the rate is the warm-up's lowest.
+    """Convert the scheduler.
 
-    The decay of ``WarmupCosineLR`` alone counts from the first, so that it begins a step before the warm-up ends.
+    DeepSpeed's schedulers count from the second optimizer step; in the first, the rate is the warm-up's lowest. Only
+    the decay of ``WarmupCosineLR`` counts from the first, so that it begins a step before the warm-up ends.
     """
     key = "scheduler.type"
     kind = conversion.text(key)
@@ -341,7 +342,7 @@ def _schedule(conversion: Conversion) -> None:
 
 
 def _warmup(conversion: Conversion) -> int:
-    """Its length: at least 2 steps in DeepSpeed."""
+    """Set the warm-up, and return its length in steps: at least 2, as in DeepSpeed."""
     key = f"{SCHEDULER_PARAMS}warmup_num_steps"
     asked = int(conversion.number(key, _WARMUP_STEPS))
     if asked < 0:
@@ -368,7 +369,7 @@ def _absolute_rates(conversion: Conversion, kind: str) -> None:
 
 
 def _cosine_rates(conversion: Conversion) -> None:
-    """Shares of the optimizer's rate."""
+    """Set the learning rates of a cosine schedule, which are shares of the optimizer's rate."""
     key = f"{SCHEDULER_PARAMS}cos_min_ratio"
     conversion.set("schedule.min_ratio", conversion.value(key, _COSINE_LEAST), key)
     key = f"{SCHEDULER_PARAMS}warmup_min_ratio"

@@ -1,7 +1,7 @@
-"""Every key of DeepSpeed's configuration (0.19, and what older files have), each in one class.
+"""Every key of DeepSpeed's configuration (0.19, and keys of older files), with its rule.
 
-What is mapped is mapped in :mod:`partita.config.deepspeed`; there, too, are values that cannot be had although their
-key can (an optimizer's name).
+Mapped keys are converted in :mod:`partita.config.deepspeed`, which also refuses single values of available keys (an
+optimizer's name).
 """
 
 from partita.config.converted import KeyClass, Rule, rules
@@ -183,5 +183,5 @@ _ERROR_KEYS = {
 }
 
 RULES: dict[str, Rule] = _MAPPED_KEYS | _IGNORED_KEYS | _WARNING_KEYS | _ERROR_KEYS
-# What was meant by a key that is none.
+# Intended keys for names that are no keys.
 MEANT = {"max_grad_norm": "gradient_clipping"}

@@ -12,7 +12,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import StatePlan
 
 _COMPRESSION = "partita.compression"
-# The keys whose other values than the default need the package.
+# Keys that need the package at every value except the default.
 _COMPRESSION_KEYS = (
     *("communication.gradients", "communication.parameters", "communication.warmup", "communication.low_rank"),
     *("communication.warmup_steps", "communication.every", "optimizer.sends"),
@@ -20,10 +20,10 @@ _COMPRESSION_KEYS = (
 
 
 class Extension:
-    """The core alone, where no optional package is installed: it adds nothing, and refuses their keys."""
+    """The extension of the core alone, without optional packages: it adds nothing, and refuses their keys."""
 
     def contradictions(self, config: Config, compute: str) -> Iterator[Contradiction]:
-        """Return one for each rule between settings that is broken."""
+        """Return a contradiction for each broken rule between settings."""
         keys = [key for key in _COMPRESSION_KEYS if setting(config, key) != setting(Config(), key)]
         if config.optimizer.name == "onebit_adam":
             keys.append("optimizer.name")

@@ -1,4 +1,4 @@
-"""A file of another library's configuration, of whichever it is."""
+"""Conversion of another library's configuration file, after detecting the library."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 from partita.config import accelerate, deepspeed
 from partita.config.converted import Converted
 
-# At the top level of every file that `accelerate config` writes; DeepSpeed has none of them.
+# Top-level keys of every file that `accelerate config` writes; DeepSpeed has none of them.
 _ACCELERATES = {"compute_environment", "distributed_type"}
 
 
 def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> Converted:
-    """What a file of DeepSpeed's or accelerate's means on this number of ranks.
+    """Convert a file of DeepSpeed or accelerate for this number of ranks.
 
-    What a file of DeepSpeed's leaves out is as DeepSpeed has it by default; where it leaves values to a trainer
-    (``"auto"``), it is the trainer's.
+    Keys that a DeepSpeed file leaves out have DeepSpeed's defaults. If the file leaves values to a trainer
+    (``"auto"``), the trainer sets them instead.
 
     Raises:
-        ConfigError: it cannot be read; or listing each key that cannot be had, with its remedy.
+        ConfigError: the file cannot be read, or keys are not available; the message lists each key with its remedy.
     """
     _, data = deepspeed.load(path)
     if _ACCELERATES & set(data):
@@ -26,5 +26,5 @@ def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> C
 
 
 def _left_to_trainer(value: object) -> bool:
-    """Whether a value, or one in a section, is a trainer's to give."""
+    """Return whether a value, or one in a section, is ``"auto"``: left to a trainer."""
     return any(map(_left_to_trainer, value.values())) if isinstance(value, Mapping) else value == "auto"

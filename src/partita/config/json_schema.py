@@ -1,5 +1,6 @@
-"""The JSON schema of configurations and job files, from the same fields that check them: editors complete and check
-keys by it.
+"""The JSON schema of configurations and job files, made from the fields that validate them.
+
+Editors use it to complete and check keys.
 """
 
 from typing import Any
@@ -9,17 +10,18 @@ from pydantic.json_schema import GenerateJsonSchema
 
 
 class _Generate(GenerateJsonSchema):
-    """Keys are their own titles."""
+    """A schema generator without titles: keys are their own titles."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema (draft 2020-12) of a file with these sections: each key with its description, default and values.
+    """Return the schema (draft 2020-12) of a file with these sections: each key with its description, default and
+    values.
 
-    Numbers in quotes, which the loader takes, are not in it. It looks at keys one by one: what goes together with what,
-    and with the ranks, is checked at the start of a run.
+    It does not accept numbers in quotes, which the loader accepts. It checks keys one by one: combinations of keys, and
+    of keys with the number of ranks, are checked at the start of a run.
     """
     schema = model.model_json_schema(schema_generator=_Generate)
     schema["$schema"] = GenerateJsonSchema.schema_dialect

@@ -1,5 +1,6 @@
-"""What launchers tell each process in environment variables: torchrun, Kubernetes (Kubeflow's PyTorchJob, Indexed Jobs)
-and Slurm's srun. The only library file that knows the environment.
+"""Environment variables that launchers set in each process: torchrun, Kubernetes and Slurm's srun.
+
+On Kubernetes these are Kubeflow's PyTorchJob and Indexed Jobs. This is the only library file that uses the environment.
 """
 
 import os
@@ -16,7 +17,7 @@ _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _INDEXED_JOB = ("JOB_COMPLETION_INDEX", *_TORCH[1:])
 _STEP_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 _STEP_HOSTS, _JOB_HOSTS = "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"
-# A batch script and a shell of salloc have SLURM_PROCID or SLURM_NTASKS, too; these, srun's tasks alone.
+# Only srun's tasks have these; a batch script and a shell of salloc also have SLURM_PROCID or SLURM_NTASKS.
 _STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", _STEP_SIZES, _STEP_HOSTS)
 # Ports that are neither reserved nor, as a rule, given to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
@@ -24,8 +25,10 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among the processes of the job: its number over all nodes, and on its node (None: nobody says); how
-    often torchrun has started them again; the ``url`` under which they meet (empty where they need not).
+    """Position of this process among the processes of the job, over all nodes and on its node.
+
+    ``local_rank`` is None if the launcher does not set it. ``restarts`` is how often torchrun has restarted the
+    processes. ``url`` is the address where they meet (empty if they need none).
     """
 
     rank: int = 0
@@ -37,14 +40,14 @@ class LaunchEnvironment:
 
 
 def launch_environment(environ: Environ | None = None, running: tuple[int, int] | None = None) -> LaunchEnvironment:
-    """What the launcher says; without one, a single process.
+    """Return the launcher's values; without a launcher, those of a single process.
 
     Args:
-        environ: None: this process's environment.
-        running: rank and number of ranks of the process group that runs already, if one does: they take precedence.
+        environ: environment variables; None: those of this process.
+        running: rank and size of the process group that is initialized already, if one is; they take precedence.
 
     Raises:
-        ConfigError: naming the variable that is missing, no number or out of range.
+        ConfigError: a variable is missing, not a number or out of range; the message names it.
     """
     environ = os.environ if environ is None else environ
     names = _names(environ)
@@ -72,10 +75,12 @@ def launch_environment(environ: Environ | None = None, running: tuple[int, int] 
 
 
 def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> None:
-    """Tell this process what torchrun would: for launchers that call functions in processes of their own.
+    """Set torchrun's variables in this process, for launchers that call functions in processes of their own.
 
     Args:
-        host: that of rank 0, with a ``port`` that is free there, where the ranks meet.
+        launch: values of this process.
+        host: the host of rank 0, where the ranks meet.
+        port: a free port on this host.
     """
     local = {"LOCAL_RANK": launch.local_rank or 0, "LOCAL_WORLD_SIZE": launch.local_world_size}
     told = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
@@ -83,11 +88,10 @@ def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> N
 
 
 def set_torch_variables() -> None:
-    """Tell this process what torchrun would, where srun or Kubernetes has told it otherwise: for libraries that know
-    torchrun's variables alone.
+    """Set torchrun's variables in this process if srun or Kubernetes has set others, for libraries that need them.
 
     Raises:
-        ConfigError: naming the variable that is missing, no number or out of range.
+        ConfigError: a variable is missing, not a number or out of range; the message names it.
     """
     launch = launch_environment()
     if "RANK" not in os.environ and launch.url and launch.local_rank is not None:
@@ -96,19 +100,19 @@ def set_torch_variables() -> None:
 
 
 def set_local_world_size(size: int) -> None:
-    """Tell this process how many share its node, for launchers that do not."""
+    """Set the number of processes on this node, for launchers that do not."""
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
 
 
 def _names(environ: Environ) -> tuple[str, str, str, str] | None:
-    """The variables with rank, number of ranks, and both on this node; None where no launcher started the process."""
+    """Return the variables of rank, world size, local rank and local world size; None if there is no launcher."""
     if "RANK" in environ:
         return _TORCH
     if "SLURM_PROCID" in environ and any(name in environ for name in _STEP):
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         return "SLURM_PROCID", size, "SLURM_LOCALID", _STEP_SIZES
     if "JOB_COMPLETION_INDEX" in environ and ("WORLD_SIZE" in environ or "MASTER_ADDR" in environ):
-        return _INDEXED_JOB  # without either, its pods work each for itself
+        return _INDEXED_JOB  # without either, each pod works by itself
     return _TORCH if "WORLD_SIZE" in environ else None
 
 
@@ -133,7 +137,11 @@ def _number(environ: Environ, name: str, least: int, below: int | None, default:
 
 
 def _url(environ: Environ, world_size: int, *, by_slurm: bool) -> str:
-    """Of rank 0's store. srun sets no address: there it is the step's first host, at a port of the job's and step's."""
+    """Return the URL of rank 0's store.
+
+    srun sets no address. The host is then the first one of the step, and the port follows from the numbers of job and
+    step.
+    """
     host = environ.get("MASTER_ADDR") or (_first_host(environ) if by_slurm else "")
     if not host:
         others = f" (or {_STEP_HOSTS}, or {_JOB_HOSTS})" if by_slurm else ""
@@ -157,7 +165,10 @@ def _url(environ: Environ, world_size: int, *, by_slurm: bool) -> str:
 
 
 def _first_host(environ: Environ) -> str:
-    """Rank 0's host, from the list of the step's (or the job's): ``node[07-09,12],gpu1`` is node07, ..."""
+    """Return rank 0's host from the host list of the step (or the job); empty if there is no list.
+
+    For ``node[07-09,12],gpu1`` it is node07.
+    """
     name = _STEP_HOSTS if _STEP_HOSTS in environ else _JOB_HOSTS
     text = environ.get(name)
     if text is None:
@@ -174,7 +185,7 @@ def _first_host(environ: Environ) -> str:
 
 
 def _slurm_local_size(environ: Environ, world_size: int) -> int:
-    """Tasks on this node, which srun says, or the request does; evenly over the nodes where neither does."""
+    """Return the tasks on this node, by srun, else by the request, else divided evenly over the nodes."""
     if _STEP_SIZES in environ:
         return _listed_size(environ)
     num_nodes = _number(environ, "SLURM_NNODES", 1, None, default=1)
@@ -182,7 +193,7 @@ def _slurm_local_size(environ: Environ, world_size: int) -> int:
 
 
 def _listed_size(environ: Environ) -> int:
-    """From the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the tasks on this node, from the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
     text = environ[_STEP_SIZES]
     node = _number(environ, "SLURM_NODEID", 0, None, default=0)
     for run in text.split(","):

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a YAML or JSON file, a mapping, and overrides."""
+"""Loading a configuration from a YAML or JSON file or a mapping, with overrides."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +13,14 @@ _PARSERS = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
 def load_config(source: str | Path | Mapping[str, object] | Config | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in ``source``, with ``overrides`` ("zero.stage=3", the value in YAML) applied in order.
+    """Return the configuration in ``source``, with ``overrides`` ("zero.stage=3", the value in YAML) applied in order.
 
-    ``source`` is the path of a .yaml, .yml or .json file, a mapping, a :class:`Config` (returned as it is where nothing
-    overrides it), or None for all defaults.
+    ``source`` is the path of a .yaml, .yml or .json file, a mapping, a :class:`Config` (returned as it is if there are
+    no overrides), or None for all defaults.
 
     Raises:
-        ConfigError: the source cannot be read, or says something wrong; each key is named with where it was written.
+        ConfigError: the source cannot be read, or has wrong values; the message names each key and where it was
+            written.
     """
     if isinstance(source, Config) and not overrides:
         return source
@@ -27,7 +28,9 @@ def load_config(source: str | Path | Mapping[str, object] | Config | None, overr
 
 
 def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[str, object], Where]:
-    """The plain sections that ``source`` and ``overrides`` give, of any schema, and where each path was written.
+    """Return the plain sections of ``source`` with ``overrides``, and a function from a path to where it was written.
+
+    The sections are not checked against a schema.
 
     Raises:
         ConfigError: the source or an override cannot be read.
@@ -52,7 +55,7 @@ def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[s
 
 
 def _read(source: object) -> tuple[str, Parsed]:
-    """What to call the source in messages, and its data."""
+    """Return the source's name for messages, and its data."""
     if source is None:
         return "the defaults", (None, {})
     if isinstance(source, Config):
@@ -78,10 +81,10 @@ def _read_file(path: Path) -> tuple[str, Parsed]:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """What to call a file in messages, and its text.
+    """Return a file's name for messages, and its text.
 
     Raises:
-        ConfigError: it is not there, cannot be read, is larger than :data:`MAX_FILE_BYTES`, or not UTF-8.
+        ConfigError: the file does not exist, cannot be read, is larger than :data:`MAX_FILE_BYTES`, or is not UTF-8.
     """
     name = _shown(path)
     try:
@@ -105,7 +108,7 @@ def _shown(path: Path) -> str:
 
 
 def _apply(sections: dict[str, object], override: object, places: dict[KeyPath, str]) -> None:
-    """Sets one key; ``places`` learns that it comes from this override."""
+    """Set one key, and record in ``places`` that it comes from this override."""
     name = f"override {shown(override)}"
     key, equals, text = override.partition("=") if isinstance(override, str) else ("", "", "")
     if not key.strip() or not equals:

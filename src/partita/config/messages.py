@@ -1,6 +1,7 @@
-"""What is said of a wrong configuration: by key, what it expects, what it got, where it was written, and the remedy.
+"""Error messages for a wrong configuration: the key, the expected and the given value, where it was written, the
+remedy.
 
-What a key expects is read from the schema (the same JSON schema that documents it), so the two cannot disagree.
+Expected values are read from the schema (the same JSON schema that documents the key), so the two cannot disagree.
 """
 
 import difflib
@@ -28,12 +29,12 @@ _short.maxlevel = 3
 
 
 def dotted(path: KeyPath) -> str:
-    """``zero.offload.path``; a part that is no simple word is quoted."""
+    """Return a path as text, such as ``zero.offload.path``; a part that is not a simple word is quoted."""
     return ".".join(part if _SIMPLE_KEY.fullmatch(part) else shown(part) for part in path)
 
 
 def shown(value: object) -> str:
-    """A value as a short text for messages, with YAML's words for None and truth values."""
+    """Return a value as a short text for messages, with YAML's words for None and truth values."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
@@ -55,7 +56,7 @@ class Problem:
 
 
 def report(problems: Sequence[Problem], where: Where) -> ConfigError:
-    """All problems in one error. ``where`` says where a path was written (empty text: not known)."""
+    """Return one error for all problems. ``where`` returns where a path was written (empty text: not known)."""
     lines = []
     for problem in problems[:_MAX_SHOWN]:
         place = where(problem.path)
@@ -69,7 +70,7 @@ def report(problems: Sequence[Problem], where: Where) -> ConfigError:
 
 
 def validation_problems(error: ValidationError, model: type[BaseModel], data: Mapping[str, object]) -> list[Problem]:
-    """What pydantic found in ``data``, one problem per key, in the order of the schema."""
+    """Return the problems that pydantic found in ``data``, one per key, in the order of the schema."""
     keys = set(key_paths(model))
     problems: dict[KeyPath, Problem] = {}
     for entry in error.errors(include_url=False, include_context=False, include_input=False):
@@ -113,7 +114,7 @@ def _key_schemas(section: type[BaseModel]) -> dict[str, dict[str, Any]]:
 
 
 def expectation(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema of the kinds used here accepts, in words."""
+    """Return a description of the values that a JSON schema (of the kinds used here) accepts."""
     if "anyOf" in schema:
         return " or ".join(expectation(choice) for choice in schema["anyOf"])
     if "const" in schema:
@@ -153,7 +154,7 @@ def _number_expectation(schema: Mapping[str, Any]) -> str:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The model of the section that the key ``name`` holds, or None where it holds a value."""
+    """Return the model of the section that the key ``name`` holds; None if it holds a value."""
     annotation = model.model_fields[name].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -163,7 +164,7 @@ def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
 
 
 def key_paths(model: type[BaseModel]) -> list[KeyPath]:
-    """Every key below ``model``, sections included, in the order of the schema."""
+    """Return every key below ``model``, including sections, in the order of the schema."""
     paths: list[KeyPath] = []
     for name in model.model_fields:
         section = section_of(model, name)
@@ -173,7 +174,7 @@ def key_paths(model: type[BaseModel]) -> list[KeyPath]:
 
 
 def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]:
-    """Dotted keys the user may have meant by ``key`` inside ``section``, best first; empty where none is near.
+    """Return dotted keys that the user may have meant by ``key`` in ``section``, best first; empty if none is similar.
 
     Siblings come first, then the same key in another section, then a similar one.
     """
@@ -186,7 +187,7 @@ def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like ``name``, whatever its case and dashes; None where none is near."""
+    """Return the candidate most similar to ``name``, regardless of case and dashes; None if none is similar."""
     by_folded = {_folded(candidate): candidate for candidate in candidates}
     found = difflib.get_close_matches(_folded(name[:_LONGEST_KEY]), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else None
@@ -198,7 +199,7 @@ def _folded(name: str) -> str:
 
 # ------------------------------------------------------------------------------------- settings that do not go together
 
-# Settings that do not go together: the keys to show, what is wrong, and one fix.
+# Settings that contradict each other: the keys to show, the problem, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]
 
 
@@ -216,19 +217,19 @@ class Row:
 
 
 def setting(config: BaseModel, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
 
 
 def row(config: BaseModel, key: str) -> Row:
-    """The row of a dotted key, as the user gave it or as the default has it."""
+    """Return the row of a dotted key, with the user's value or the default."""
     section, _, name = key.rpartition(".")
     owner = setting(config, section) if section else config
     return Row(key, getattr(owner, name), "config" if name in owner.model_fields_set else "default")
 
 
 def conflict(problem: str, rows: Sequence[Row], fix: str) -> ConfigError:
-    """The error for settings that do not go together."""
+    """Return the error for settings that contradict each other."""
     key_width = max(len(r.key) for r in rows)
     value_width = max(len(r.text) for r in rows)
     lines = [f"  {r.key:<{key_width}}  {r.text:>{value_width}}  {r.source}" for r in rows]

@@ -1,8 +1,8 @@
 """Plain data: nested dicts with text keys, lists and scalars, from YAML, JSON or the user's mapping.
 
-It is bounded in depth and number of values, which ends cyclic and exponentially shared structures: a few bytes of YAML
+Depth and number of values are limited, which stops cyclic and exponentially shared structures: a few bytes of YAML
 aliases can describe them. Reading is strict: a key given twice, an unknown tag or a second document is an error. YAML
-is composed into nodes and read from them here, so that each key's line is known.
+is composed into nodes, which are read here, so that each key's line is known.
 """
 
 import json
@@ -30,17 +30,17 @@ Parsed = tuple[object, dict[KeyPath, int]]
 
 
 class Budget:
-    """Counts the values of one configuration, and bounds their depth."""
+    """Limits on the number and depth of a configuration's values."""
 
     def __init__(self, name: str, most: int = MAX_VALUES) -> None:
         self._name = name
         self._left = most
 
     def spend(self, depth: int) -> None:
-        """One more value.
+        """Count one more value.
 
         Raises:
-            ConfigError: there are too many, or it is nested deeper than :data:`MAX_DEPTH`.
+            ConfigError: there are too many values, or this one is nested deeper than :data:`MAX_DEPTH`.
         """
         self._left -= 1
         if depth > MAX_DEPTH:
@@ -54,7 +54,9 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def plain(data: Mapping[Any, object], name: str) -> dict[str, object]:
-    """A copy of ``data`` in which every mapping and model is a dict with text keys; ``name`` calls it in errors.
+    """Return a copy of ``data`` in which every mapping and model is a dict with text keys.
+
+    ``name`` is its name in errors.
 
     Raises:
         ConfigError: a key is not printable text, or the data is too large or too deep.
@@ -78,7 +80,7 @@ def _plain(value: object, path: KeyPath, name: str, budget: Budget) -> object:
 
 
 def _check_key(key: object, path: KeyPath, where: str) -> None:
-    """Refuses a key that is not printable text; ``path`` is the section that holds it."""
+    """Check that a key is printable text; ``path`` is the section that holds it."""
     if not isinstance(key, str) or not key.isprintable():
         section = f"in '{dotted(path)}'" if path else "at the top level"
         fix = "remove these characters" if isinstance(key, str) else "put quotes around it"
@@ -86,26 +88,28 @@ def _check_key(key: object, path: KeyPath, where: str) -> None:
 
 
 def parse_json(text: str, name: str) -> Parsed:
-    """Reads JSON text; ``name`` says in errors where it comes from. Empty text is None.
+    """Parse JSON text; ``name`` says in errors where it comes from. Empty text is None.
 
     Raises:
-        ConfigError: naming the line where there is one.
+        ConfigError: the text is not valid; the message names the line if there is one.
     """
     return _parse_json(text, name, json.loads)
 
 
 def parse_hjson(text: str, name: str) -> Parsed:
-    """Reads JSON text with comments (``//``, ``#``, ``/* */``) and trailing commas, which is Hjson.
+    """Parse JSON text with comments (``//``, ``#``, ``/* */``) and trailing commas, which is Hjson.
 
     Raises:
-        ConfigError: naming the line where there is one.
+        ConfigError: the text is not valid; the message names the line if there is one.
     """
     return _parse_json(text, name, partial(_load_hjson, name))
 
 
 def _load_hjson(name: str, text: str, **options: Any) -> object:
-    """A value without quotes goes on to the end of its line in Hjson, whatever brackets it has. So what is wrong in a
-    line may be found at the end of the text alone: there, it is said where plain JSON ends.
+    """Load Hjson, with a better message for an error at the end of the text.
+
+    In Hjson, a value without quotes extends to the end of its line, including any brackets. An error in a line may
+    therefore be found only at the end of the text. In this case the message names the line where plain JSON ends.
     """
     try:
         return hjson.loads(text, **options)
@@ -148,10 +152,10 @@ def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str,
 
 
 def parse_yaml(text: str, name: str) -> Parsed:
-    """Reads YAML text; ``name`` says in errors where it comes from. Empty text is None.
+    """Parse YAML text; ``name`` says in errors where it comes from. Empty text is None.
 
     Raises:
-        ConfigError: naming the line where there is one.
+        ConfigError: the text is not valid; the message names the line if there is one.
     """
     try:
         _check_events(text, name)
@@ -163,7 +167,7 @@ def parse_yaml(text: str, name: str) -> Parsed:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        if "nesting depth" in (error.problem or ""):  # libyaml's own bound, met as its scanner reads ahead of events
+        if "nesting depth" in (error.problem or ""):  # libyaml's own limit: its scanner reads ahead of events
             raise _too_deep(name) from None
         mark = error.problem_mark or error.context_mark
         place = f"{name}, line {mark.line + 1}" if mark and "\n" in text else name
@@ -175,7 +179,7 @@ def parse_yaml(text: str, name: str) -> Parsed:
 
 
 def _check_events(text: str, name: str) -> None:
-    """Bounds depth and size before nodes are composed: composing is recursive C, whose overflow ends the process."""
+    """Check depth and size before nodes are composed: this is recursive C code, whose overflow ends the process."""
     budget = Budget(name, 2 * MAX_VALUES)  # a section has two events
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
@@ -184,7 +188,7 @@ def _check_events(text: str, name: str) -> None:
 
 
 class _NodeReader:
-    """Turns nodes into data, and remembers the line of each path."""
+    """A reader that converts YAML nodes into data, and records the line of each path."""
 
     def __init__(self, name: str, construct: Callable[[yaml.Node], object]) -> None:
         self.lines: dict[KeyPath, int] = {}

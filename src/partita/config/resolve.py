@@ -1,4 +1,4 @@
-"""A configuration on a number of ranks and a kind of device: what it means there, or why it cannot."""
+"""Resolution of a configuration for a number of ranks and a device type, or the error that says why it fails."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from partita.plan.mesh_shape import AXES, MeshShape
 _MAX_NOTICES = 5
 _MAX_FACTORIZATIONS = 4
 _BATCH_KEYS = ("micro", "accumulate", "total")
-# Nodes may have them under other paths.
+# Folders, whose paths may differ between nodes.
 _FOLDERS = ("checkpoint.dir", "zero.offload.path")
 
 
 @dataclass(frozen=True)
 class ResolvedBatch:
-    """Samples per rank in one forward, micro-batches per step, and samples of a step over all ranks."""
+    """Samples per rank in one forward, micro-batches per step, and samples per step over all ranks."""
 
     micro: int
     accumulate: int
@@ -32,13 +32,13 @@ class ResolvedBatch:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a configuration means here.
+    """A configuration resolved for a number of ranks and a device type.
 
-    ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``; ``on_host``: the host's processors compute. ``values`` are the
-    derived settings with where each came from; ``notices`` are lines to show at the start, one for each setting that
-    has no effect; ``warnings`` are of axes that span nodes and would not have to; ``passed`` are the sections
-    (optimizer, schedule) that an object given to ``partita.initialize`` stands in for; ``spans_nodes``: the ranks are
-    on several nodes; ``extension``: what optional packages add.
+    ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``on_host`` is True if the CPU computes. ``values`` are the
+    derived settings, each with its source. ``notices`` are lines to show at the start, one for each setting without
+    effect. ``warnings`` are about axes that span nodes although they need not. ``passed`` are the sections (optimizer,
+    schedule) that an object given to ``partita.initialize`` replaces. ``spans_nodes`` is True if the ranks are on
+    several nodes. ``extension`` is that of the optional packages.
     """
 
     config: Config
@@ -60,12 +60,12 @@ class Resolved:
 
     @property
     def casts_buffers(self) -> bool:
-        """Whether the model's buffers are cast to the compute dtype."""
+        """True if the model's buffers are cast to the compute dtype."""
         return self.config.precision.mode == "cast" and self.compute_dtype != "fp32"
 
     @property
     def shared(self) -> dict[str, object]:
-        """What must be the same on every rank, by key; of folders, only whether there is one."""
+        """Settings that must be equal on every rank, by key; for folders, only whether one is set."""
         keys = (".".join(path) for path in key_paths(Config))
         found = {key: value for key in keys if not isinstance(value := setting(self.config, key), Section)}
         found.update((key, found[key] is not None) for key in _FOLDERS)
@@ -73,7 +73,10 @@ class Resolved:
         return found
 
     def with_passed(self, sections: tuple[str, ...]) -> "Resolved":
-        """The same where objects were passed for these sections; what the config says of them has no effect."""
+        """Return a copy for which objects were passed in place of these sections.
+
+        The config's values in these sections have no effect.
+        """
         idle = [name for name in sections if getattr(self.config, name) != getattr(Config(), name)]
         notices = tuple(f"ignored: {name} (one was passed to partita.initialize)" for name in idle)
         return replace(self, notices=self.notices + notices, passed=sections)
@@ -86,14 +89,14 @@ def resolve(
     ranks_per_node: int | None = None,
     extension: Extension | None = None,
 ) -> Resolved:
-    """Derives the mesh, the batch and the compute dtype, and checks what must hold between settings.
+    """Derive the mesh, the batch and the compute dtype, and check the rules between settings.
 
     ``device_type`` is torch's (``cpu``, ``cuda``, ...). ``ranks_per_node`` splits the data axis over nodes for
-    ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node. ``extension``: of optional
-    packages; None: of those that are installed.
+    ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node. ``extension`` is that of the
+    optional packages; None: of the installed ones.
 
     Raises:
-        ConfigError: settings contradict each other or the number of ranks; with a table of them and one fix.
+        ConfigError: settings contradict each other or the number of ranks; the message has a table of them and one fix.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config: expected a partita.Config (partita.Config(**sections)); got {shown(config)}")
@@ -129,7 +132,7 @@ def resolve(
 
 
 def describe(resolved: Resolved) -> str:
-    """What will be run, in at most 10 short lines."""
+    """Describe the run in at most 10 short lines."""
     config, mesh, batch = resolved.config, resolved.mesh, resolved.batch
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
@@ -155,7 +158,7 @@ def describe(resolved: Resolved) -> str:
         f"optimizer: {'as passed' if 'optimizer' in resolved.passed else optimizer}, "
         f"{'scheduler as passed' if 'schedule' in resolved.passed else rates}{clipped}",
     ]
-    most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # a line tells what was chosen
+    most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # one line shows the choice
     lines += resolved.notices[: most - 1] if len(resolved.notices) > most else resolved.notices
     if len(resolved.notices) > most:
         lines.append(f"... and {len(resolved.notices) - most + 1} more settings without effect")
@@ -211,8 +214,9 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
 
 
 def _possible(config: Config, num_ranks: int) -> str:
-    """Sizes of the axes that are asked for, beside data, of which a mesh of so many ranks can be made; those nearest to
-    what was asked first.
+    """Return the sizes of the requested axes, other than data, that fit this number of ranks, as text.
+
+    Those nearest to the requested sizes come first.
     """
     axes = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(config.parallel, axis) > 1]
     asked = [getattr(config.parallel, axis) for axis in axes]
@@ -224,8 +228,9 @@ def _possible(config: Config, num_ranks: int) -> str:
 
 
 def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
-    """Nodes that one data group spans, where all have as many of its ranks: sums are made inside them first. Elsewhere
-    1.
+    """Return the number of nodes that one data group spans, if each node has equally many of its ranks, else 1.
+
+    Sums are then made inside the nodes first.
     """
     if ranks_per_node is None or ranks_per_node % inner or data % (ranks_per_node // inner):
         return 1
@@ -233,14 +238,14 @@ def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
 
 
 def _holds_alike(config: Config, mesh: MeshShape, extension: Extension) -> bool:
-    """Whether several ranks have the same parameters at rest."""
+    """Return whether several ranks store the same parameters."""
     if config.zero.stage < 3:
         return mesh.data * mesh.sequence > 1
     return mesh.node > 1 and (config.zero.replicate == "nodes" or extension.stores_deltas(config))
 
 
 def _splits_nodes(config: Config) -> str | None:
-    """The setting that treats ranks of one node otherwise than those of others, if there is one."""
+    """Return the setting that treats ranks of one node differently from other ranks; None if there is none."""
     if config.zero.hierarchical:
         return "zero.hierarchical"
     if config.communication.every is not None:
@@ -249,8 +254,9 @@ def _splits_nodes(config: Config) -> str | None:
 
 
 def _nodes(key: str, data: int, inner: int, ranks_per_node: int | None) -> int:
-    """Nodes that one data group spans, as ``key`` asks for; ``inner`` ranks (sequence x tensor) share each data
-    coordinate.
+    """Return the number of nodes that one data group spans, as ``key`` asks for.
+
+    ``inner`` ranks (sequence x tensor) share each data coordinate.
     """
     if ranks_per_node is None:
         return 1
@@ -269,13 +275,15 @@ def _nodes(key: str, data: int, inner: int, ranks_per_node: int | None) -> int:
 
 
 def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[ResolvedBatch, list[Row]]:
-    """total = micro x accumulate x data ranks: what is not given follows, ``total`` from the others (1 where absent),
-    else ``accumulate``, else ``micro``.
+    """Derive the missing batch sizes from total = micro x accumulate x data ranks.
 
-    Returns the numbers and, for messages, where each came from. ``mesh_rows`` are those of the mesh.
+    ``total`` follows from the others (1 where absent) if it is missing. If it is given, ``accumulate`` follows from
+    ``micro``; without ``micro``, ``micro`` follows.
+
+    Returns the numbers and, for messages, the source of each. ``mesh_rows`` are the rows of the mesh.
 
     Raises:
-        ConfigError: the numbers contradict each other or do not divide, with a table of them and one fix.
+        ConfigError: the numbers contradict each other or do not divide; the message has a table of them and one fix.
     """
     given = {key: value for key in _BATCH_KEYS if (value := getattr(batch, key)) != "auto"}
     follows = _what_follows(given)
@@ -303,7 +311,7 @@ def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[R
 
 
 def _mode(resolved: Resolved) -> str:
-    """The precision mode in words, with the dtype of outputs; nothing in fp32."""
+    """Describe the precision mode and the dtype of outputs; empty in fp32."""
     if resolved.compute_dtype == "fp32":
         return ""
     words = {

@@ -1,7 +1,7 @@
 """The configuration: one frozen section per component, every key with its default, unknown keys refused.
 
-Each section checks its own values here; what depends on several sections, on the number of ranks or on the device is
-checked in :mod:`partita.config.resolve`.
+Each section checks its own values here; rules that depend on several sections, on the number of ranks or on the device
+are checked in :mod:`partita.config.resolve`.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Parallel(Section):
 
 
 class Offload(Section):
-    """Where each state rests: the device, the host's memory, or the disk."""
+    """Memory tier of each state: the device, the host's memory, or the disk."""
 
     parameters: Tier = Field("none", description="tier of the parameters; auto: as much as fits")
     optimizer: Tier = Field("none", description="tier of master weights and moments; auto: as much as fits")
@@ -77,7 +77,7 @@ class Offload(Section):
 
 
 class Zero(Section):
-    """How the training states are split over the data-parallel ranks."""
+    """Sharding of the training states over the data-parallel ranks."""
 
     stage: Stage = Field(
         1, description="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"
@@ -146,7 +146,7 @@ class Precision(Section):
 
 
 class Batch(Section):
-    """Samples: total = micro x accumulate x data ranks. What is not given follows from the rest, else it is 1."""
+    """Samples: total = micro x accumulate x data ranks. A missing value follows from the others, else it is 1."""
 
     micro: Auto | Count = Field("auto", description="samples per rank in one forward")
     accumulate: Auto | Count = Field("auto", description="micro-batches between two optimizer steps")
@@ -154,7 +154,7 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """The optimizer that is built where ``initialize`` is given none."""
+    """The optimizer that is built if ``initialize`` is given none."""
 
     name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam"] = Field(
         "adamw",
@@ -195,7 +195,7 @@ class Schedule(Section):
 
 
 class Activations(Section):
-    """What is kept of the forward for the backward, and where."""
+    """Activations that forward keeps for backward, and their memory tier."""
 
     checkpoint: Literal["none", "units", "selective"] | SomeTexts = Field(
         "none",
@@ -218,7 +218,7 @@ class Activations(Section):
 
 
 class AttentionSection(Section):
-    """Which keys each query sees: block-sparse attention."""
+    """Block-sparse attention: the keys that each query attends to."""
 
     pattern: Literal["dense", "sliding", "fixed", "variable", "bigbird", "longformer", "user"] = Field(
         "dense", description="which keys each query sees; dense: attention stays the model's own"
@@ -250,7 +250,7 @@ Attention = create_model(
 
 
 class Loss(Section):
-    """How the loss is computed of the last hidden states."""
+    """Computation of the loss from the last hidden states."""
 
     tiled: Literal["none", "auto"] | Bytes = Field(
         "none",
@@ -275,7 +275,7 @@ class Tiled(Section):
 
 
 class Communication(Section):
-    """What travels between ranks."""
+    """Communication between ranks: encodings, intervals and limits."""
 
     gradients: GradientCodec = Field(
         "full",
@@ -333,10 +333,10 @@ class Checkpoint(Section):
 
 
 class Config(Section):
-    """The whole configuration of an engine.
+    """The full configuration of an engine.
 
     Raises:
-        ConfigError: listing every unknown key and wrong value.
+        ConfigError: a key is unknown or a value is wrong; the message lists all of them.
     """
 
     parallel: Parallel = Field(Parallel(), description="ranks along each mesh axis")
@@ -361,7 +361,7 @@ class Config(Section):
 
     @classmethod
     def located(cls, sections: Mapping[str, object], where: Where) -> Self:
-        """The configuration with these sections; errors say where a key comes from, by ``where(path)``."""
+        """Return the configuration with these sections; in errors, ``where(path)`` says where a key comes from."""
         config = cls.__new__(cls)
         config._fill(sections, where)
         return config

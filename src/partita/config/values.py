@@ -1,7 +1,7 @@
-"""The kinds of values that configurations hold, each with what may be written for it, and what a section is.
+"""Types of configuration values, each with the spellings that it accepts, and the base class of sections.
 
-YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers: numeric text is a number here,
-and an integral float a whole number. A truth value is never a number.
+YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers. Numeric text is therefore read
+as a number, and an integral float as a whole number. A truth value is never a number.
 """
 
 import numbers
@@ -46,7 +46,7 @@ def as_whole(value: object) -> object:
 
 
 def as_size(value: object) -> object:
-    """Bytes, of text that may have a unit: 1.1 GiB are no whole number of bytes, and mean the nearest one."""
+    """Return bytes from a number or from text with a unit: 1.1 GiB is rounded to the nearest whole number of bytes."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return as_whole(value)
@@ -64,22 +64,22 @@ def _path(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """A list as YAML has it."""
+    """Return a list, as YAML has it, as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def as_pairs(value: object) -> object:
-    """A mapping as the pairs that it consists of."""
+    """Return a mapping as a tuple of its pairs."""
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
 def _windows(value: object) -> object:
-    """One number, or a list of them."""
+    """Return one number, or a list of them, as a tuple."""
     return as_tuple(value if isinstance(value, list | tuple) or value is None else [value])
 
 
 def _rows(value: object) -> object:
-    """Rows of figures as text, also where they come as lists of numbers."""
+    """Return rows of figures as text, also if they are lists of numbers."""
     if not isinstance(value, list | tuple):
         return value
     return tuple("".join(map(_figure, row)) if isinstance(row, list | tuple) else row for row in value)
@@ -121,7 +121,7 @@ Windows = Annotated[
 Rows = Annotated[
     tuple[Text, ...], Strict(), BeforeValidator(_rows, json_schema_input_type=list[str | list[Literal[0, 1]]])
 ]
-# A class by where it is: module:class.
+# A class by its location: module:class.
 ClassPlace = Annotated[
     str,
     Strict(),
@@ -133,7 +133,7 @@ Auto = Literal["auto"]
 
 
 class Section(BaseModel):
-    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) is one of defaults."""
+    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) has all defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,1 +1,1 @@
-"""The calls of a training loop, and what an engine is built from."""
+"""The engine: the calls of a training loop, and the parts that an engine is built from."""

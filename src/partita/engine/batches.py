@@ -1,4 +1,4 @@
-"""The micro-batches of one global batch: drawn on all ranks alike, given to the model, and the loss of each."""
+"""The micro-batches of one global batch: drawn on all ranks alike, passed to the model, with the loss of each."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -10,14 +10,14 @@ from partita.errors import PartitaError
 
 
 def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]) -> list[Any]:
-    """``num`` micro-batches, all before the first is used: no rank is left alone inside a batch.
+    """Draw ``num`` micro-batches, all before the first is used: no rank is left alone inside a batch.
 
     Args:
-        each: a number of every rank, on all ranks.
+        each: returns a number of every rank, in rank order; called on all ranks.
 
     Raises:
         StopIteration: there are none, on any rank.
-        PartitaError: this is no iterator, or it ended inside a batch on one rank.
+        PartitaError: this is not an iterator, or it ended inside a batch on one rank.
     """
     listed = isinstance(iterator, list | tuple) and len(iterator) <= num
     if not isinstance(iterator, Iterator) and not listed:
@@ -42,11 +42,11 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
 def draw_for_evaluation(
     iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]
 ) -> Sequence[Any]:
-    """A list as it is, of an iterator at most ``num`` micro-batches; the same number on all ranks.
+    """Return a list as it is, or at most ``num`` micro-batches of an iterator; the same number on all ranks.
 
     Raises:
         StopIteration: there are none, on any rank.
-        PartitaError: this is no iterator, or ranks have other numbers of them.
+        PartitaError: this is not an iterator, or ranks have different numbers of micro-batches.
     """
     is_list = isinstance(iterator, list | tuple)
     if not is_list and not isinstance(iterator, Iterator):
@@ -75,16 +75,16 @@ def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """The model's output for a micro-batch."""
+    """Return the model's output for a micro-batch."""
     args, kwargs = arguments(batch)
     return model(*args, **kwargs)
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """The loss: ``loss_fn``'s, or the output itself, or its ``.loss``.
+    """Return the loss: that of ``loss_fn``, or the output itself, or its ``.loss``.
 
     Raises:
-        PartitaError: that is no scalar.
+        PartitaError: it is no scalar.
     """
     loss = loss_fn(output, batch) if loss_fn else getattr(output, "loss", output)
     if isinstance(output, Mapping) and not loss_fn:

@@ -12,12 +12,12 @@ from partita.planner.placement import leaves_a_choice
 
 
 def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | None:
-    """What every rank has, the same on all of them; None where the config names every tier.
+    """Return the minimum of all ranks' budgets, the same on all of them; None if the config names every tier.
 
-    Ranks on one node (which have the name of the host in common) share its memory and its disk evenly.
+    Ranks on one node (with the same host name) share its memory and its disk evenly.
 
     Raises:
-        PartitaError: a rank cannot tell; on every rank.
+        PartitaError: on every rank: a rank cannot determine its free memory.
     """
     if not leaves_a_choice(offload):
         return None

@@ -65,7 +65,7 @@ from partita.sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments that the user passes beside model and config (see :func:`partita.initialize`)."""
+    """The arguments that the user passes besides model and config (see :func:`partita.initialize`)."""
 
     optimizer: Optimizer | Factory | None
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
@@ -75,7 +75,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """An engine's. ``weights``: the folder that the values came from."""
+    """The parts of an engine. ``weights``: the folder that the values were loaded from."""
 
     optimizer: Optimizer
     scheduler: LRScheduler
@@ -100,7 +100,7 @@ class Parts:
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
-    """Put the model under the plan. What one rank meets is an error on all of them; the model is then what it was."""
+    """Build an engine's parts and prepare the model. An error on one rank is raised on all, and the model restored."""
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_settings_alike(resolved.shared, all_ranks)
@@ -122,8 +122,10 @@ def _build(
     parallel: Parallel,
     changes: ExitStack,
 ) -> Parts:
-    """Args:
-    changes: undoes the changes to the model's modules; the returned parts take it over.
+    """Build the parts of an engine on a model that the parallel axes have changed.
+
+    Args:
+        changes: undoes the changes to the model's modules; the returned parts take it over.
     """
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
@@ -211,7 +213,7 @@ def _build(
 
 
 def along_axes(settings: Config) -> Needs:
-    """Return what the ranks along single axes send each other."""
+    """Return the purposes of the messages between ranks along single axes."""
     along: dict[tuple[str, ...], frozenset[str]] = {
         (axis,): frozenset({"control"} if (axis,) == BATCH_AXES else {"activations", "control"}) for axis in AXES
     }
@@ -247,7 +249,7 @@ def _attention(model: nn.Module, settings: Config) -> ModuleChange | None:
 
 
 def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> None:
-    """Refuse an optimizer that would see something else than whole parameters, or not all of them, and must.
+    """Refuse an optimizer that needs full parameters, or all of them at a time, if the plan gives it less.
 
     Raises:
         ConfigError: names its class.
@@ -264,7 +266,7 @@ def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: 
 def _agree(
     model: nn.Module, blueprint: Blueprint, optimizer: Optimizer, settings: Config, collectives: Collectives
 ) -> None:
-    """See that all ranks have the same on paper, and connect the groups that any of them needs."""
+    """Check that all ranks have the same plan, and connect the groups that any of them needs."""
     all_ranks = collectives.all_ranks
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
     collectives.open(united(every))  # also those of other stages alone

@@ -30,13 +30,13 @@ from partita.planner.memory import model_state_bytes
 
 
 class Engine:
-    """Trains a model under a plan. Made by :func:`initialize`; every method but the reports is called on all ranks.
+    """Trains a model under a plan. Made by :func:`initialize`; every method except the reports is called on all ranks.
 
     Attributes: ``module`` (the model), ``optimizer`` (a real ``torch.optim.Optimizer``), ``scheduler``, ``config``,
     ``mesh``, and ``blueprint`` (what it is built from, and what :mod:`partita.planner` reads), of that ``units`` (the
     planned units) and ``plan`` (unit name to its row of the residence table; the root unit is called ``""``), ``extra``
-    (plain values of the caller's, such as where the data is, which every checkpoint holds and :meth:`load` brings
-    back).
+    (plain values of the caller's, such as the position in the data, which every checkpoint holds and :meth:`load`
+    restores).
     """
 
     def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
@@ -60,7 +60,7 @@ class Engine:
 
     @explained("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples.
+        """Run the model's own forward; inputs are cast to the compute dtype, and compared where ranks share samples.
 
         Raises:
             PartitaError: the model is cut into stages (``parallel.pipeline``).
@@ -89,7 +89,7 @@ class Engine:
 
     @explained("step")
     def step(self) -> StepResult:
-        """End a micro-batch; after the last one of a batch clip, update the parameters, and zero the gradients."""
+        """End a micro-batch. After the last of a batch, clip gradients, update the parameters, and zero gradients."""
         parts = self._open()
         if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
@@ -98,18 +98,17 @@ class Engine:
 
     @explained("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
-        """Train on one global batch: draws ``batch.accumulate`` micro-batches and returns their mean loss over all
-        ranks.
+        """Train on one global batch: draw ``batch.accumulate`` micro-batches and return their mean loss over all ranks.
 
         A micro-batch is a mapping (passed as keywords), a tuple or list (as arguments), or a tensor.
 
         Args:
-            iterator: goes on from call to call, as ``iter(loader)`` does; or a list of just the micro-batches.
+            iterator: continues from call to call, as ``iter(loader)`` does; or a list of exactly the micro-batches.
 
         Raises:
             StopIteration: the iterators of all ranks are empty; nothing was trained on.
-            PartitaError: it is no iterator, it ended inside a batch (on all ranks, where one's did; nothing was trained
-                on), the loss cannot be found in the model's output, or a batch is begun by :meth:`step`.
+            PartitaError: it is no iterator, it ended inside a batch on some rank (raised on all ranks; nothing was
+                trained on), the loss cannot be found in the model's output, or a batch is begun by :meth:`step`.
         """
         self._open()
         self._micro_batches.check_between_batches(
@@ -122,8 +121,9 @@ class Engine:
 
     @explained("eval_batch")
     def eval_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
-        """The mean loss of some micro-batches over all ranks, in evaluation mode and without gradients: of
-        ``batch.accumulate``, fewer where the iterator ends before, or of a list of any number.
+        """Return the mean loss of some micro-batches over all ranks, in evaluation mode and without gradients.
+
+        These are ``batch.accumulate`` micro-batches of an iterator, fewer if it ends before, or all those of a list.
 
         Raises:
             StopIteration: the iterators of all ranks are empty.
@@ -138,13 +138,13 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on each rank without reducing them; the next backward outside, or ``step``, does.
+        """Accumulate gradients on each rank without reducing them; the next backward outside, or ``step``, does that.
 
-        Legal at every stage. Stages 2 and 3 then hold this rank's gradients whole (as many bytes as the parameters in
-        the compute dtype) until they are reduced.
+        Allowed at every stage. Stages 2 and 3 then hold this rank's gradients unsharded (as many bytes as the
+        parameters in the compute dtype) until they are reduced.
 
         Raises:
-            PartitaError: gradients rest nowhere (``precision.gradients: in_backward``).
+            PartitaError: gradients are not stored (``precision.gradients: in_backward``).
         """
         reducer = self._open().runtime.reducer
         self._check_gradients_rest("engine.no_sync")
@@ -157,7 +157,7 @@ class Engine:
         Called after the last backward of a batch. Returns the norm before clipping, the same on every rank.
 
         Raises:
-            PartitaError: the batch is not complete, ``max_norm`` is not positive, or gradients rest nowhere
+            PartitaError: the batch is not complete, ``max_norm`` is not positive, or gradients are not stored
                 (``precision.gradients: in_backward``).
         """
         updater = self._open().updater
@@ -190,10 +190,10 @@ class Engine:
     # ------------------------------------------------------------------- looking
 
     def gathered(self, *items: nn.Module | nn.Parameter, modify: bool = False) -> AbstractContextManager[None]:
-        """Hold the parameters of the given modules (none: of the whole model) whole inside a ``with`` block.
+        """Unshard the parameters of the given modules (none: of the full model) inside a ``with`` block.
 
-        With ``modify`` what rank 0 wrote into them becomes the value on every rank and in the optimizer. Keep copies of
-        values (``param.detach().clone()``), no views. The backward of a loss that is computed inside (a penalty on
+        With ``modify`` the values that rank 0 wrote become the values on every rank and in the optimizer. Keep copies
+        of values (``param.detach().clone()``), not views. The backward of a loss that is computed inside (a penalty on
         weights) may come after the block: parameters that its graph refers to stay in memory until then.
 
         Raises:
@@ -202,33 +202,35 @@ class Engine:
         return self._open().gathered.hold(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The whole mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
+        """Return the full mean gradient of a parameter (fp32, its shape) before ``step``; None if no rank has one.
 
         Raises:
-            PartitaError: there is no such parameter, or gradients rest nowhere (``precision.gradients: in_backward``).
+            PartitaError: there is no such parameter, or gradients are not stored (``precision.gradients:
+                in_backward``).
         """
         parts = self._open()
         self._check_gradients_rest("engine.gradient")
         return parts.whole.gradient(name, parts.updater.gradient_scale())
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The whole optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
+        """Return the full optimizer state of a parameter by key (``exp_avg``, ``step``, ...)."""
         return self._open().whole.optimizer_state(name)
 
     def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """The model's state dict (modules' extra states, too), whole, with master weights, on the host of rank 0; empty
-        on the other ranks. Quantized parameters are not in it. Units of which nothing is asked for are not gathered.
+        """Return the model's full state dict (with modules' extra states), of master weights, on the host of rank 0; it
+        is empty on the other ranks. Quantized parameters are not in it. Units of which nothing is requested are not
+        gathered.
 
         Args:
             trainable: only the parameters that require gradients (adapters).
-            names: only these, the same on every rank; one that stands for nothing is a PartitaError.
+            names: only these, the same on every rank; an unknown name is a PartitaError.
         """
         self.attend("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable, names=names)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
-        """Write the weights in the compute dtype as safetensors, in Hugging Face's layout; with them configuration and
-        tokenizer from the folder ``beside`` (None: the one that ``weights=`` named, if it is still there).
+        """Write the weights in the compute dtype as safetensors, in Hugging Face's layout. Configuration and tokenizer
+        are taken from the folder ``beside`` (None: the one that ``weights=`` named, if it still exists).
         """
         self.attend("engine.export")
         parts = self._open()
@@ -236,7 +238,8 @@ class Engine:
         export(parts.whole, self.module, Path(folder), found if beside is None else Path(beside))
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Save all that training goes on from as ``folder/step-N``, of which the ``checkpoint.keep`` saved last stay.
+        """Save everything that training resumes from as ``folder/step-N``; the last ``checkpoint.keep`` of these are
+        kept.
 
         Any number of ranks, stage, tiers and precision can load it, and so can torch.distributed.checkpoint. With
         ``checkpoint.background`` it is visible some time after this returns (see :meth:`wait_for_checkpoint`).
@@ -265,22 +268,23 @@ class Engine:
         strict: bool = True,
         prefix: str | None = None,
     ) -> Restored:
-        """Take up a checkpoint: ``folder`` itself, or the complete ``step-N`` in it that was saved last.
+        """Load a checkpoint: ``folder`` itself, or the complete ``step-N`` in it that was saved last.
 
         Checkpoints by torch.distributed.checkpoint (of FSDP2, ...) of a module with the same names are loaded, too. The
-        optimizer's settings are as the saved run had come to; those configured otherwise now than for that run hold as
-        configured, and a warning names them (a rate keeps its place on the schedule's curve).
+        optimizer's settings become those that the saved run had last; settings that are configured differently now than
+        for that run stay as configured, and a warning names them (a rate keeps its place on the schedule's curve).
 
         Args:
             folder: None: ``checkpoint.dir``.
             only_model: leave optimizer, scheduler, counters and random states as they are.
-            strict: refuse a checkpoint that lacks something, or has more; off: take what there is, report the rest.
+            strict: refuse a checkpoint that lacks something, or has more; off: load what there is, report the
+                difference.
             prefix: where the weights are in a checkpoint that holds several copies (``"ema"``), or more than this model
                 (``"model.encoder"``); None: ``"model"`` where it is there, else the only one.
 
         Raises:
-            PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or
-                it holds several copies of the weights (names their prefixes).
+            PartitaError: on all ranks: there is none, it is damaged (names the file), it is of another model, or it
+                holds several copies of the weights (names their prefixes).
         """
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
@@ -288,11 +292,11 @@ class Engine:
         return restored
 
     def each(self, value: Tensor | float) -> list[float]:
-        """A number of every rank, in rank order, on all of them."""
+        """Return a number of every rank, in rank order, on all of them."""
         return self._numbers(value, AXES)
 
     def mean(self, value: Tensor | float) -> Tensor:
-        """The mean of a number over the data-parallel ranks."""
+        """Return the mean of a number over the data-parallel ranks."""
         every = self._numbers(value, BATCH_AXES)
         return torch.tensor(sum(every) / len(every), dtype=torch.float32, device="cpu")
 
@@ -306,10 +310,10 @@ class Engine:
         return any(self.each(float(flag)))
 
     def attend(self, call: str) -> None:
-        """Wait until every rank is at ``call`` (a name of at most 40 letters).
+        """Wait until every rank has reached ``call`` (a name of at most 40 letters).
 
         Raises:
-            PartitaError: a rank waits in another collective, for this one; within seconds. It shows where.
+            PartitaError: a rank waits in another collective instead; raised within seconds. It shows where.
         """
         attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
@@ -318,7 +322,9 @@ class Engine:
         return "\n".join(self._parts.parallel.lines) or f"every rank computes all of {type(self.module).__name__}"
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held by this rank now and at their peak, by state and tier, and what its disk tier has moved."""
+        """Return the bytes that this rank holds, now and at their peak, by state and tier, and those its disk tier has
+        moved.
+        """
         self._parts.updater.wait_for_updates()
         memory = self._parts.runtime.memory
         return memory.ledger.report(self.mesh.device, memory.disk_report())
@@ -329,18 +335,18 @@ class Engine:
         return model_state_bytes(self.units, self.mesh.rank, self.blueprint.num_moments)
 
     def traffic_report(self) -> TrafficReport:
-        """Bytes sent by this rank and calls so far, by collective, axis and purpose."""
+        """Return the bytes sent by this rank and its calls so far, by collective, axis and purpose."""
         self._parts.updater.wait_for_updates()
         return self._parts.runtime.collectives.meter.report()
 
     def profile(self, path: str | Path) -> Profile:
-        """Watch the steps inside a ``with`` block: see :class:`Profile`. May be called on one rank alone."""
+        """Profile the steps inside a ``with`` block: see :class:`Profile`. May be called on one rank alone."""
         return Profile(Path(path), self.mesh.device, self.mesh.rank, lambda: self._parts.updater.steps)
 
     # ----------------------------------------------------------------------- end
 
     def close(self, *, whole: bool = False) -> None:
-        """Take the hooks off, and end the process groups that were started here.
+        """Remove the hooks, and end the process groups that were started here.
 
         Args:
             whole: also make the model an ordinary module again: every rank has all parameters, in the compute dtype, in
@@ -388,8 +394,8 @@ class Engine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Close the engine where an error ends a batch of a pipeline: the other stages wait for this one, and what is
-        on its way between them would be taken for the next batch's.
+        """Close the engine if an error ends a batch of a pipeline: the other stages wait for this one, and messages
+        under way between them would be taken for the next batch's.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""The work of a batch's micro-batches on this rank: how many are done, and what comes next."""
+"""The work on a batch's micro-batches on this rank, and the count of those that are done."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ LossFn = Callable[[Any, Any], Tensor] | None
 
 
 class MicroBatches:
-    """Forwards and backwards, and the update after the last of a batch.
+    """Runs forwards and backwards, and the update after the last of a batch.
 
-    Attributes: ``num``: micro-batches of a batch; ``done``: how many of its backwards were (of each of this rank's
-    stages).
+    Attributes: ``num``: micro-batches of a batch; ``done``: the number of the batch's backwards that are done (on each
+    of this rank's stages).
     """
 
     def __init__(self, parts: Parts, module: nn.Module, num: int, loss_fn: LossFn) -> None:
@@ -41,7 +41,7 @@ class MicroBatches:
         self.begin(0)
 
     def begin(self, done: int) -> None:
-        """So many backwards of the batch are done."""
+        """Set the number of the batch's backwards that are done, and begin the next micro-batch."""
         self.done = done
         if not done:
             self._parts.runtime.arguments.forget()
@@ -49,7 +49,7 @@ class MicroBatches:
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
 
     def restored(self) -> None:
-        """A checkpoint was loaded: the next micro-batch is the first of the step that it is of."""
+        """Note that a checkpoint was loaded: the next micro-batch is the first of the checkpoint's next step."""
         self._schedule.note()
         self.begin(0)
 
@@ -60,10 +60,10 @@ class MicroBatches:
         self.begin(0)
 
     def check_between_batches(self, call: str, remedy: str) -> None:
-        """See that ``call`` does not come inside a batch; what :meth:`train` has left of one that failed is dropped.
+        """Check that ``call`` does not come inside a batch. What a failed :meth:`train` has collected is dropped first.
 
         Raises:
-            PartitaError: micro-batches of a batch are done, and others are to come.
+            PartitaError: some micro-batches of a batch are done, and others are not.
         """
         if self._has_failed:
             self.drop()
@@ -76,7 +76,7 @@ class MicroBatches:
     # ---------------------------------------------------------------- one micro-batch
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of ``roots``: of a loss (its gradient is None), or of values whose gradients have come."""
+        """Add the gradients of ``roots``: of a loss (its gradient is None), or of outputs with their gradients."""
         if gradients == [None] and not self._parts.pipeline.is_cut:  # stages before the last one do not know the loss
             self._parts.updater.scale.carry(roots[0])
         with self._wave():
@@ -84,7 +84,7 @@ class MicroBatches:
 
     @contextmanager
     def _wave(self) -> Iterator[None]:
-        """A block in which a micro-batch's gradients come, and after which they are reduced where they have to be."""
+        """Enclose the backward of a micro-batch; afterwards reduce its gradients if they have to be."""
         reducer = self._parts.runtime.reducer
         waves = reducer.waves
         with scaled_by(self._parts.updater.scale.value):
@@ -119,7 +119,7 @@ class MicroBatches:
             ) from error
 
     def end(self) -> StepResult:
-        """The end of a backward; after the last of a batch clip, update the parameters, and zero the gradients."""
+        """End a backward; after the last of a batch clip gradients, update the parameters, and zero the gradients."""
         parts = self._parts
         done = self.done + 1
         if done == self._num_backwards:
@@ -144,8 +144,8 @@ class MicroBatches:
     # -------------------------------------------------------------------- a whole batch
 
     def train(self, drawn: Sequence[Any]) -> tuple[Tensor, StepResult]:
-        """Train on a batch's micro-batches; returns the mean of their losses, the same on all stages. What one that
-        fails has collected is dropped later on (see :meth:`check_between_batches`).
+        """Train on a batch's micro-batches; return the mean of their losses, the same on all stages, and the step's
+        result. What a batch that fails has collected is dropped later on (see :meth:`check_between_batches`).
         """
         pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
         total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.device)
@@ -181,7 +181,7 @@ class MicroBatches:
 
     @torch.no_grad()
     def evaluate(self, drawn: Sequence[Any]) -> Tensor:
-        """The mean loss of micro-batches in evaluation mode, the same on all stages."""
+        """Return the mean loss of micro-batches in evaluation mode, the same on all stages."""
         pipeline, micros, losses = self._parts.pipeline, dict(enumerate(drawn)), list[Tensor]()
         self._compare(drawn)
         training = [module for module in self._module.modules() if module.training]
@@ -200,7 +200,7 @@ class MicroBatches:
         )
 
     def _backward(self, action: Action, loss: Tensor | None) -> None:
-        """A stage's backward; of a schedule that computes the weights' gradients apart, without those."""
+        """Run a stage's backward; if the schedule defers the weights' gradients, without those."""
         pipeline, reducer = self._parts.pipeline, self._parts.runtime.reducer
         if pipeline.weights is None:
             pipeline.backward(action, loss, self.backward)
@@ -213,26 +213,26 @@ class MicroBatches:
                 reducer.aside = None
 
     def _weights(self, action: Action) -> None:
-        """The gradients that a stage's backward has left."""
+        """Compute the weights' gradients that a stage's backward has deferred."""
         assert self._parts.pipeline.weights is not None
         left = self._parts.pipeline.weights.take(action.micro)
         with self._wave():
             left.run()
 
     def _begin_forward(self, action: Action) -> None:
-        """Say whose random numbers come: those of each stage's forward are of the one forward that they make up."""
+        """Select the random numbers of a stage's forward: those of the one forward that all stages together make up."""
         step = self._parts.updater.steps
         if self._parts.pipeline.is_cut:
             self._parts.parallel.begin_micro_batch(step, BEFORE_ALL)
         self._parts.parallel.begin_micro_batch(step, action.micro)
 
     def _compare(self, drawn: Sequence[Any]) -> None:
-        """See that ranks with one data coordinate have the same samples."""
+        """Check that ranks with the same data coordinate have the same samples."""
         for batch in drawn:
             self._parts.samples.check(*arguments(batch))
 
     def _forward(self, action: Action, micros: dict[int, Any]) -> Tensor | None:
-        """A stage's forward; the last one's loss."""
+        """Run a stage's forward; return the loss if the stage is the last one."""
         pipeline = self._parts.pipeline
         is_last_use = action.chunk == pipeline.schedule.shape.chunks - 1
         batch = micros.pop(action.micro) if is_last_use else micros[action.micro]
@@ -245,7 +245,11 @@ class MicroBatches:
 
 
 def _check_trains(loss: Tensor) -> None:
-    """Raises PartitaError: a loss has no gradient."""
+    """Check that a loss requires gradients.
+
+    Raises:
+        PartitaError: it does not.
+    """
     if not loss.requires_grad:
         raise PartitaError(
             "train_batch: expected a loss that depends on the parameters; got one with requires_grad False: is it "

@@ -1,4 +1,4 @@
-"""A step's timeline: what torch's profiler sees, with the engine's own work and waits on rows of their own."""
+"""A profile of steps: what torch's profiler sees, with the engine's own work and waits on rows of their own."""
 
 import gzip
 import json
@@ -26,9 +26,7 @@ PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002
 
 @dataclass(frozen=True)
 class Span:
-    """``what`` was done (or waited for), on what called ``name``, in a ``lane`` (a thread), in nanoseconds since
-    1970.
-    """
+    """Work or a wait (``what``) on what is called ``name``, in a ``lane`` (a thread), in nanoseconds since 1970."""
 
     what: str
     name: str
@@ -39,9 +37,13 @@ class Span:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Milliseconds of one step, on average over ``num_steps``: in all (``step_ms``), ``waited_ms`` for each kind of
-    work (on an accelerator: for which its main stream stood still), and ``busy_ms`` of the work beside it.
-    ``sent_bytes`` by purpose.
+    """Milliseconds of one step, averaged over ``num_steps``.
+
+    Attributes:
+        step_ms: in all.
+        waited_ms: of waits, by the kind of work waited for (on an accelerator: while its main stream stood still).
+        busy_ms: of work that overlaps with the step's own, by kind.
+        sent_bytes: by purpose.
     """
 
     num_steps: int
@@ -61,11 +63,11 @@ class ProfileReport:
 
 
 class Profile(Watcher):
-    """Watches this rank's steps inside a ``with`` block; at its end ``path`` is a trace for Perfetto (ui.perfetto.dev)
-    or chrome://tracing, compressed where it ends in ``.gz``, and :attr:`report` says what a step waited for.
+    """Watches this rank's steps inside a ``with`` block. At its end ``path`` is a trace for Perfetto (ui.perfetto.dev)
+    or chrome://tracing, compressed if it ends in ``.gz``, and :attr:`report` has the times of a step.
 
     Args:
-        steps: how many optimizer steps were taken so far.
+        steps: returns the number of optimizer steps taken so far.
 
     Raises:
         PartitaError: the trace cannot be written; another profile is running.
@@ -145,7 +147,7 @@ class Profile(Watcher):
 
     @property
     def report(self) -> ProfileReport:
-        """What a step took and waited for.
+        """The times and the waits of a step.
 
         Raises:
             PartitaError: no step was taken in the block, or it has not ended.
@@ -169,7 +171,7 @@ class Profile(Watcher):
         return ProfileReport(num, step_ms, *figures)
 
     def _write(self) -> None:
-        """Add the engine's rows to what torch's profiler exports."""
+        """Add the engine's rows to the trace that torch's profiler exports."""
         exported = self._path.with_name(self._path.name + ".torch.json")
         try:
             self._torch.export_chrome_trace(str(exported))
@@ -184,7 +186,7 @@ class Profile(Watcher):
 
 
 def rows(spans: Sequence[Span], origin_ns: int, title: str, process: int = PROCESS) -> list[dict[str, Any]]:
-    """Spans as events of a Chrome trace: a ``process`` of that title, with a row for each lane.
+    """Return spans as events of a Chrome trace: a ``process`` of that title, with a row for each lane.
 
     Source: Trace Event Format (Google, 2016): complete events, in microseconds.
     """
@@ -212,7 +214,7 @@ def _main_first(lane: str) -> tuple[bool, str]:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """What :func:`write_trace` has written.
+    """Read a trace that :func:`write_trace` has written.
 
     Raises:
         OSError: it cannot be read.
@@ -226,7 +228,11 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def write_trace(path: Path, content: dict[str, Any]) -> None:
-    """Raises OSError: it cannot be written."""
+    """Write a trace, compressed if ``path`` ends in ``.gz``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     text = json.dumps(content)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))

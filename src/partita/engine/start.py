@@ -1,4 +1,4 @@
-"""From the user's arguments to an engine: config, device, ranks, mesh."""
+"""The start of an engine from the user's arguments: config, device, ranks, mesh."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -41,24 +41,25 @@ def initialize(
     mesh: Mesh | None = None,
     device: torch.device | str | None = None,
 ) -> Engine:
-    """Put a model under a plan.
+    """Put a model under a plan, and return the engine that trains it.
 
     The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
     Every rank calls this with the same model; all start from rank 0's values (or from those of ``weights``). Random
-    generators (torch's, numpy's, Python's) are left as they are. First values of a model on ``meta`` are drawn from the
-    state of torch's: between two models that are to start differently, seed or draw.
+    generators (torch's, numpy's, Python's) are left as they are. Initial values of a model on ``meta`` are drawn from
+    the state of torch's generator: to start two models differently, seed it or draw from it between them.
 
     Args:
         model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
         config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: all defaults.
         optimizer: an optimizer on ``model.parameters()``, or a callable that makes one; None: the config's.
         scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
-        loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is it, or has ``.loss``.
+        loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is the loss, or has
+            ``.loss``.
         weights: a safetensors file or folder to take the values from, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and how they were set up
             (``communication.timeout_s``, ``within_node``); None: a new one.
-        device: what this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the rank's own
-            accelerator where there is one.
+        device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
+            rank's own accelerator where there is one.
 
     Raises:
         ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
@@ -106,7 +107,7 @@ def initialize(
 
 
 def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: int | None) -> torch.device:
-    """What this rank computes on.
+    """Return the device that this rank computes on.
 
     Raises:
         ConfigError: it is no device to train on, or another one than the mesh's.
@@ -120,7 +121,7 @@ def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: in
 
 
 def _announce(resolved: Resolved) -> None:
-    """Say what will be run, through the logger ``partita``: on standard error where no logging is set up."""
+    """Log what will be run, through the logger ``partita``: on standard error where no logging is set up."""
     if not (_log.hasHandlers() or _log.level):
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)

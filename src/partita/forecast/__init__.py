@@ -1,1 +1,1 @@
-"""What training a model will hold, send and take, found before it runs: from a model without weights and a machine."""
+"""Forecasts of training before it runs: memory, traffic and time, from a machine and a model without weights."""

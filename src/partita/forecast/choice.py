@@ -1,6 +1,4 @@
-"""The plans that are weighed: how many ranks along each axis, what is split, where states rest, in what form, and how
-they travel.
-"""
+"""Plans that the search considers: mesh, ZeRO stage, tiers and precision of the states, and communication settings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,8 @@ from partita.plan.state_plan import further_stages
 
 Sections = dict[str, dict[str, Any]]
 CHECKPOINTS = ("none", "selective", "units")
-# What is computed again, and where its inputs rest meanwhile: from the fastest on.
+# (``activations.checkpoint``, ``activations.offload``): what backward recomputes, and the tier of its inputs. The lists
+# begin with the fastest.
 Kept = tuple[str, str]
 ON_DEVICE: tuple[Kept, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
 ON_HOST: Kept = ("units", "host")
@@ -21,7 +20,10 @@ ON_HOST: Kept = ("units", "host")
 
 @dataclass(frozen=True)
 class Form:
-    """The form of the states: a name, and what ``precision`` says of it. ``once``: only with one micro-batch a step."""
+    """Precision of the states: a name, and the keys of the config section ``precision``.
+
+    ``once``: only for steps of one micro-batch.
+    """
 
     name: str
     precision: tuple[tuple[str, str], ...] = ()
@@ -29,7 +31,7 @@ class Form:
 
 
 def forms(compute: str) -> tuple[Form, ...]:
-    """From the most exact to the leanest that this compute dtype can have."""
+    """Return the forms that this compute dtype allows, from the most exact to the leanest."""
     if compute == "fp32":
         return (Form("fp32"), Form("8-bit moments", (("moments", "int8"),)))
     half = Form(f"{compute} gradients", (("gradients", compute),))
@@ -47,8 +49,9 @@ def forms(compute: str) -> tuple[Form, ...]:
 
 @dataclass(frozen=True)
 class Resting:
-    """What is split over ranks that compute the same, the memories of parameters and of the optimizer's states, and how
-    what is split travels.
+    """Settings of the states: ZeRO stage, tiers of parameters and optimizer states, precision, and communication.
+
+    The tier ``none`` is the device.
     """
 
     stage: int
@@ -64,7 +67,7 @@ class Resting:
         return f"stage {self.stage}{away}, {self.form.name}" + f", {self.sending.name}" * bool(self.sending.name)
 
     def sections(self) -> Sections:
-        """What a config says of it."""
+        """Return the config sections that request these settings."""
         offload = {"parameters": self.parameters, "optimizer": self.optimizer}
         offload = {state: tier for state, tier in offload.items() if tier != "none"}
         zero = {"stage": self.stage, **dict(self.sending.zero), **({"offload": offload} if offload else {})}
@@ -74,8 +77,10 @@ class Resting:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan: ranks, states, micro-batches of ``micro`` samples (``accumulate`` of them), what is computed again, and
-    where the inputs of that rest.
+    """A plan: mesh, settings of the states, micro-batches, and activation checkpointing.
+
+    A step has ``accumulate`` micro-batches of ``micro`` samples. ``inputs``: the tier of the checkpointed inputs;
+    ``none`` is the device.
     """
 
     mesh: MeshShape
@@ -87,16 +92,16 @@ class Choice:
 
     @property
     def samples(self) -> int:
-        """Of a step, over all ranks."""
+        """Samples of a step, over all ranks."""
         return self.micro * self.accumulate * self.mesh.data
 
     @property
     def shares_samples(self) -> bool:
-        """Whether several ranks compute one sample."""
+        """True if several ranks compute one sample."""
         return self.mesh.num_ranks > self.mesh.data
 
     def sections(self) -> Sections:
-        """The config that asks for it."""
+        """Return the config sections that request this plan."""
         axes = {axis: self.mesh.size(axis) for axis in ("tensor", "pipeline", "sequence")}
         parallel = {axis: size for axis, size in axes.items() if size > 1}
         found = {**({"parallel": parallel} if parallel else {}), **self.resting.sections()}
@@ -108,8 +113,10 @@ class Choice:
 
 
 def meshes(num_gpus: int, on_node: int, most_stages: int, sequences: Sequence[int] = (1,)) -> Iterator[MeshShape]:
-    """Tensor within a node, one of ``sequences``, pipeline over as many stages as there are blocks for, data over the
-    rest.
+    """Yield the meshes of ``num_gpus`` ranks that are considered.
+
+    Tensor stays within a node, sequence has one of the sizes ``sequences``, pipeline has at most ``most_stages``
+    stages, and data has the remaining ranks. Sizes of tensor and pipeline are powers of two.
     """
     for tensor, sequence, pipeline in product(_powers(on_node), sequences, _powers(most_stages)):
         if num_gpus % (tensor * sequence * pipeline) == 0 and on_node % tensor == 0:
@@ -117,17 +124,19 @@ def meshes(num_gpus: int, on_node: int, most_stages: int, sequences: Sequence[in
 
 
 def reaches(num_gpus: int, on_node: int, positions: int | None) -> list[list[int]]:
-    """Sizes of the sequence axis, in the order in which they are tried: whole samples, slices within a node, slices on
-    several nodes; of samples of so many ``positions`` (None: of none).
+    """Return the sizes of the sequence axis, in the order in which they are tried.
+
+    The lists are: unsliced samples, slices within a node, slices across nodes. ``positions`` of a sample bound the
+    sizes; None: samples have no positions and are not sliced.
     """
     within = [num for num in _powers(on_node) if 1 < num <= (positions or 1)]
     across = [num for num in _powers(num_gpus) if on_node < num <= (positions or 1)]
     return [sizes for sizes in ([1], within, across) if sizes]
 
 
-# The stages that split something, as updates in backward need.
+# The stages that shard states, which updates in backward need.
 _SPLIT = tuple(stage for stage, _ in further_stages("ddp"))
-# Each list is tried where nothing of those before it fits.
+# Tiers of (parameters, optimizer). A list is tried if no plan of the lists before it fits.
 _TIERS = (
     (("none", "none"),),
     (("none", "host"), ("host", "host")),
@@ -136,7 +145,10 @@ _TIERS = (
 
 
 def restings(compute: str, one_memory: bool) -> list[list[Resting]]:
-    """Lists of ways to rest, from those in the fastest memory on; where the device's memory is the host's, on disk."""
+    """Return lists of state settings, those in the fastest memory first.
+
+    ``one_memory``: device and host share their memory, so only the disk tier is used for offloading.
+    """
     levels = [tiers for tiers in _TIERS if not (one_memory and "host" in {tier for pair in tiers for tier in pair})]
     if one_memory:
         levels = [_TIERS[0], (("none", "disk"), ("disk", "disk"))]

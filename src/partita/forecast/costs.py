@@ -19,9 +19,9 @@ from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, 
 from partita.planner.traffic import collected_gradients, sent_by_steps
 
 NO_WORK = Work()
-# The collectives that are measured, and the curves that say how long they take.
+# The collectives that are measured, and the names of their curves.
 _MEASURED = {"all_gather": "gather", "reduce_scatter": "reduce"}
-# The kinds that stand for those that are not in the files of earlier measurements.
+# Substitutes for kinds that are missing in files of earlier measurements.
 _STANDING = {
     "convolution": "product",
     "convolution_backward": "product",
@@ -33,7 +33,10 @@ _STANDING = {
 
 @dataclass(frozen=True)
 class Moves:
-    """Of one unit, whatever is computed and reduced: jobs of :class:`~partita.planner.timeline.UnitTimes`."""
+    """Seconds of one unit's jobs that depend neither on its computation nor on its reductions.
+
+    The fields have the meanings that they have in :class:`~partita.planner.timeline.UnitTimes`.
+    """
 
     gather: float
     gather_again: float
@@ -49,7 +52,10 @@ class Moves:
 
 @dataclass
 class Rates:
-    """A ``machine`` of which ``num_gpus`` train. ``every``: local steps of a round, where replicas train apart."""
+    """Rates at which ``num_gpus`` of a ``machine`` compute and communicate.
+
+    ``every``: local steps of a round, if replicas train separately.
+    """
 
     machine: Machine
     num_gpus: int
@@ -65,7 +71,7 @@ class Rates:
         self._curves = dict(self.machine.curves)
 
     def seconds(self, work: Work, mesh: MeshShape) -> float:
-        """Of work on the device, and of what is sent while it waits."""
+        """Return the seconds of ``work``: computation on the device, and communication that the device waits for."""
         machine = self.machine
         if machine.curves:
             computed = sum(num * self._job(kind, size) for (kind, size), num in work.jobs.items())
@@ -75,10 +81,10 @@ class Rates:
         return computed + sum(self._sending(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
 
     def _sending(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
-        """Along an axis in so many calls, each of which waits for the ones before."""
-        if axis == TENSOR:  # sums, which pass every rank twice
+        """Return the seconds to send ``num_bytes`` along an axis in ``calls`` calls, one after the other."""
+        if axis == TENSOR:  # all-reduce: the data passes every rank twice
             return num_bytes / self.link((axis,), mesh) + 2 * LATENCY_S * mesh.tensor
-        if (measured := self._curves.get("gather")) and num_bytes:  # what every rank sends every other one
+        if (measured := self._curves.get("gather")) and num_bytes:  # every rank sends to every other
             return calls * measured.seconds(num_bytes / calls)
         return num_bytes / self.link((axis,), mesh) + calls * LATENCY_S
 
@@ -129,7 +135,7 @@ class Rates:
         )
 
     def _reductions(self, units: Sequence[PlannedUnit]) -> list[float]:
-        """Seconds of each unit's reductions: of the buckets of which backward brings the last gradient there."""
+        """Return the reduction time of each unit, in seconds: that of the buckets which its backward completes."""
         numbers = [at for at in reversed(range(len(units))) for segment in units[at].segments if segment.trains]
         found, end = [0.0] * len(units), 0
         for bucket in share_buckets(reduction_order(units)):
@@ -140,13 +146,13 @@ class Rates:
         return found
 
     def _summed(self, bucket: PlannedBucket) -> float:
-        """Seconds of gradients to where the optimizer works on them."""
+        """Return the seconds to reduce a bucket's gradients to the residence in which the optimizer reads them."""
         row, mesh, sync = bucket.row, bucket.mesh, bucket.gradients.sync
         found = self._sent(bucket.num_elements, mesh, (*sync.sums, *sync.gathers), collected_gradients(row))
         return found + sum(self.collective(m.collective, m.axes, mesh, m.num_bytes) for m in sync.messages(bucket))
 
     def _meeting(self, units: Sequence[PlannedUnit]) -> float:
-        """Seconds of a round's end, in which replicas that train apart meet, of which each local step has its part."""
+        """Return the seconds per local step of synchronizing replicas that train separately at the end of a round."""
         if not self.every:
             return 0.0
         trained = (segment for unit in units for segment in unit.segments if segment.trains)
@@ -160,27 +166,30 @@ class Rates:
         return self._sent(segment.layout.padded, segment.mesh, ops, src)
 
     def _sent(self, padded: int, mesh: MeshShape, ops: Sequence[Step], src: Residence) -> float:
-        """Seconds of ``ops`` from ``src`` on, of so many elements. Codes are made, and read, as fast as memory is."""
+        """Return the seconds of ``ops`` on ``padded`` elements, from the residence ``src`` on.
+
+        Encoding and decoding run at the speed of the memory.
+        """
         sent = sent_by_steps(ops, src, padded, mesh)
         found = sum((self.collective(collective, axes, mesh, num) for collective, axes, num in sent), 0.0)
         num_encoded = sum(isinstance(op, AllGather | ReduceScatter) and not op.format.is_exact for op in ops)
         return found + num_encoded * self._moved(2 * FP32.num_bytes(padded))
 
     def _moved(self, num_bytes: int) -> float:
-        """Seconds of what the device reads and writes."""
+        """Return the seconds in which the device reads and writes ``num_bytes``."""
         if self.machine.curves:
             return self._job("element", num_bytes)
         return num_bytes / (self.machine.reached * self.machine.memory_rate)
 
     def collective(self, name: str, axes: tuple[str, ...], mesh: MeshShape, num_bytes: int) -> float:
-        """Seconds of one, of which each rank along ``axes`` sends so many bytes."""
+        """Return the seconds of one collective in which each rank along ``axes`` sends ``num_bytes``."""
         measured = self._curves.get(_MEASURED.get(name, ""))
         if measured and num_bytes:
             return measured.seconds(num_bytes)
         return num_bytes / self.link(axes, mesh) + LATENCY_S
 
     def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
-        """Seconds of one micro-batch on a stage's device."""
+        """Return the seconds of one micro-batch's computation on a stage's device."""
         pieces = list[Piece]()
         for start, stop in stage.chunks:
             first, last = start == 0, stop == len(trace.blocks)
@@ -197,7 +206,10 @@ class Rates:
         num_micros: int,
         jobs: list[Job] | None = None,
     ) -> StepTime:
-        """A step of one pipeline stage, with what it waits for the others. ``jobs`` gets what it consists of."""
+        """Return the time of a step of one pipeline stage, including its waits for other stages.
+
+        The jobs of the step are appended to ``jobs``.
+        """
         mesh, blocks, leaving = units[0].segments[0].mesh, dict[str, Piece](), set[str]()
         for start, stop in stage.chunks:
             blocks |= zip(trace.names[start:stop], trace.blocks[start:stop], strict=True)
@@ -217,7 +229,7 @@ class Rates:
         for at, seconds in enumerate(self._reductions(units)):
             times[at] = replace(times[at], reduce=seconds)
         row = units[0].row
-        # Where the ranks compute on the cores that also copy between them, nothing is beside anything.
+        # If ranks compute on the cores that also copy between them, communication overlaps nothing.
         ranks = DEVICE if self.machine.one_memory else RANKS
         found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
         if meeting := self._meeting(units):
@@ -230,7 +242,7 @@ class Rates:
         return StepTime(found.total_s + edges, found.compute_s, waits).with_bubble(num_micros, mesh.pipeline)
 
     def _leaving(self, piece: Piece, to: Tier) -> float:
-        """The way of a block's input to where it rests until backward, or back."""
+        """Return the seconds to copy a block's input to the tier that stores it until backward, or back."""
         if to is Tier.DEVICE or (self.machine.one_memory and to is Tier.HOST):
             return 0.0
         on_node = self.machine.gpus_on_node(self.num_gpus)
@@ -238,7 +250,7 @@ class Rates:
         return piece.input_bytes / (self.machine.reached * max(rate, 1.0))
 
     def _edge_seconds(self, num_bytes: int, mesh: MeshShape) -> float:
-        """Sending one micro-batch's activations on, and their gradients back."""
+        """Return the seconds to send one micro-batch's activations to the next stage, and their gradients back."""
         return 2 * (num_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
 
     def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
@@ -246,7 +258,7 @@ class Rates:
 
 
 def _again(segment: PlannedSegment) -> tuple[tuple[Step, ...], Residence]:
-    """What brings the parameters into backward, and where they are until then."""
+    """Return the steps that unshard the parameters for backward, and the residence from which they start."""
     row = segment.row
     if segment.has_second:
         return steps(row.param_between, row.param_compute, segment.mesh), row.param_between

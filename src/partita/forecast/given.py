@@ -1,4 +1,4 @@
-"""What one configuration comes to: bytes by closed forms and the trace, and seconds of a step."""
+"""Forecast of one configuration: bytes from closed forms and a trace, and seconds of a step."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +40,10 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A configuration on paper. ``stages`` are the pipeline's, ``units`` of each what a rank of it has.
-    ``inputs_rest``: those of blocks that run again in backward.
+    """A configuration on paper.
+
+    ``stages`` are those of the pipeline; ``units`` has the units of a rank of each stage. ``inputs_rest``: the tier of
+    the inputs of blocks that are recomputed in backward.
     """
 
     resolved: Resolved
@@ -53,19 +55,20 @@ class GivenPlan:
 
     @property
     def trace(self) -> Trace:
-        """Of a micro-batch."""
+        """The trace of a micro-batch."""
         ((_, trace),) = self.sized.traces.items()
         return replace(trace, inputs_rest=self.inputs_rest)
 
     def held(self, stage: Stage) -> dict[tuple[str, str], int]:
-        """Bytes by (what, tier) on the rank of a stage that holds most: states, ``working`` memory and
-        ``activations``, as :class:`~partita.forecast.search.Forecast` has them.
+        """Return the bytes by (what, tier) on the rank of a stage that holds most.
+
+        They are states, ``working`` memory and ``activations``, as in :class:`~partita.forecast.search.Forecast`.
         """
         units, settings = self.units[stage], self.resolved.config
         held = Counter(model_state_bytes(units, None, self.num_moments))
         prefetch, on_host = settings.zero.prefetch_bytes, self.resolved.on_host
         working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
-        working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
+        working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         parts = parts_of(stage, gradients_of(stage, units, self.trace), self.trace)
         moments = moments_of(self.schedule, stage.index)
@@ -78,15 +81,15 @@ class GivenPlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What each rank of the pipeline does, in its order."""
+        """The order of work on each rank of the pipeline."""
         return schedule_of(self.resolved)
 
     def sent(self, stage: Stage) -> Mapping[str, int]:
-        """Bytes that the rank of a stage with the most positions sends in a step, by axes."""
+        """Return the bytes sent in a step, by axes, by the rank of a stage that has the most positions."""
         return sent_by_axes(self.units[stage], stage, self.trace, self.resolved.batch.accumulate)
 
     def time(self, machine: Machine) -> StepTime:
-        """Of the slower end of the pipeline."""
+        """Return the time of a step on the pipeline stage that takes longest."""
         resolved = self.resolved
         rates, micros = self._rates(machine), resolved.batch.accumulate
         times = (rates.step(self.sized, stage, units, self.trace, micros) for stage, units in self.units.items())
@@ -97,9 +100,10 @@ class GivenPlan:
         return Rates(machine, num_ranks, machine.compute_dtype, self.num_moments, every)
 
     def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
-        """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing, compressed
-        where ``path`` ends in ``.gz``: a row for each resource. Of many micro-batches three are in it. ``more`` events
-        are beside them.
+        """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        There is a row for each resource, with at most three micro-batches. A ``path`` that ends in ``.gz`` is
+        compressed. ``more`` are further events for the same file.
 
         Raises:
             ConfigError: it cannot be written.
@@ -108,7 +112,7 @@ class GivenPlan:
             write_trace(path, {"traceEvents": [*self._rows(machine, 0), *more]})
 
     def add_to_trace(self, path: Path, machine: Machine) -> None:
-        """Put the same into the trace of a rank (:meth:`partita.Engine.profile`), from where its first step begins.
+        """Add the predicted step to a rank's trace (:meth:`partita.Engine.profile`), at the start of its first step.
 
         Raises:
             ConfigError: there is no trace, it is not one of an engine's, or it cannot be written.
@@ -152,7 +156,7 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def _check_known(settings: Config) -> None:
-    """Raises ConfigError: the config keeps activations in a way that no trace has."""
+    """Raise ConfigError if the config keeps activations in a way that traces do not cover."""
     activations = settings.activations
     unknown = {
         "activations.partition": activations.partition,
@@ -174,11 +178,11 @@ def given_plan(
     kind: str = "cpu",
     ranks_per_node: int | None = None,
 ) -> GivenPlan:
-    """What ``config`` comes to for a model.
+    """Forecast the training of a model under ``config``.
 
     Args:
-        kind: of device, in PyTorch's words.
-        ranks_per_node: None: all of them.
+        kind: device type, in PyTorch's words.
+        ranks_per_node: None: all ranks are on one node.
 
     Raises:
         ConfigError: the configuration does not fit the ranks, or leaves the placement open; the model's forward cannot

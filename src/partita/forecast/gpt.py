@@ -1,4 +1,4 @@
-"""The decoder of the ZeRO papers' figures: GPT-2's (Radford et al., 2019), of 12 layers x hidden^2 matrix elements."""
+"""GPT-2's decoder (Radford et al., 2019), as in the ZeRO papers' figures: 12 x layers x hidden^2 matrix elements."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GptShape:
-    """The sizes of a GPT; ``context`` is how many positions it learns."""
+    """The sizes of a GPT; ``context`` is the number of positions that it learns."""
 
     layers: int
     hidden: int
@@ -19,7 +19,7 @@ class GptShape:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of ``[batch, length, hidden]``; queries, keys and values are one matrix."""
+    """Causal self-attention of ``[batch, length, hidden]``, with one matrix for queries, keys and values."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times as wide as the model, with GELU."""
+    """Feed-forward layer with GELU, four times as wide as the model."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Tokens ``[batch, length]`` to logits ``[batch, length, vocab]``, or, given targets, to their mean loss in nats.
 
-    The output layer is the embedding.
+    The output layer and the embedding share their weight.
     """
 
     def __init__(self, shape: GptShape) -> None:

@@ -1,8 +1,8 @@
-"""One of the ranks of a machine that is measured: all of them compute, copy and send at the same time.
+"""One rank of a measured machine: all ranks compute, copy and send at the same time.
 
     python -m partita.forecast.measured_rank PLACE FILE
 
-PLACE is a JSON object of :class:`Place`; FILE is where the points go, as JSON.
+PLACE is a :class:`Place` as JSON. The measured points are written to FILE, as JSON.
 """
 
 import json
@@ -30,11 +30,11 @@ from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.traffic import TrafficMeter
 
 TIMEOUT_S = 60.0
-# Each job is repeated for so long, at least so often; the median of the rounds counts.
+# Seconds of a round of repetitions of a job, the least number of repetitions, and the number of rounds.
 ROUND_S, LEAST, ROUNDS = 0.03, 2, 3
-# A size whose job takes longer than this is the last of its kind.
+# Sizes grow until a job takes longer than this.
 LONGEST_S = 0.05
-# So much is gone over before anything is used again: more than caches hold. That many tensors are enough.
+# Bytes that jobs go through before they use a tensor again, more than caches hold; and the most groups of tensors.
 AROUND_BYTES, AROUND = 64 * 2**20, 32
 DISK_BYTES = 64 * 2**20
 
@@ -44,8 +44,10 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank: its number, how many there are, the threads of each, the device, what it computes in, where the ranks
-    meet, and the folder of the disk tier.
+    """Settings of one rank.
+
+    They are its number, the number of ranks, its threads, its device, the compute dtype, the URL by which ranks
+    connect, and the folder of the disk tier.
     """
 
     rank: int
@@ -58,11 +60,13 @@ class Place:
 
 
 def measure_rank(place: Place) -> dict[str, Points]:
-    """(size, seconds) of each kind of job (:class:`~partita.planner.machine.Machine`), and of ``disk`` (bytes read) and
-    ``copy`` (bytes between an accelerator and its host).
+    """Return (size, seconds) points for each kind of job.
+
+    The kinds are those of :class:`~partita.planner.machine.Machine`, ``disk`` (bytes read) and ``copy`` (bytes between
+    an accelerator and its host).
 
     Raises:
-        PartitaError: the ranks do not meet, or the disk cannot be written.
+        PartitaError: the ranks cannot connect, or the disk cannot be written.
     """
     torch.set_num_threads(place.threads)
     device = torch.device(place.device)
@@ -84,7 +88,7 @@ def measure_rank(place: Place) -> dict[str, Points]:
 
 
 class _Clock:
-    """Times jobs, of which every rank does as many at the same time."""
+    """Timer of jobs: every rank runs the same number of them at the same time."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
@@ -99,7 +103,7 @@ class _Clock:
         return found
 
     def seconds(self, jobs: Jobs) -> float:
-        """Of one of these jobs, which are alike."""
+        """Return the seconds of one of these jobs, which are alike: the median of several rounds."""
         turns = cycle(jobs)
         once = min(self._run(turns, 1) for _ in range(2))
         times = max(LEAST, int(ROUND_S / max(self.slowest(once), 1e-7)))
@@ -107,15 +111,15 @@ class _Clock:
         return rounds[ROUNDS // 2]
 
     def once(self, job: Callable[[], object]) -> float:
-        """Of a job that is done once; of the slowest rank."""
+        """Run a job once, and return its seconds on the slowest rank."""
         return self.slowest(self._run(iter([job]), 1))
 
     def slowest(self, seconds: float) -> float:
-        """Of all ranks, so that they go on alike."""
+        """Return the largest value of all ranks, so that all of them make the same decisions."""
         return max(map(float, self._group.exchange_objects(seconds, "measuring this machine")))
 
     def _run(self, turns: Iterator[Callable[[], object]], times: int) -> float:
-        self.slowest(0.0)  # nobody begins before all are here
+        self.slowest(0.0)  # a barrier: all ranks begin together
         accelerator.wait_for_all(self._device)
         start = time.perf_counter()
         for _ in range(times):
@@ -144,7 +148,7 @@ def _computing(device: torch.device, dtype: torch.dtype) -> dict[str, Iterator[t
 
 
 def _tensors(shape: Sequence[int], device: torch.device, dtype: torch.dtype, each: int = 1) -> list[Tensor]:
-    """As many as are more than caches hold, in groups of ``each``."""
+    """Return groups of ``each`` tensors: as many as exceed the caches, but at most :data:`AROUND` groups."""
     num = max(1, min(AROUND, AROUND_BYTES // (dtype.itemsize * torch.Size(shape).numel() * each)))
     return [torch.full(tuple(shape), 0.1, device=device, dtype=dtype) for _ in range(each * num)]
 
@@ -157,7 +161,10 @@ def _products(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float,
 
 
 def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
-    """FLOPs are counted as torch's own counter does: of all pairs, two products forward, five backward."""
+    """Yield jobs of attention by their FLOPs.
+
+    FLOPs are counted as PyTorch's counter does: for all pairs, two products in forward, and five in backward.
+    """
     heads, width = 8, 64
     for length in (2**power for power in range(5, 14)):
         shape, flops = (1, heads, length, width), 4.0 * heads * length**2 * width
@@ -173,8 +180,10 @@ def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> I
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
-    """Of 3 x 3 pixels, with channels and images that grow in turn. FLOPs are those of the result; twice as many
-    backward, of the images' gradient and of the filters'. A single small image would have other kernels than a batch.
+    """Yield jobs of 3 x 3 convolutions by their FLOPs, with channels and image sizes that grow in turn.
+
+    The backward has twice the FLOPs of the forward: for the gradients of images and of filters. There are two images,
+    as a single small one would run in other kernels than a batch.
     """
     for width, channels in ((2**power, times * 2**power) for power in range(2, 9) for times in (1, 2)):
         images = _tensors((2, channels, width, width), device, dtype)
@@ -185,7 +194,10 @@ def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -
 
 
 def _batch_norms(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
-    """Of the batch's own means and variances. The backward reads two tensors and writes one."""
+    """Yield jobs of batch norm with the batch's own statistics, by bytes read and written.
+
+    The backward reads two tensors and writes one.
+    """
 
     def normalize(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.batch_norm(images, None, None, weight, bias, training=True)
@@ -197,7 +209,7 @@ def _batch_norms(device: torch.device, dtype: torch.dtype, *, backward: bool) ->
 
 
 def _pools(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, Jobs]]:
-    """Maxima of 3 x 3 pixels at every second one, with their places, which are written, too."""
+    """Yield jobs of 3 x 3 max pooling with stride 2, by bytes read and written. Indices are written, too."""
     pool = partial(F.max_pool2d, kernel_size=3, stride=2, padding=1, return_indices=True)
     for images in _growing_images(device, dtype):
         maxima, places = pool(images[0])
@@ -210,7 +222,7 @@ def _growing_images(device: torch.device, dtype: torch.dtype) -> Iterator[list[T
 
 
 def _on_images(function: Callable[..., Any], groups: Iterable[Sequence[Tensor]], *, backward: bool) -> Jobs:
-    """A function of each group of tensors, or its gradients of all of them."""
+    """Return jobs that apply a function to each group of tensors, or compute its gradients with respect to them."""
     if not backward:
         return _kept([partial(function, *group) for group in groups])
     jobs = list[Callable[[], object]]()
@@ -230,8 +242,9 @@ def _elements(
 
 
 def _kept(jobs: Jobs) -> Jobs:
-    """Jobs whose results stay until their next turn, as autograd's do for a while: memory that comes anew costs more
-    than memory that was there.
+    """Return jobs that keep their results until their next turn, as autograd keeps tensors for a while.
+
+    New memory costs more than memory that is reused.
     """
     kept = dict[int, object]()
 
@@ -242,7 +255,10 @@ def _kept(jobs: Jobs) -> Jobs:
 
 
 def _updates(device: torch.device) -> Iterator[tuple[float, Jobs]]:
-    """Of fp32 masters with two moments: these are read and written, the gradients read, the parameters written."""
+    """Yield jobs of AdamW on fp32 master weights, by bytes read and written.
+
+    Master weights and two moments are read and written, gradients are read, and parameters are written.
+    """
     for num in (2**power for power in range(12, 23, 2)):
         jobs = list[Callable[[], object]]()
         for value in _tensors((num,), device, torch.float32, 4)[::4]:

@@ -1,4 +1,4 @@
-"""Plans that have been found, with other ways to send."""
+"""Variants of the plans that a search has found, with other communication settings."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,16 +14,18 @@ from partita.memory import accelerator
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.timeline import StepTime
 
-# Of each way for states to rest, so many of the fastest plans, and of those that compute fastest, are weighed.
+# For each setting of the states, this many of the fastest plans are considered, and of those that compute fastest.
 MOST = 3
-# Codes that save less than this share of a step are not worth what they lose.
+# Quantized collectives that save less than this share of a step are not worth their loss of precision.
 WORTH = 0.1
 
 
 def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool = False) -> list[Forecast]:
-    """Of plans that would be the best if nothing waited for what is sent, the same where they are faster with more of
-    it inside nodes; with ``compress`` also as codes, where that is faster than all plans that lose less, by enough to
-    be worth what codes lose.
+    """Return variants of plans with other communication settings that are faster.
+
+    The plans are those that would be the best if their communication took no time. Their variants send more inside
+    nodes, and are returned if they are faster than their plan. With ``compress``, variants with quantized collectives
+    are returned, too, if they are faster than all plans that lose less precision, by at least the share :data:`WORTH`.
     """
     origins, others = list(_promising(found)), list[Forecast]()
     for choice, step_s in origins:
@@ -36,7 +38,7 @@ def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool 
 
 
 def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
-    """Plans with seconds of a step."""
+    """Yield (plan, seconds of a step) for plans that would be the best without waits for communication."""
     times = [(each.choice, each.time) for each in found if each.time is not None]
     best_s = min((time.total_s for _, time in times), default=0.0)
     by_resting = dict[Resting, list[tuple[Choice, StepTime]]]()
@@ -50,7 +52,7 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
 
 
 def _sent_as(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
-    """The same sent in each of these ways, if it fits, and seconds of a step."""
+    """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
     for sendings in ways:
         restings = (replace(choice.resting, sending=sending) for sending in sendings)
         checked = (_on_nodes(search, replace(choice, resting=resting)) for resting in restings)
@@ -60,7 +62,10 @@ def _sent_as(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[t
 
 
 def _on_nodes(search: Search, choice: Choice) -> Choice | None:
-    """With the nodes that the engine would see; None where its config would be none, or would have none of them."""
+    """Return the plan with the mesh that the engine would use.
+
+    Return None if its config is invalid, or if its communication settings need nodes and the mesh has only one.
+    """
     machine, sections = search.machine, choice.sections()
     given = search.merged(sections).model_dump(exclude_unset=True)
     given |= {name: sections.get(name, {}) for name in ("batch", "parallel")}

@@ -1,4 +1,4 @@
-"""The figures that the ZeRO papers are known for, beside what the table and the search say of them."""
+"""Well-known figures of the ZeRO papers, compared with those of the state table and the search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ LEAN = Encodings(compute=BF16, master=SPLIT, gradients=BF16, moments=INT8)
 
 @dataclass(frozen=True)
 class Row:
-    """What is claimed, what is found here, what lean states make of it, and why it differs, where it does."""
+    """One comparison: the papers' claim, the result here, the result with lean states, and why they differ."""
 
     case: str
     claimed: str
@@ -41,16 +41,16 @@ class Row:
 
 
 def state_bytes(num_params: float, data: int, name: str, encodings: Encodings) -> int:
-    """Bytes of model states that the fullest of ``data`` ranks holds under the preset called ``name``."""
+    """Return the bytes of model states on the fullest of ``data`` ranks under the preset called ``name``."""
     mesh = MeshShape(data=data)
-    size = 2**16  # of a row: no parameter is padded by much
+    size = 2**16  # elements of a row: few, so that padding is small
     layouts = lay_out([Entry("weight", (int(num_params) // size, size), encodings.compute, True)], data)
     unit = PlannedUnit("", tuple(PlannedSegment(layout, preset(name, encodings), mesh) for layout in layouts))
     return sum(model_state_bytes([unit], 0).values())
 
 
 def state_rows() -> Iterator[Row]:
-    """The papers' table of bytes by data-parallel degree, for the three stages."""
+    """Yield the papers' table of bytes by data-parallel degree, for the three stages."""
     for data, of_sizes in STATES_GB.items():
         for num_params, claimed in zip(SIZES, of_sizes, strict=True):
             for (stage, name), figure in zip(further_stages("ddp"), claimed, strict=True):
@@ -63,7 +63,7 @@ def state_rows() -> Iterator[Row]:
                 )
 
 
-# (preset, GPUs, what is claimed, the way that it is about, or "" for the fastest exact one, why ours differs)
+# (preset, GPUs, claim, setting of the states in the claim, or "" for the fastest exact one, why our result differs)
 _KERNELS = "attention keeps no scores, and activations may be recomputed"
 REACH = (
     ("gpt-1.4b", 1, "data parallelism: out of memory", "stage 1, fp16 gradients", f"16P are 22.7 GB; {_KERNELS}"),
@@ -78,7 +78,7 @@ REACH = (
 
 
 def reach_rows() -> Iterator[Row]:
-    """The models that are claimed to fit on V100s with 32 GB."""
+    """Yield the papers' claims about models on V100s with 32 GB."""
     machine = machine_named("v100-32", disk=0)
     for model, gpus, claimed, way, why in REACH:
         found = plan(model, gpus=gpus, gpu=machine)

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline has of activations at its most: its part of the model under an order of work."""
+"""Peak activation bytes of a pipeline rank: its part of the model under a schedule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ from partita.parallel.pipeline.schedule import Schedule, Shape, Work
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one micro-batch's forward and backward through some blocks in a row.
+    """Activation bytes of one micro-batch's forward and backward through consecutive blocks.
 
-    ``kept_bytes`` stay from forward to backward; the peaks are with these, and above all else. ``growing_peak`` is that
-    of a backward some of whose gradients, of ``gradient_bytes``, stay where autograd leaves them. ``left_bytes`` stay
-    from the backward to that of the weights, where this comes later; ``largest_bytes`` is the largest gradient of
-    those; ``sent_bytes``: of the gradient that goes back to the stage before. ``away``: bytes of inputs that rest
-    elsewhere while it runs, and after its forward; ``staying_bytes``: of those that have not left when it ends, and do
-    so in the next forward.
+    ``kept_bytes`` stay from forward to backward. Peaks include them, and exclude everything outside the part.
+    ``growing_peak`` is the backward's peak if some of its gradients, of ``gradient_bytes``, stay where autograd leaves
+    them. If weight gradients are computed after the backward, ``left_bytes`` stay until then, and ``largest_bytes`` is
+    the largest of these gradients. ``sent_bytes``: the gradient that is sent to the previous stage. ``away``: bytes of
+    offloaded inputs, while the part runs and after its forward. ``staying_bytes``: offloaded inputs that are still on
+    the device when the forward ends, and leave during the next forward.
     """
 
     forward_peak: int
@@ -36,22 +36,27 @@ class Part:
 
     @property
     def weights_peak(self) -> int:
-        """While the weights' gradients are computed, each of which goes where gradients rest."""
+        """Peak bytes while deferred weight gradients are computed.
+
+        Each is moved to gradient storage when it is complete.
+        """
         return self.left_bytes + self.largest_bytes
 
     @property
     def resting_elsewhere(self) -> "Part":
-        """The same of the inputs that rest elsewhere."""
+        """The bytes of the offloaded inputs alone, as a part."""
         most, kept = self.away
         return Part(most, kept, most, most, 0)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A rank does this ``work`` of one of its chunks, for a micro-batch. Beside it there are, of each chunk, so many
-    micro-batches whose forwards are ``kept``, whose backwards have ``left`` gradients of weights, and of which
-    gradients are under way to the stage before (``sent``); of chunks that have ``begun``, gradients were computed
-    before. ``splits``: weights' gradients are computed apart.
+    """One state of a pipeline rank: it runs ``work`` of a chunk for a micro-batch, and holds memory for others.
+
+    For each chunk, ``kept`` counts the micro-batches that have run forward and not backward, ``left`` those whose
+    weight gradients are still to be computed, and ``sent`` those whose gradients are on their way to the previous
+    stage. ``begun``: True for chunks some of whose gradients were computed before. ``splits``: weight gradients are
+    computed separately from the backward.
     """
 
     work: Work
@@ -63,14 +68,14 @@ class Moment:
     splits: bool
 
     def held(self, parts: Sequence[Part]) -> int:
-        """Bytes at its most, of the chunks' ``parts``."""
+        """Return the peak bytes of this moment, given the ``parts`` of the rank's chunks."""
         part = parts[self.chunk]
         first = not self.begun[self.chunk]
         if self.work is Work.FORWARD:
             peak = part.forward_peak
         elif self.work is Work.BACKWARD:
             peak = part.growing_peak if first and not self.splits else part.backward_peak
-            peak += part.staying_bytes if any(self.kept) else 0  # of the last forward, which was another micro-batch's
+            peak += part.staying_bytes if any(self.kept) else 0  # of the last forward, of another micro-batch
         else:
             peak = max(part.weights_peak, part.gradient_bytes if first else 0)
         for each, kept, left, sent, begun in zip(parts, self.kept, self.left, self.sent, self.begun, strict=True):
@@ -80,9 +85,10 @@ class Moment:
 
 
 def representative(name: str, shape: Shape) -> Shape:
-    """A shape of no more micro-batches whose ranks, under the schedule of this ``name``, have the same :func:`moments`:
-    after two rounds of as many as there are ranks nothing is new in the third, where forwards do not run ahead of all
-    backwards.
+    """Return a shape with as many or fewer micro-batches whose ranks have the same :func:`moments` under a schedule.
+
+    A round is as many micro-batches as there are ranks. In the schedules called ``1f1b`` and ``interleaved``, forwards
+    do not run ahead of all backwards, so rounds after the second add no new moments.
     """
     most = 3 * shape.ranks
     repeats = name in ("1f1b", "interleaved") and shape.micros % shape.ranks == 0
@@ -90,7 +96,7 @@ def representative(name: str, shape: Shape) -> Shape:
 
 
 def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
-    """Those of a rank of the pipeline; alike ones are one."""
+    """Return the distinct moments of one rank of the pipeline."""
     shape, splits, last_work = schedule.shape, schedule.splits_weights, schedule.last_work
     stages = [shape.stage(rank, chunk) for chunk in range(shape.chunks)]
     arrived = dict(gradients_before(schedule, stages))
@@ -112,7 +118,9 @@ def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
 
 
 def most_held(found: Iterable[Moment], parts: Sequence[Part]) -> int:
-    """Bytes at the most of these moments. Gradients that stay are counted elsewhere: it is what is there beside all of
-    them. While activations are at their most, they may only have begun to come.
+    """Return the peak bytes over these moments, without the gradients that stay where autograd leaves them.
+
+    These gradients are counted in full with the model states. All of them are subtracted here, because only some may
+    exist when activations peak.
     """
     return max(0, max(moment.held(parts) for moment in found) - sum(part.gradient_bytes for part in parts))

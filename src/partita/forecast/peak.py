@@ -1,4 +1,4 @@
-"""Bytes, and how many of them are there for every number of samples."""
+"""Numbers of bytes, with the share of them that does not grow with the number of samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,9 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Size:
-    """``num_bytes``, of which ``fixed`` are as many for every number of samples: gradients of parameters, tables of
-    positions.
+    """``num_bytes``, of which ``fixed`` do not grow with the number of samples.
+
+    Fixed bytes are those of gradients of parameters, and of tables of positions.
     """
 
     num_bytes: int = 0
@@ -22,7 +23,7 @@ class Size:
         return Size(self.num_bytes - other.num_bytes, self.fixed - other.fixed)
 
     def scaled(self, factor: Fraction) -> "Size":
-        """Of so many times as many samples."""
+        """Return the size for ``factor`` times as many samples."""
         return Size(self.fixed + ceil(factor * (self.num_bytes - self.fixed)), self.fixed)
 
 
@@ -31,7 +32,10 @@ NOTHING = Size()
 
 @dataclass(frozen=True)
 class Peak:
-    """Of the moments that are the most for some number of samples: all bytes by those that are fixed."""
+    """Peak bytes for any number of samples.
+
+    ``moments`` has the moments that are the largest for some number of samples: total bytes, by their fixed bytes.
+    """
 
     moments: Mapping[int, int] = field(default_factory=lambda: {0: 0})
 
@@ -40,7 +44,7 @@ class Peak:
         return max(self.moments.values())
 
     def scaled(self, factor: Fraction) -> "Peak":
-        """Of so many times as many samples."""
+        """Return the peak for ``factor`` times as many samples."""
         return Peak({fixed: Size(every, fixed).scaled(factor).num_bytes for fixed, every in self.moments.items()})
 
 
@@ -54,7 +58,7 @@ class Peaks:
     _most: dict[int, int] = field(default_factory=dict)
 
     def note(self, size: Size) -> None:
-        """What there is at a moment."""
+        """Record the bytes that exist at a moment."""
         self._most[size.fixed] = max(self._most.get(size.fixed, 0), size.num_bytes)
 
     @property
@@ -62,5 +66,5 @@ class Peaks:
         return max(self._most.values(), default=0)
 
     def above(self, there: Size) -> Peak:
-        """Without what is ``there`` before."""
+        """Return the peak without the bytes ``there`` that existed before."""
         return Peak({fixed - there.fixed: every - there.num_bytes for fixed, every in (self._most or {0: 0}).items()})

@@ -1,4 +1,4 @@
-"""What a forward and a backward keep, compute and send, block by block."""
+"""Memory, computation and communication of a forward and a backward, block by block."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -13,16 +13,18 @@ from partita.forecast.part import Part
 from partita.forecast.peak import NO_PEAK, NOTHING, Peak, Size
 from partita.plan.residence import Tier
 
-# Inputs of blocks that are still on the device beside that of the one which runs, of those that leave it: one leaves
-# while the next block but one runs.
+# Offloaded inputs that are still on the device, in addition to that of the running block: an input leaves while the
+# next block but one runs.
 STAYING = NUM_STAYING + 1
 
 
 @dataclass
 class Work:
-    """``flops`` of matrix products; ``moved_bytes`` that all other operators read and write. ``jobs``: how many
-    operators of each (kind, size), as :class:`~partita.planner.machine.Machine` measures them. ``sent``: bytes to other
-    ranks by axis, in so many ``calls``, while the caller waits.
+    """Operators and messages of a forward or a backward.
+
+    ``flops`` are those of matrix products; ``moved_bytes`` are read and written by all other operators. ``jobs``: the
+    number of operators of each (kind, size), as :class:`~partita.planner.machine.Machine` measures them. ``sent``:
+    bytes to other ranks by axis, in ``calls`` calls that the caller waits for.
     """
 
     flops: int = 0
@@ -34,25 +36,25 @@ class Work:
 
     @property
     def sent_bytes(self) -> int:
-        """Along all axes."""
+        """Bytes sent along all axes."""
         return self.sent.total()
 
 
 @dataclass
 class Piece:
-    """Of a block, or of what runs before or after all blocks.
+    """Memory and work of one block, or of what runs before or after all blocks.
 
-    What is ``kept`` stays from its forward to its backward, its output among it; the peaks are above what was there
-    when its forward began, and above what all forwards up to its own have kept and what later backwards have left.
-    ``input_bytes``: of what it is given that was computed before it, and for it alone; ``consumed``: that, where it is
-    gone once the block has run (norms save what they have cast to fp32), and so taken off what is ``kept``;
-    ``received_bytes``: of all that it is given that depends on parameters, which another stage of a pipeline sends, and
-    which stays there.
+    ``kept`` stays from the forward to the backward, and includes the output. The forward's peak excludes what existed
+    when the forward began. The backward's peak excludes what this forward and all earlier ones have kept, and what the
+    backwards of later pieces have left. ``input_bytes``: the input that was computed before this piece, for it alone.
+    ``consumed``: the size of that input if it is freed once the block has run (norms save what they have cast to fp32
+    instead); it is subtracted from ``kept``. ``received_bytes``: all inputs that depend on parameters. In a pipeline,
+    the previous stage sends them, and they stay in memory.
 
-    ``gradients``: bytes of those that its backward gives parameters, by name; ``growing_peak`` is that of its backward
-    if these stay where autograd leaves them. ``left_bytes``: what its backward leaves for that of the weights, where
-    this comes later. ``ended_bytes``: how much more its backward's peak is where its output and the
-    gradient of that stay to the end, as in the last block of a stage.
+    ``gradients``: bytes of the parameter gradients that the backward computes, by name. ``growing_peak``: the
+    backward's peak if these stay where autograd leaves them. ``left_bytes``: what the backward leaves for computing
+    weight gradients later, if that is separate. ``ended_bytes``: how much the backward's peak grows if the piece's
+    output and its gradient stay to the end, as in the last block of a stage.
     """
 
     kept: Size = NOTHING
@@ -69,7 +71,10 @@ class Piece:
     consumed: Size = NOTHING
 
     def growth(self, staying: Set[str]) -> tuple[int, int]:
-        """Bytes of the gradients that stay where autograd leaves them, by name, and the backward's peak with them."""
+        """Return the bytes of gradients that stay where autograd leaves them, and the backward's peak with them.
+
+        ``staying`` has the names of their parameters.
+        """
         stay = sum(num for name, num in self.gradients.items() if name in staying)
         gone = sum(self.gradients.values()) - stay
         return stay, max(self.backward_peak.num_bytes, self.growing_peak.num_bytes - gone)
@@ -77,12 +82,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Trace:
-    """``names`` are all blocks, in order, ``blocks`` what is of each (alike ones have the same). ``before`` and
-    ``after`` run around them: embeddings; output layer and loss, whose backward counts in ``after.forward``.
-    ``inputs_rest``: where the inputs of blocks that run again are between forward and backward
-    (:mod:`partita.activation.inputs`). ``around``: what of the inputs alone is computed before all blocks, and
-    stays; every stage of a pipeline does so. ``batch_bytes``: of what the forward is given. ``samples``:
-    how many these are, where it says of each size whether it comes with them.
+    """A forward and a backward: the ``names`` of all blocks in order, and a piece for each in ``blocks``.
+
+    Equal blocks share a piece. ``before`` and ``after`` run around the blocks: embeddings; output layer and loss, whose
+    backward counts in ``after.forward``. ``inputs_rest``: the tier of the inputs of recomputed blocks between forward
+    and backward (:mod:`partita.activation.inputs`). ``around``: what is computed from the inputs alone before all
+    blocks, and stays; every stage of a pipeline computes it. ``batch_bytes``: the size of the forward's arguments.
+    ``samples``: the number of samples from which :meth:`of` scales.
     """
 
     before: Piece
@@ -96,16 +102,17 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Bytes of activations on the device at their most, of one micro-batch of the whole model."""
+        """Peak bytes of activations on the device, of one micro-batch of the full model."""
         return self.part(0, len(self.blocks)).peak
 
     def part(self, start: int, stop: int, waiting: Sequence[int] = (), staying: Set[str] = frozenset()) -> Part:
-        """What a forward and a backward of the blocks ``[start, stop)`` take, with what runs before the first and after
-        the last if it is among them.
+        """Return the bytes of a forward and a backward through the blocks ``[start, stop)``.
+
+        What runs before the first block and after the last one is included if that block is.
 
         Args:
-            waiting: bytes of gradients that are with their parameters still while the backward runs of what is before
-                the blocks, and of each of them.
+            waiting: bytes of gradients that parameters still hold: during the backward of what runs before the blocks,
+                and during that of each block.
             staying: names of parameters whose gradients stay where autograd leaves them.
         """
         first, last = start == 0, stop == len(self.blocks)
@@ -122,7 +129,7 @@ class Trace:
             kept[0] += blocks[0].consumed.num_bytes
         below = list(accumulate(kept, initial=ahead))
         most = below[-1] - gone(num - STAYING)
-        # What a stage sends and the gradient of that are there until its backward is done.
+        # The output that a stage sends, and its gradient, stay until the stage's backward is done.
         sent = 0 if last else self.blocks[stop].received_bytes
         forward = [
             before.forward_peak.num_bytes if first else ahead,
@@ -130,7 +137,7 @@ class Trace:
         ]
         forward += [below[at] - gone(at - STAYING) + piece.forward_peak.num_bytes for at, piece in enumerate(blocks)]
         backward = growing = most + sent
-        # Each piece with what is there beside it when its backward begins.
+        # Each piece, and the bytes of everything else when its backward begins.
         walk = [(before, waits[0] + 2 * sent)] * first
         for at, piece in enumerate(blocks):
             ended = 2 * sent if at < num - 1 or last else piece.ended_bytes
@@ -148,13 +155,13 @@ class Trace:
         return Part(max(forward), stays, backward, growing, grown, left, 0, back, away, here)
 
     def _gone(self, start: int, stop: int) -> Callable[[int], int]:
-        """Bytes of the inputs of so many blocks, where they rest elsewhere."""
+        """Return a function from a number of blocks to the bytes of their offloaded inputs."""
         sums = list(accumulate((piece.input_bytes for piece in self.blocks[start:stop]), initial=0))
         rests_here = self.inputs_rest is Tier.DEVICE
         return lambda num: 0 if rests_here else sums[max(0, num)]
 
     def of(self, samples: int) -> "Trace":
-        """What it says of so many samples."""
+        """Return the trace for another number of samples."""
         made, factor = dict[int, Piece](), Fraction(samples, self.samples)
 
         def times(piece: Piece) -> Piece:
@@ -176,7 +183,7 @@ class Trace:
         )
 
 
-# Of a piece, what there is for each sample.
+# Fields of a piece that grow with the number of samples.
 _SIZES = ("received_bytes", "input_bytes", "left_bytes", "ended_bytes")
 _SCALED = ("kept", "consumed", "forward_peak", "backward_peak", "growing_peak")
 

@@ -1,4 +1,4 @@
-"""``partita.plan``: will it fit, and how fast: the plans for a model on a machine, and the config of the best."""
+"""``partita.plan``: plans for a model on a machine: whether they fit, how fast they are, and the config of the best."""
 
 import math
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from partita.plan.residence import Tier
 from partita.planner.figures import format_bytes
 from partita.planner.machine import Machine, machine_named
 
-# Tokens of a step where nothing is said of it.
+# Default tokens of a step, and default samples of a model without positions.
 STEP_TOKENS = 2**19
 STEP_SAMPLES = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ``forecasts`` for a model: those that fit by their time, then what each of the others lacks."""
+    """The ``forecasts`` for a model: plans that fit, fastest first, then the others by the bytes that they lack."""
 
     source: Source
     machine: Machine
@@ -40,22 +40,25 @@ class Plan:
 
     @property
     def best(self) -> Forecast | None:
-        """The fastest that fits, or None."""
+        """The fastest plan that fits, or None."""
         return next((each for each in self.forecasts if each.fits), None)
 
     @cached_property
     def ways(self) -> list[Forecast]:
-        """Of each way for states to rest the fastest plan, or what lacks least; in the order of ``forecasts``."""
+        """The best plan for each setting of the states, in the order of ``forecasts``.
+
+        The best one is the fastest that fits, or else the one that lacks least.
+        """
         found = dict[str, Forecast]()
         for each in self.forecasts:
             found.setdefault(each.choice.resting.name, each)
         return list(found.values())
 
     def config(self) -> dict[str, Any]:
-        """What :func:`partita.initialize` takes, of the best plan.
+        """Return the config of the best plan, for :func:`partita.initialize`.
 
         Raises:
-            ConfigError: nothing fits; with what is nearest.
+            ConfigError: no plan fits; the message names the nearest ones.
         """
         if self.best is None:
             raise ConfigError(self.why_not())
@@ -72,7 +75,7 @@ class Plan:
         """Write the predicted step of the best plan for Perfetto (ui.perfetto.dev).
 
         Raises:
-            ConfigError: nothing fits, or it cannot be written.
+            ConfigError: no plan fits, or the file cannot be written.
         """
         kind = accelerator.usual_kind(self.machine.one_memory)
         given_plan(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
@@ -82,13 +85,13 @@ class Plan:
         return self.machine.gpus_on_node(self.num_gpus)
 
     def why_not(self) -> str:
-        """That nothing fits, and what the nearest plans lack."""
+        """Return the message that no plan fits, and what the nearest plans lack."""
         lines = [f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name}, in any of these ways:"]
         lines += [f"  {each.choice.resting.name}: {lacks(each)}" for each in self.ways[:4]]
         return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
 
     def data(self) -> dict[str, Any]:
-        """All of it as plain values: bytes and seconds."""
+        """Return the plan as plain values: bytes and seconds."""
         best = self.best
         return {
             "model": {"name": self.source.name, "parameters": self.source.num_params, "tokens": self.source.context},
@@ -114,15 +117,17 @@ def plan(
     Args:
         model: a preset, sizes (``layers=24,hidden=2048``), a folder or config.json of Hugging Face, or
             ``module:function``, which returns (model, batch).
-        gpus: how many; ``gpu``: which, by name, or a :class:`~partita.planner.machine.Machine` (``machine_named`` there
-            makes one of a name with other figures: ``host_memory=``, ``disk=``, ``network=``).
-        tokens: positions of a sample; None: as many as the model is made for, 2048 at the most.
-        samples: of an optimizer step, over all ranks; None: about half a million tokens, at least one a GPU.
-        config: what holds for every plan: units, what computes in fp32, the optimizer.
-        compress: weigh plans that send gradients and parameters as codes, too, which lose something of them.
+        gpus: number of GPUs.
+        gpu: name of the GPU, or a :class:`~partita.planner.machine.Machine` (``machine_named`` in the same module makes
+            one from a name and other figures: ``host_memory=``, ``disk=``, ``network=``).
+        tokens: positions of a sample; None: as many as the model is made for, at most 2048.
+        samples: samples of an optimizer step, over all ranks; None: about half a million tokens, and at least one
+            sample per GPU.
+        config: settings of every plan: units, what computes in fp32, the optimizer.
+        compress: consider quantized collectives for gradients and parameters, too, which lose precision.
 
     Raises:
-        ConfigError: no such model or machine, a figure that is none, or a forward that cannot be traced.
+        ConfigError: there is no such model or machine, a figure is invalid, or the forward cannot be traced.
     """
     if gpus < 1 or gpus != int(gpus):
         raise ConfigError(f"--gpus: expected at least 1 GPU; got {gpus}")
@@ -141,13 +146,16 @@ def plan(
 
 
 def default_samples(source: Source, num_gpus: int) -> int:
-    """Of a step, where nothing is said of them: about half a million tokens, a power of two for each GPU."""
+    """Return the default samples of a step: a power of two per GPU, about half a million tokens in all.
+
+    Models whose samples have no positions get about :data:`STEP_SAMPLES`.
+    """
     per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
     return num_gpus * int(2 ** max(0, round(math.log2(max(1.0, per_step / num_gpus)))))
 
 
 def lacks(forecast: Forecast) -> str:
-    """What of which memory is missing, on the rank that holds most."""
+    """Return how much of each memory is missing, on the rank that holds most."""
     names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
     if forecast.budget.one_memory:
         names[Tier.DEVICE] = "memory"

@@ -1,5 +1,4 @@
-"""The ranks that share a sample, on paper: their groups count what they are given to send, and all answer as this rank
-would."""
+"""Simulated ranks that share a sample: groups count what this rank sends, and all others answer as this rank would."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,13 +10,13 @@ from partita.comm.simulated import Requests, SimulatedRanks
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
 
-# Inside a stage of the pipeline activations travel along these.
+# Axes along which activations are sent inside a pipeline stage.
 WITHIN_STAGE = ("sequence", "tensor")
 
 
 @contextmanager
 def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
-    """The groups along :data:`WITHIN_STAGE` of the first rank of a mesh: of them all it has the most positions."""
+    """Open the groups along :data:`WITHIN_STAGE` for a mesh's first rank, which has the most positions of all ranks."""
     alone = MeshShape(sequence=shape.sequence, tensor=shape.tensor)
     mesh = Mesh(alone, accelerator.SIMULATED, SimulatedRanks(0, alone.num_ranks, Requests()))
     try:
@@ -28,14 +27,17 @@ def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
 
 
 class Sent:
-    """What the groups have sent since they were asked last, by axes (``sequence``; those that go together are one)."""
+    """Counter of what the groups have sent since the last query, by axes.
+
+    Keys are axis names (``sequence``); axes of one group are joined to one key.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._meter = collectives.meter
         self._seen = collectives.meter.report()
 
     def since(self) -> tuple[Counter[str], Counter[str]]:
-        """Bytes, and calls."""
+        """Return bytes and calls since the last query."""
         report = self._meter.report()
         new, self._seen = report.since(self._seen), report
         num_bytes, calls = Counter[str](), Counter[str]()

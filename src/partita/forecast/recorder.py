@@ -1,4 +1,4 @@
-"""Follows the storages that a forward and a backward make and give back, and the operators that they run."""
+"""Recorder of a forward and a backward: the storages that they allocate and free, and the operators that they run."""
 
 import re
 from collections import defaultdict
@@ -22,8 +22,8 @@ from partita.forecast.storages import Mark, Storages
 from partita.parallel.pipeline.weights import Left
 from partita.parallel.tensor.functions import Entrance
 
-# Kinds of operators that take longer than reading and writing takes, by what their names contain: the first counts. A
-# function is one of each element, or of each row; those called hard are of straight pieces.
+# Kinds of operators that take longer than reading and writing their tensors, by patterns of names: the first match
+# counts. A function applies to each element, or to each row; those called hard are piecewise linear, and excluded.
 _KINDS = {
     "batch_norm_backward": re.compile(r"batch_norm.*backward"),
     "batch_norm": re.compile(r"batch_norm"),
@@ -32,18 +32,19 @@ _KINDS = {
 }
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-# The phase, and the number of the block: before the first block's forward -1, from the last one's end to its backward
-# the number of blocks.
+# (phase, number of the block). What runs before the first block has the number -1, what runs after the last one has the
+# number of blocks.
 Place = tuple[str, int]
 
 
 class Recorder(TorchDispatchMode):
-    """Follows live bytes and work through the pieces of a forward and a backward, and then through a backward of the
-    weights where this is apart.
+    """Recorder of live bytes and work, for each piece of a forward and a backward.
+
+    If weight gradients are computed separately, it also records the backward of the weights.
 
     Args:
-        left: what the backward leaves for that of the weights; None: nothing, there is none.
-        entrance: holds an input of a block's until another one's comes, which counts with neither.
+        left: what the backward leaves for that of the weights; None: nothing is left.
+        entrance: holds the last input of a block until another input arrives; it counts with neither block.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class Recorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
-    # ---------------------------------------------------------------------------------------------- where it is
+    # ------------------------------------------------------------------------------------------------- position
 
     def forward_ended(self) -> None:
-        """The loss is there, and nothing else but what autograd keeps."""
+        """Record the end of the forward, when only the loss and what autograd keeps are alive."""
         self._forget()
         self._before = self._storages.early
         self._around = self._storages.early_apart
@@ -105,12 +106,12 @@ class Recorder(TorchDispatchMode):
             self._go("backward", len(self._blocks))
 
     def weights_began(self) -> None:
-        """The backward is done, but for the gradients that it has left."""
+        """Record the end of the backward, which may have left weight gradients to compute."""
         self._end_of_backward = self._storages.live.num_bytes
         self._go("weights", 0)
 
     def arrived(self, param: Tensor, name: str) -> None:
-        """A gradient came, and went where gradients rest."""
+        """Record that a gradient is complete, and has been moved to gradient storage."""
         place = self._at
         if place[0] == "weights":
             place = ("backward", self._left_by.get(id(param), 0))
@@ -121,7 +122,10 @@ class Recorder(TorchDispatchMode):
 
     @property
     def _later(self) -> Size:
-        """What was made since the first block's forward began. What is of before it may be gone at the end."""
+        """Size of the live storages that were allocated since the first block's forward began.
+
+        Earlier ones are left out, since they may be freed by the end.
+        """
         return self._storages.live - self._storages.early
 
     def _note_peak(self) -> None:
@@ -183,14 +187,16 @@ class Recorder(TorchDispatchMode):
         self._watch(number - 1, given, gradient)
 
     def _watch(self, number: int, output: Mark | None, gradient: Tensor) -> None:
-        """The backward of a block begins, with the gradient of what it computed for the next one."""
+        """Record that a block's backward begins, given the gradient of its output to the next block."""
         self._go("backward", number)
         self._storages.watch([output, self._storages.mark(gradient)])
         self._note_peak()
 
     def _settle(self, number: int, kept: Size, value: Mark | None, gradient: Tensor) -> None:
-        """Note, at the end of a block's backward, what is beside the ``gradient`` of the ``value`` it was given and
-        what earlier ones have kept; of that the value may be gone.
+        """Record, at the end of a block's backward, the bytes that it and the backwards of later blocks have left.
+
+        They are the live bytes without the ``gradient`` of its input ``value``, and without what earlier blocks have
+        kept. The value is part of that, but may have been freed.
         """
         mark = self._storages.mark(gradient)
         gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
@@ -210,7 +216,7 @@ class Recorder(TorchDispatchMode):
     # ----------------------------------------------------------------------------------------------------- work
 
     def _working_at(self, place: Place) -> Place:
-        """The backward of what runs after all blocks counts with its forward."""
+        """Return the place that work counts for: the backward of what runs after all blocks counts with its forward."""
         return ("forward", place[1]) if place == ("backward", len(self._blocks)) else place
 
     def _count_sent(self) -> None:
@@ -221,7 +227,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # what models ask of their inputs: that all tokens are there, and nothing is packed
+            return True  # models check their inputs: all tokens are present, and nothing is packed
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {leaf.untyped_storage()._cdata for leaf in given}
         depends = any(map(self._storages.depends, given))
@@ -250,14 +256,14 @@ class Recorder(TorchDispatchMode):
         elif name == "convolution":
             flops, kind = conv_flop_count(args[0].shape, args[1].shape, result.shape, args[6]), name
         elif name == "convolution_backward":
-            # As many for each gradient; torch's own count takes each group's channels for all channels.
+            # The same for each gradient. PyTorch's own counter mistakes a group's channels for all channels.
             each = conv_flop_count(args[1].shape, args[2].shape, args[0].shape, args[7])
             flops, kind = each * sum(args[10][:2]), name
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif made or name.endswith("_"):
             work.moved_bytes += (moved := made + sum(leaf.nbytes for leaf in given))
-            read = 2 * made if name == "embedding" else moved  # of whose table only some rows are read
+            read = 2 * made if name == "embedding" else moved  # only some rows of the table are read
             work.jobs[_kind_of(name), read] += 1
         else:
             return
@@ -269,7 +275,10 @@ class Recorder(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------------- result
 
     def result(self, stand: Stand) -> Trace:
-        """What was recorded, for every block of the whole model: (its name, the block that stands for it)."""
+        """Return the trace of the full model.
+
+        ``stand`` has the name of every block of the full model, and the block that represents it.
+        """
         self._count_sent()
         num, pieces = len(self._blocks), dict[nn.Module, Piece]()
         settled = [self._left_after(number) for number in range(num + 2)]
@@ -305,17 +314,19 @@ class Recorder(TorchDispatchMode):
         return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._around)
 
     def _begun(self, number: int) -> Size:
-        """What is there when a block begins (after the last one: what runs after all), without what had been given to
-        the block before it and is kept by nobody: whoever called that still has it for a moment.
+        """Return the bytes that exist when a block begins, or, after the last block, when what follows it begins.
+
+        An input of the previous block that nothing has kept is left out: only the caller of that block still holds it
+        for a moment.
         """
-        if number == 0:  # whose input was made before
+        if number == 0:  # its input was computed before
             return self._before + self._consumed[0]
         if number < len(self._blocks):
             return self._before + self._entered[number]
         return self._before + self._left[number - 1] - self._consumed[number - 1]
 
     def _backward(self, number: int, there: Size) -> Piece:
-        """A piece's backward, above what is there beside it."""
+        """Return a piece with the values of a backward; its peaks are above ``there``."""
         place = ("backward", number)
         return Piece(
             backward_peak=self._peaks[place].above(there),
@@ -326,7 +337,10 @@ class Recorder(TorchDispatchMode):
         )
 
     def _left_after(self, number: int) -> int:
-        """What the backwards of the block and of all later ones have left; the last number is of the whole."""
+        """Return the bytes that the backwards of a block and all later blocks have left to compute weight gradients.
+
+        The number of blocks + 1 stands for the entire backward.
+        """
         if self._left_apart is None:
             return 0
         if number == len(self._blocks) + 1:

@@ -43,16 +43,18 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 # By (what, tier): states, ``working`` memory (gathered units, buckets, staging), ``activations``.
 Held = Mapping[tuple[str, str], int]
-# Of a stage what does not depend on the batch: states and working memory, and where its gradients are.
+# What does not depend on the batch, for one stage: states and working memory, and where its gradients are.
 Fixed = tuple[Held, Gradients]
-# In a pipeline a larger micro-batch costs more waiting: so many sizes, from the largest that fits, are weighed.
+# In a pipeline, larger micro-batches cost more waiting: this many sizes are considered, from the largest that fits.
 PIPELINE_MICROS = 4
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan comes to, on the rank that holds most: bytes by (what, tier), and a step; ``sent``: bytes in it, by
-    axes, of the rank that sends most. ``budget`` is of a rank.
+    """The predicted memory, traffic and time of a plan.
+
+    ``held``: bytes by (what, tier), on the rank that holds most. ``budget``: the bytes that a rank may hold. ``time``:
+    the time of a step. ``sent``: bytes sent in a step, by axes, by the rank that sends most.
     """
 
     choice: Choice
@@ -70,7 +72,7 @@ class Forecast:
 
     @property
     def lacking(self) -> dict[Tier, int]:
-        """Bytes that are missing of each memory that is too small."""
+        """Missing bytes of each memory that is too small."""
         used = self.by_tier
         if self.budget.one_memory:
             used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})
@@ -78,7 +80,7 @@ class Forecast:
 
     @property
     def lacks_activations(self) -> bool:
-        """Whether it would fit if there were none."""
+        """True if the plan would fit without activations."""
         there = sum(num for (what, tier), num in self.held.items() if (what, tier) == ("activations", "device"))
         return set(self.lacking) == {Tier.DEVICE} and self.lacking[Tier.DEVICE] <= there
 
@@ -88,7 +90,7 @@ class Forecast:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What comes first is better: those that fit by their time, then the others by what they lack."""
+        """The sort key: plans that fit come first, by their time, then the others by the bytes that they lack."""
         if self.time is None:
             return True, float(sum(self.lacking.values()))
         return False, self.time.total_s
@@ -96,10 +98,10 @@ class Forecast:
 
 @dataclass
 class Search:
-    """Weighs plans for ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
+    """Search for plans of ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
-    ``config`` says what holds for every plan: units, what computes in fp32, optimizer; ``dtype`` what is computed in
-    (empty: the machine's); ``only``: the one mesh that is weighed (None: all).
+    ``config`` has the settings of every plan: units, what computes in fp32, optimizer. ``dtype``: the compute dtype
+    (empty: the machine's). ``only``: the one mesh to consider (None: all).
     """
 
     source: Source
@@ -130,10 +132,11 @@ class Search:
         self._cuts = Cuts(self.source.model)
 
     def run(self) -> list[Forecast]:
-        """Every plan that was weighed: those that fit by their time, then the others by what they lack.
+        """Return every plan that was considered, sorted by :attr:`Forecast.rank`.
 
-        Slices of samples are tried where whole ones do not fit on a rank (or are too few for all), inputs of blocks on
-        the host where nothing fits with them on the device.
+        Those that fit are sorted by their time, then follow the others by the bytes that they lack. Slices of samples
+        are tried where full samples do not fit on a rank, or are too few for all ranks. Inputs of blocks are offloaded
+        to the host where nothing fits with them on the device.
         """
         found = list[Forecast]()
         levels = restings(self.dtype, self.machine.one_memory)
@@ -155,17 +158,17 @@ class Search:
 
     @property
     def _has_host(self) -> bool:
-        """Whether inputs could rest on the host."""
+        """True if inputs of recomputed blocks can be offloaded to the host."""
         return self._recomputes and not self.machine.one_memory and self.budget.host > 0
 
     @cached_property
     def _reaches(self) -> list[list[int]]:
-        """Sizes of the sequence axis that are tried together."""
+        """Sizes of the sequence axis; those in one list are tried together."""
         if self.only is not None:
             return [[self.only.sequence]]
         on_node = self.machine.gpus_on_node(self.num_gpus)
         whole, *sliced = reaches(self.num_gpus, on_node, self.source.context)
-        if self.samples < self.num_gpus and sliced:  # whole samples are too few
+        if self.samples < self.num_gpus and sliced:  # too few full samples for all ranks
             whole = whole + sliced.pop(0)
         return [whole, *sliced]
 
@@ -183,8 +186,9 @@ class Search:
         return (mesh for mesh in every if self.samples % mesh.data == 0)
 
     def sized(self, mesh: MeshShape, samples: int | None = None) -> Sized:
-        """A rank's share of the model, by how many share a sample, and whether it has but a stage of the model; traced
-        with so many ``samples``, or for any number.
+        """Return a rank's share of the model under ``mesh``, traced with ``samples`` samples, or for any number.
+
+        It depends on how many ranks share a sample, and on whether there is a pipeline.
         """
         key = (mesh.sequence, mesh.tensor, mesh.pipeline > 1, samples)
         if key not in self._sized:
@@ -196,8 +200,8 @@ class Search:
         return self._sized[key]
 
     def trace(self, choice: Choice) -> Trace:
-        """Of a micro-batch."""
-        # A slice of one sample's positions is a view, which keeps the whole; of several samples it is a copy.
+        """Return the trace of a micro-batch."""
+        # A slice of one sample's positions is a view, which keeps the full tensor; that of several samples is a copy.
         alone = 1 if choice.micro == 1 and choice.mesh.sequence > 1 else None
         traced = self.sized(choice.mesh, alone).traces[choice.checkpoint]
         key = (id(traced), choice.inputs, choice.micro)
@@ -208,25 +212,28 @@ class Search:
 
     @cached_property
     def _recomputes(self) -> bool:
-        """Whether there are units inside the model that could run again."""
+        """True if the model has units, other than the root, that can be recomputed."""
         return any(spec.name and any(True for _ in spec.module.children()) for spec in self._specs)
 
     def _resolved(self, mesh: MeshShape, resting: Resting) -> Resolved:
-        """Without the checks of a whole config: it is of states and units alone."""
+        """Return a resolved config for states and units alone, without the checks of a full config."""
         if resting not in self._configs:
             self._configs[resting] = self.merged(resting.sections())
         batch = ResolvedBatch(1, 1, mesh.data)
         return Resolved(self._configs[resting], mesh, batch, self.dtype, self.machine.one_memory)
 
     def merged(self, sections: Sections) -> Config:
-        """What holds for every plan, with these sections."""
+        """Return the config of every plan with these sections added."""
         given = self.config.model_dump(exclude_unset=True)
         return Config(**{name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}})
 
-    # ------------------------------------------------------------------------------------------------------ weighing
+    # ----------------------------------------------------------------------------------------------------- forecasts
 
     def _weighed(self, mesh: MeshShape, resting: Resting, ways: Sequence[Kept]) -> Iterator[Forecast]:
-        """The largest micro-batch that fits, for each way to keep activations; if none does, what one sample lacks."""
+        """Yield the largest micro-batches that fit, for each way to keep activations.
+
+        If none fits, yield what is missing for a micro-batch of one sample.
+        """
         per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
         units = self.planned(mesh, resting)
         fixed = {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()}
@@ -252,10 +259,10 @@ class Search:
                     break
 
     def forecast(self, choice: Choice) -> Forecast:
-        """What one plan comes to; without a time where it does not fit.
+        """Return the forecast of one plan, without a time if it does not fit.
 
         Raises:
-            ConfigError: the model has fewer blocks than the pipeline stages.
+            ConfigError: the model has fewer blocks than the pipeline has stages.
         """
         units = self.planned(choice.mesh, choice.resting)
         found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
@@ -264,7 +271,7 @@ class Search:
         return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
 
     def planned(self, mesh: MeshShape, resting: Resting) -> dict[Stage, list[PlannedUnit]]:
-        """Of one stage of each kind."""
+        """Return the units of one stage of each kind."""
         sized, resolved = self.sized(mesh), self._resolved(mesh, resting)
         tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
         return {stage: sized.planned(resolved, tiers, stage) for stage in self._kinds(mesh)}
@@ -273,7 +280,7 @@ class Search:
         return self.sized(mesh).kinds(mesh.pipeline, self.config.parallel.chunks if mesh.pipeline > 1 else 1)
 
     def with_config(self, config: Config) -> "Search":
-        """The same under a config with the same units: what was traced of the model is shared."""
+        """Return a search under a config with the same units, which shares the traces of the model."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
         search.only = self.only
         search._sized = self._sized
@@ -281,7 +288,7 @@ class Search:
         return search
 
     def _worst(self, choice: Choice, fixed: Mapping[Stage, Fixed]) -> Forecast:
-        """By the stage that lacks most, or holds most."""
+        """Return the forecast of the stage that lacks most memory, or, if none lacks any, holds most on its device."""
         every = (self._with_activations(choice, stage, *of_stage) for stage, of_stage in fixed.items())
         return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
@@ -293,7 +300,7 @@ class Search:
             held.update(self._states[id(unit)][1])
         prefetch, on_host = self.config.zero.prefetch_bytes, self.machine.one_memory
         working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
-        working[Tier.DEVICE] -= arriving_bytes(units)  # the trace has those
+        working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
         held.update({("working", tier.value): num for tier, num in working.items() if num})
         mesh = units[0].segments[0].mesh
         gradients = gradients_of(stage, units, next(iter(self.sized(mesh).traces.values())))
@@ -313,7 +320,7 @@ class Search:
         return Forecast(choice, held, self.budget)
 
     def _moments_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
-        """Of all ranks that hold what this one does."""
+        """Return the moments of all ranks that hold the same as the rank of this stage."""
         key = (choice.mesh, id(stage), choice.accumulate)
         if key not in self._moments:
             name, ranks = self.config.parallel.schedule, tuple(self._kinds(choice.mesh)[stage])
@@ -326,7 +333,7 @@ class Search:
         return self._moments[key]
 
     def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
-        """Of a step, if the device waited for nothing but the pipeline."""
+        """Return the seconds of a step if the device waited only for the pipeline."""
         mesh, micros = choice.mesh, choice.accumulate
         key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
         if key not in self._computing:
@@ -335,20 +342,20 @@ class Search:
         return self._computing[key] * (micros + mesh.pipeline - 1)
 
     def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
-        """Of the slower end of the pipeline."""
+        """Return the time of a step on the pipeline stage that takes longest."""
         sized, trace = self.sized(choice.mesh), self.trace(choice)
         times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
         return max(times, key=lambda time: time.total_s)
 
     def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
-        """By the end of the pipeline that sends more in a step."""
+        """Return the bytes sent in a step, by axes, by the pipeline stage that sends most."""
         trace = self.trace(choice)
         every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
         return max(every, key=lambda sent: sum(sent.values()))
 
 
 def _divisors(num: int) -> list[int]:
-    """From the largest on, but no more than halve and halve again."""
+    """Return ``num``, its halves as long as these are whole numbers, and 1, from the largest on."""
     found, size = list[int](), num
     while size:
         found.append(size)

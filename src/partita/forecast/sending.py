@@ -1,12 +1,12 @@
-"""The ways that gradients and parameters get from rank to rank, beside that of each stage."""
+"""Communication settings of gradients and parameters, in addition to the default of each ZeRO stage."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# From what loses least on; the first two are right on average.
+# From the one that loses least on; the first two are unbiased.
 CODECS = ("int8", "int4", "ternary")
-# What parameters may have where they are computed with as they come, which coarser codes are too coarse for.
+# The codec for parameters that are computed with as they are received: the others are too coarse for that.
 FINEST = CODECS[0]
 
 Keys = tuple[tuple[str, Any], ...]
@@ -14,14 +14,14 @@ Keys = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Sending:
-    """A name, and what the sections ``zero`` and ``communication`` of a config say of it."""
+    """A communication setting: a name, and keys of the config sections ``zero`` and ``communication``."""
 
     name: str = ""
     zero: Keys = ()
     communication: Keys = ()
 
 
-# Of several the first is meant that contradicts nothing else.
+# Alternatives: the first that is valid with the remaining config is used.
 Ways = tuple[Sending, ...]
 
 AS_STAGES_DO = Sending()
@@ -31,7 +31,7 @@ INSIDE_NODES: tuple[Ways, ...] = ((REPLICATED,), (HIERARCHICAL,))
 
 
 def as_codes() -> Iterator[tuple[Ways, ...]]:
-    """For each codec the ways to send it."""
+    """Yield the communication settings for each codec."""
     for codec in CODECS:
         flat = tuple(_coded(AS_STAGES_DO, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full")))
         yield flat, (_coded(HIERARCHICAL, codec, codec),)

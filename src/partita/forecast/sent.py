@@ -1,5 +1,4 @@
-"""Bytes that a rank sends in a step, by the axes along which they go: model states, and what the axes exchange of
-activations."""
+"""Bytes that a rank sends in a step, by mesh axes: model states, and activations exchanged along the axes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,12 @@ PIPELINE = "pipeline"
 
 
 def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
-    """Of a rank of one pipeline ``stage``, whose ``units`` these are; axes that go together are one, ``data,tensor``.
+    """Return the bytes that a rank of a pipeline ``stage`` with these ``units`` sends in a step, by axes.
+
+    Axes of one group are joined to one key: ``data,tensor``.
 
     Args:
-        trace: of a micro-batch.
+        trace: the trace of a micro-batch.
     """
     found = Counter[str]()
     shape = StepShape(num_micros, returns_loss=True, chunks=len(stage.chunks))
@@ -28,9 +29,11 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
 
 
 def activation_bytes(stage: Stage, trace: Trace) -> Counter[str]:
-    """What a stage exchanges of one micro-batch, by axis: between the ranks that share a sample in forward and
-    backward; and with the stages beside it, one payload each way: what the block behind its last one is given, and the
-    gradient of what its first one is given.
+    """Return the activation bytes that a stage exchanges for one micro-batch, by axis.
+
+    Ranks that share a sample exchange activations in forward and backward. Neighboring stages exchange one payload each
+    way: what the block after this stage's last one is given, and the gradient of what this stage's first block is
+    given.
     """
     found, blocks = Counter[str](), trace.blocks
     for start, stop in stage.chunks:

@@ -1,4 +1,4 @@
-"""A model with fewer blocks: of those in a row that are alike, a few stand for the others."""
+"""A model with fewer blocks: a few of consecutive equal blocks represent the others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,19 +7,21 @@ from torch import nn
 
 from partita.planner.group_units import find_blocks
 
-# For every block of a model, its name and the block that stands for it.
+# For every block of a model, its name and the block that represents it.
 Stand = list[tuple[str, nn.Module]]
-# Of blocks in a row that are alike, how many are left.
+# How many of consecutive equal blocks are kept.
 LEFT = 2
 
 
 @contextmanager
 def shortened(model: nn.Module, *, last_apart: bool = False) -> Iterator[Stand]:
-    """Inside it, :data:`LEFT` are left of each row of blocks that are alike. Gives, for every block of the whole model,
-    its name and the block that stands for it.
+    """Keep only :data:`LEFT` of each row of consecutive equal blocks, until exit.
+
+    Yields, for every block of the full model, its name and the block that represents it.
 
     Args:
-        last_apart: the last block of a row is left, too, and stands for no other: what comes after it may be its work.
+        last_apart: the last block of a row is kept, too, and represents no other: what follows it may count as its
+            work.
     """
     rows = list[list[tuple[str, nn.Module]]]()
     for name, block in find_blocks(model):
@@ -56,7 +58,7 @@ def _parent(name: str) -> str:
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two blocks are of one class and have parameters of the same shapes, that train alike."""
+    """Return whether two blocks have the same class, and parameters of the same names and shapes that train alike."""
     if type(one) is not type(other):
         return False
     first, second = (

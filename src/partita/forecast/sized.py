@@ -1,4 +1,4 @@
-"""A model on ranks that share a sample: its units as they would be laid out, and what its forward and backward take."""
+"""A rank's share of a model: how its units are laid out, and the trace of its forward and backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,14 +43,16 @@ from partita.planner.full_precision import find_full_precision
 from partita.planner.group_units import UnitSpec, find_blocks
 from partita.sharding.precision import cast_buffers, forward_precision
 
-# What ``activations.checkpoint`` says.
+# A value of ``activations.checkpoint``.
 Checkpoint = str | tuple[str, ...]
 
 
 @dataclass
 class Sized:
-    """A rank's share of a model: ``entries`` of each unit of ``specs``, and ``traces`` of a micro-batch by what
-    ``activations.checkpoint`` says. ``cuts``: of the model into stages.
+    """A rank's share of a model.
+
+    ``entries`` has the entries of each unit of ``specs``. ``traces`` has a micro-batch's trace for each value of
+    ``activations.checkpoint``. ``cuts``: how the model is cut into stages.
     """
 
     specs: Sequence[UnitSpec]
@@ -66,14 +68,14 @@ class Sized:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the blocks."""
         return next(iter(self.traces.values())).names
 
     def stages(self, num: int, chunks: int = 1) -> list[Stage]:
-        """What each of so many ranks of a pipeline holds, each of which has so many stages of the model.
+        """Return what each rank of a pipeline of ``num`` ranks holds, with ``chunks`` stages of the model per rank.
 
         Raises:
-            ConfigError: the model cannot be cut into them.
+            ConfigError: the model cannot be cut into these stages.
         """
         shape = Shape(num, 1, chunks)
         if shape not in self._stages:
@@ -85,8 +87,9 @@ class Sized:
         return self._stages[shape]
 
     def kinds(self, num: int, chunks: int = 1) -> dict[Stage, list[int]]:
-        """Of :meth:`stages` one of each kind, whose ranks hold and compute alike, and which ranks of the pipeline those
-        are.
+        """Return one of each kind of :meth:`stages`, with the pipeline ranks of that kind.
+
+        Ranks of one kind hold and compute the same.
         """
         if (num, chunks) in self._alike:
             return self._alike[num, chunks]
@@ -103,12 +106,12 @@ class Sized:
         return self._alike[num, chunks]
 
     def planned(self, resolved: Resolved, tiers: Tiers, stage: Stage) -> list[PlannedUnit]:
-        """The units of a stage under a row of the table."""
+        """Return the units of a stage under a row of the state table."""
         held = zip(stage.units, stage.entries, strict=True)
         return [self._unit(number, entries, resolved, tiers) for number, entries in held]
 
     def _unit(self, number: int, entries: Sequence[Entry], resolved: Resolved, tiers: Tiers) -> PlannedUnit:
-        """Units that are laid out alike are one object."""
+        """Return a planned unit. Units with the same layout are one object."""
         spec = self.specs[number]
         key = (self._kind(number, entries), id(resolved.config), resolved.mesh, tiers)
         if key not in self._planned:
@@ -119,7 +122,7 @@ class Sized:
         return self._planned[key]
 
     def _kind(self, number: int, entries: Sequence[Entry]) -> int:
-        """Of a unit: those of one kind are laid out alike."""
+        """Return the kind of a unit, a number: units of one kind have the same layout."""
         if id(entries) not in self._kind_of:
             spec = self.specs[number]
             alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
@@ -143,18 +146,19 @@ def size_model(
     cuts: Cuts | None = None,
     kind: str = HOST.type,
 ) -> Sized:
-    """The share of the fullest of the ranks of ``resolved`` that share a sample; what it says of units and dtypes
-    counts, and of stages whether there are several.
+    """Return the share of the fullest rank among those of ``resolved`` that share a sample.
+
+    The share depends on the units and dtypes of ``resolved``, and on whether its pipeline has several stages.
 
     Args:
         specs: the model's units.
-        choices: of ``activations.checkpoint``, each of which is traced.
-        samples: of a micro-batch; None: any, which :meth:`Trace.of` asks for.
-        cuts: of the model, where others know them, too.
-        kind: of device, in PyTorch's words: autocast casts other operators on each.
+        choices: values of ``activations.checkpoint``, each of which is traced.
+        samples: samples of a micro-batch; None: any number, which :meth:`Trace.of` takes.
+        cuts: how the model is cut, if callers share this.
+        kind: device type, in PyTorch's words: autocast casts other operators on each.
 
     Raises:
-        ConfigError: the model cannot be split so, or not be run without data.
+        ConfigError: the model cannot be split in this way, or cannot run without data.
     """
     model, mesh, asked = source.model, resolved.mesh, resolved.config.parallel
     cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
@@ -182,14 +186,14 @@ def size_model(
         sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
-                if sparse:  # the first one makes what all later ones share: which blocks are visited
+                if sparse:  # the first run makes what later ones share: which blocks are visited
                     trace(model, batch, rank)
                 try:
                     traces[choice] = trace(model, batch, rank, telling_samples)
                 except ConfigError:
                     if samples is not None:
                         raise
-                    # There are models that take one sample alone; of these all is taken to grow with the samples.
+                    # Some models take a single sample only: all of their sizes are assumed to grow with the samples.
                     traces[choice] = trace(model, source.batch(1, "meta"), rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, cuts)
@@ -197,8 +201,9 @@ def size_model(
 
 @contextmanager
 def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], cuts: Cuts) -> Iterator[Stand]:
-    """The model's blocks, each with the one that stands for it: of those alike only some are left, where none of them
-    is named.
+    """Yield the model's blocks until exit, each with the block that represents it.
+
+    Only a few of equal blocks are kept, unless the config names modules, which may be among them.
     """
     model, mesh, chunks = source.model, resolved.mesh, resolved.config.parallel.chunks
     blocks = list(find_blocks(model))
@@ -216,14 +221,17 @@ def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], c
 
 
 def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
-    """The unit that stands for this one: inside the block that stands for the block around it."""
+    """Return the name of the unit that represents a unit: inside the block that represents the block around it."""
     block = next((name for name in outwards(unit) if name in stands_for), None)
     return unit if block is None else stands_for[block] + unit[len(block) :]
 
 
 @contextmanager
 def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[tuple[Parallel, Entrance]]:
-    """The model as the first of the ranks has it; its parameters stay whole."""
+    """Split the model as on the first of the ranks, and apply sparse attention, until exit.
+
+    The parameters keep their full shapes.
+    """
     parallel, mesh, entrance = Parallel(), collectives.mesh, Entrance(collectives.group((TENSOR,)))
     try:
         if mesh.size(TENSOR) > 1:
@@ -241,8 +249,9 @@ def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> It
 
 @contextmanager
 def _precision(model: nn.Module, resolved: Resolved) -> Iterator[tuple[torch.dtype | None, Callable[[], None] | None]]:
-    """The model in its precision mode: the dtype of the parameters that autocast reads as fp32, and what casts the
-    buffers.
+    """Put the model into its precision mode until exit.
+
+    Yields the dtype of the parameters that autocast reads as fp32, and a function that casts the buffers.
     """
     compute, kept = dtype_of(ENCODINGS[resolved.compute_dtype]), find_full_precision(model, resolved)
     precision = forward_precision(model, resolved, SIMULATED, kept)
@@ -256,9 +265,7 @@ def _precision(model: nn.Module, resolved: Resolved) -> Iterator[tuple[torch.dty
 
 @contextmanager
 def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, resolved: Resolved) -> Iterator[None]:
-    """The model with modules that run again in backward, and what the config has in tiles; without caches where the
-    engine's has none.
-    """
+    """Apply recomputation and tiling to the model, and remove its caches, as in the engine, until exit."""
     config = resolved.config
     modules, tiled = chosen_modules(model, units, choice), tiled_modules(model, config.tiled.mlp)
     heads = find_heads(model, config.loss, units)

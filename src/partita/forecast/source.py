@@ -1,4 +1,4 @@
-"""A model without weights, from what a user names: a preset, sizes, a Hugging Face config, or Python code."""
+"""Models without weights, from what a user names: a preset, sizes, a Hugging Face config, or Python code."""
 
 import difflib
 import importlib
@@ -32,8 +32,10 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class Source:
-    """A ``model`` on the ``meta`` device. ``batch(samples, device)`` is what its forward takes for so many samples: a
-    mapping or a tuple of arguments. ``context``: positions of a sample; None where samples have none.
+    """A ``model`` on the ``meta`` device.
+
+    ``batch(samples, device)`` returns the arguments of its forward for that many samples: a mapping or a tuple.
+    ``context``: positions of a sample; None if samples have none.
     """
 
     name: str
@@ -47,10 +49,10 @@ class Source:
 
 
 def read_source(text: str, tokens: int | None = None) -> Source:
-    """The model that ``text`` names: see the module's first line.
+    """Build the model that ``text`` names: see the module's first line.
 
     Args:
-        tokens: positions of a sample; None: as many as the model is made for, 2048 at the most.
+        tokens: positions of a sample; None: as many as the model is made for, at most 2048.
 
     Raises:
         ConfigError: there is no such model, or it cannot be built.
@@ -74,7 +76,7 @@ def read_source(text: str, tokens: int | None = None) -> Source:
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Shapes by name, each with where it comes from."""
+    """Return the sizes of the presets by name, each with where it comes from."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(files("partita.forecast").joinpath("presets.yaml").read_text())
     return found
 
@@ -205,7 +207,7 @@ def _module(place: str, text: str) -> Any:
 
 
 def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
-    """Batches like this one, whose tensors have their samples as first dim, of any number of samples."""
+    """Return a function that makes batches like this one with any number of samples, the first dim of its tensors."""
     values = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     sizes = {len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1 or 0 in sizes:

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline holds of a model: found by the code that cuts models, on a model without weights."""
+"""The part of a model that each pipeline rank holds, found on a model without weights by the code that cuts models."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What one rank of a pipeline holds: of the model's ``units``, by number, the ``entries`` that it has, and the
-    number of the block that each is in (``places``; None: of none). ``chunks``: the blocks ``[start, stop)`` of each of
-    its stages.
+    """The part of a model that one pipeline rank holds.
+
+    ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``places``: the number of
+    the block that each is in; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each of the rank's
+    stages.
     """
 
     index: int
@@ -33,8 +35,9 @@ class Stage:
 
 @dataclass
 class Cuts:
-    """Where a ``model`` is cut into stages, by their number; ``names`` are of the blocks that stages begin with, where
-    these are given (``parallel.cut``).
+    """The cuts of a ``model`` into stages, by the number of stages.
+
+    ``names``: the blocks that stages begin with, if they are given (``parallel.cut``).
     """
 
     model: nn.Module
@@ -42,8 +45,10 @@ class Cuts:
     _found: dict[int, Cut] = field(default_factory=dict)
 
     def of(self, num_stages: int) -> Cut:
-        """Raises:
-        ConfigError: the model has fewer blocks, or others than the names.
+        """Return the cut into ``num_stages`` stages.
+
+        Raises:
+            ConfigError: the model has fewer blocks, or its blocks do not match the names.
         """
         if num_stages not in self._found:
             self._found[num_stages] = cut(self.model, num_stages, self.names, META)
@@ -51,7 +56,7 @@ class Cuts:
 
 
 def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]) -> Stage:
-    """The stage of a model that is not cut."""
+    """Return the only stage of a model that is not cut."""
     places = tuple(_places(specs, blocks))
     return Stage(0, tuple(range(len(specs))), tuple(map(tuple, entries)), places, ((0, len(blocks)),))
 
@@ -59,14 +64,14 @@ def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks:
 def stages_of(
     found: Cut, shape: Shape, specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]
 ) -> list[Stage]:
-    """Those of all ranks of a pipeline.
+    """Return what each rank of a pipeline holds.
 
     Args:
-        entries: of each unit of ``specs``, in the order of its parameters.
-        blocks: by which the model was traced.
+        entries: those of each unit of ``specs``, in the order of its parameters.
+        blocks: those by which the model was traced.
 
     Raises:
-        ConfigError: these are others than those that it is cut between.
+        ConfigError: the model was traced by other blocks than those that it is cut between.
     """
     if found.blocks != tuple(blocks):
         raise ConfigError(
@@ -99,7 +104,7 @@ def _bounds(found: Cut, shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
 
 
 def _tied(entry: Entry, ranks: tuple[int, ...]) -> Entry:
-    """Of a parameter that several stages have."""
+    """Return the entry of a parameter that several stages hold."""
     return replace(entry, copies=Copies(entry.copies.averaged, (part_of_pipeline(ranks), *entry.copies.summed)))
 
 
@@ -110,7 +115,7 @@ def _places(specs: Sequence[UnitSpec], blocks: Sequence[str]) -> Iterator[int | 
 
 
 def outwards(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules around it."""
+    """Yield a module's name, then those of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,5 +1,6 @@
-"""The storages that operators make and give back: how many bytes there are, which follow from parameters, and which are
-as large for every number of samples.
+"""Storages that operators allocate and free.
+
+Their bytes are counted, with those that depend on parameters, and those that do not grow with the number of samples.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from partita.forecast.peak import NOTHING, Size
 
 @dataclass(frozen=True)
 class Mark:
-    """A storage, told from a later one at the same address."""
+    """The identity of a storage, different from that of a later one at the same address."""
 
     address: int
     number: int
@@ -30,13 +31,18 @@ class _Alive:
 
 
 class Storages:
-    """Attributes: ``live``: of those that are there; ``early``: of those of them that were made before
-    :meth:`end_early`, and ``early_apart``: of these, of what depends on no parameter; ``missed``: of those that are
-    watched, the bytes of what is gone. What ``samples`` do not divide is as large for every number of them.
+    """Live storages and their sizes.
+
+    Attributes:
+        live: size of all live storages.
+        early: size of the live storages that were allocated before :meth:`end_early`.
+        early_apart: size of the early storages that depend on no parameter.
+        missed: bytes of the watched storages that have been freed.
 
     Args:
-        params: the storages of parameters, which are there before.
-        samples: how many there are: a number that divides nothing else, or 1.
+        params: storages of the parameters, which exist before.
+        samples: number of samples: one that divides no other size, or 1. A size that it does not divide is fixed: it is
+            the same for every number of samples.
     """
 
     def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
@@ -53,30 +59,30 @@ class Storages:
         return storage._cdata in self._alive
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed with a parameter, or is one."""
+        """Return whether a tensor was computed with a parameter, or is one."""
         address = tensor.untyped_storage()._cdata
         return address in self._params or (address in self._alive and self._alive[address].depends)
 
     def end_early(self) -> None:
-        """What is made from now on is not early."""
+        """Count storages that are allocated from now on as not early."""
         self._is_early = False
 
     def mark(self, tensor: Tensor) -> Mark | None:
-        """The storage of a tensor; None if it was there before."""
+        """Return the mark of a tensor's storage; None if the storage existed before."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found.mark
 
     def is_there(self, mark: Mark) -> bool:
-        """Whether it is still."""
+        """Return whether the marked storage is still alive."""
         found = self._alive.get(mark.address)
         return found is not None and found.mark == mark
 
     def size_of(self, mark: Mark) -> Size:
-        """Of its storage."""
+        """Return the size of the marked storage."""
         return Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
 
     def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
-        """One that an operator made."""
+        """Add a storage that an operator has allocated."""
         self._num += 1
         mark = Mark(storage._cdata, self._num, storage.nbytes())
         size = self.size_of(mark)
@@ -85,7 +91,7 @@ class Storages:
         weakref.finalize(storage, self._gone, mark)
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
-        """From now on ``missed`` is of these."""
+        """Watch these storages and no others: ``missed`` counts the bytes of those that are freed."""
         self.missed = 0
         self._watched = set()
         for mark in {mark for mark in marks if mark is not None}:

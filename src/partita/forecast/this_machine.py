@@ -1,4 +1,4 @@
-"""The machine that this runs on, measured: as many ranks as will train compute, copy and send at the same time."""
+"""Measurement of the current machine: as many ranks as will train compute, copy and send at the same time."""
 
 import json
 import subprocess
@@ -19,22 +19,23 @@ from partita.memory.disk import scratch_folder
 from partita.planner.curve import Curve
 from partita.planner.machine import Machine
 
-# The ranks take a part of it.
+# Ranks normally take a part of this time.
 TIMEOUT_S = 240
 _LAST_CHARACTERS = 2000
-# Kinds that become rates of the machine and no curves.
+# Kinds that become rates of the machine instead of curves.
 _RATES = ("disk", "copy")
 
 
 def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
-    """Measure it, with ``ranks`` processes: on a CPU its cores are divided among them, elsewhere each has a device.
+    """Measure the current machine with ``ranks`` processes.
 
-    It takes about half a minute, and says what these ranks reach beside each other: a plan is for as many. What is free
-    of each memory now counts as what there is.
+    On a CPU they divide the cores among them; elsewhere each has a device. It takes about half a minute. The rates are
+    those that the ranks reach at the same time, so they hold for plans with as many ranks. The memory that is free now
+    counts as the memory of the machine.
 
     Raises:
-        ConfigError: there are not so many devices, or cores.
-        PartitaError: a rank ended, or the ranks do not meet.
+        ConfigError: there are fewer devices, or cores, than ranks.
+        PartitaError: a rank failed, or the ranks cannot connect.
     """
     device, cores = accelerator.own_device(None), usable_cores()
     most = cores if accelerator.is_host(device) else accelerator.count()
@@ -58,7 +59,7 @@ def _device(device: torch.device, rank: int) -> str:
 
 
 def _measured(places: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
-    """What each rank found, in a process of its own."""
+    """Run every rank in a process of its own, and return what each has measured."""
     processes, files = list[subprocess.Popen[str]](), list[Path]()
     try:
         for place in places:
@@ -81,7 +82,7 @@ def _measured(places: Sequence[Place], folder: Path) -> list[Mapping[str, Points
 
 
 def _slowest(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
-    """Of each job the seconds of the rank that took longest."""
+    """Return, for every job, the seconds of the rank that took longest."""
     return {
         kind: [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*of_ranks, strict=True)]
         for kind, of_ranks in ((kind, [rank[kind] for rank in ranks]) for kind in ranks[0])

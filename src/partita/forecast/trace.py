@@ -1,7 +1,7 @@
 """A forward and a backward, run without data.
 
-Tensors are on the ``meta`` device: they have shapes and no memory. So any model works whose forward depends on shapes
-alone. Attention is taken for a fused kernel's.
+Tensors are on the ``meta`` device: they have shapes and no memory. Any model works whose forward depends on shapes
+alone. Attention is assumed to run in a fused kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,18 @@ from partita.sharding.half import HalfParameter
 
 @dataclass(frozen=True)
 class Rank:
-    """How a model runs on the rank that is traced. ``stand``: of every block of the whole model, the name and the block
-    that stands for it (:func:`shortened`). ``dtypes``: of each parameter, by id, as it is stored; ``half``: the one of
-    them that autocast is to read as if it were fp32; ``cast_buffers`` is called once the buffers are on ``meta``.
-    ``shares``: what of a parameter this rank has, where that is a part. ``is_cut``: other ranks of a pipeline have
-    other blocks, and copies of parameters that are used in several. ``weights``: where its backwards leave the weights'
-    gradients, if these are computed apart. ``entrance``: of layers split over tensor ranks, which holds the last input
-    to the next one.
+    """The rank that is traced, and how a model runs on it.
+
+    Attributes:
+        stand: for every block of the full model, its name and the block that represents it (:func:`shortened`).
+        dtypes: the dtype in which each parameter is stored, by id.
+        collectives: those that count what the model sends.
+        shares: the rank's shares of the parameters that it has in part.
+        half: the dtype of the parameters that autocast reads as if they were fp32.
+        cast_buffers: called once the buffers are on ``meta``.
+        is_cut: other ranks of a pipeline have other blocks, and copies of parameters that are used in several.
+        weights: where backwards leave weight gradients, if these are computed separately.
+        entrance: that of layers split over tensor ranks, which holds their last input until the next one.
     """
 
     stand: Stand
@@ -57,9 +62,9 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
     """Run one forward and backward without data. The model is left as it was.
 
     Args:
-        batch: what the forward takes, on the ``meta`` device: a mapping or a tuple of arguments.
-        rank: that does so; its collectives count what the model sends meanwhile.
-        samples: of the batch, where they are :func:`telling` and the trace is to speak for others (:meth:`Trace.of`).
+        batch: the arguments of the forward, on the ``meta`` device: a mapping or a tuple.
+        rank: the rank that runs it; its collectives count what the model sends meanwhile.
+        samples: samples of the batch, if they are :func:`telling` and the trace is to be scaled (:meth:`Trace.of`).
 
     Raises:
         ConfigError: the forward cannot be run without data.
@@ -98,9 +103,10 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
 
 
 def telling(model: nn.Module, sample: Any) -> int:
-    """A number of samples that says of each size whether it comes with them: one that has no divisor in common with the
-    size of a parameter, or of what is given of one ``sample``. What it does not divide is as large for every number:
-    gradients of parameters, tables of positions.
+    """Return a number of samples that shows which sizes grow with the samples.
+
+    It has no divisor in common with the size of a parameter, or of an argument for one ``sample``. A size that it does
+    not divide is the same for every number of samples: gradients of parameters, tables of positions.
     """
     sizes = {leaf.numel() for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)}
     sizes |= {param.numel() for param in model.parameters()}
@@ -109,7 +115,7 @@ def telling(model: nn.Module, sample: Any) -> int:
 
 
 def loss_of(output: Any) -> Tensor:
-    """What backward begins with: ``output.loss``, a scalar, or the sum of all outputs."""
+    """Return the tensor that backward starts from: ``output.loss``, a scalar output, or the sum of outputs."""
     named = getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
@@ -122,8 +128,10 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Paper:
-    """Inside it the model has a rank's parameters, ``params``, as they are computed with, on the ``meta`` device. A
-    gradient goes where gradients rest as soon as it is there; what that takes is another estimate's.
+    """A context in which the model has a rank's parameters, ``params``, on the ``meta`` device.
+
+    They have the shapes and dtypes that the rank computes with. A gradient is moved to gradient storage as soon as it
+    is complete; the memory for that is part of another estimate.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], rank: Rank) -> None:
@@ -136,7 +144,10 @@ class Paper:
         self.params = list[nn.Parameter]()
 
     def follow(self, recorder: Recorder, left: Left | None = None) -> None:
-        """Tell ``recorder`` of gradients; ``left`` gets those that come in the backward before that of the weights."""
+        """Report gradients to ``recorder``.
+
+        If ``left`` is given, it receives them instead, until the backward of the weights.
+        """
         self._recorder = recorder
         self._left = left
 
@@ -148,7 +159,7 @@ class Paper:
             for name, param in module._parameters.items():
                 if param is None:
                     continue
-                # Stages have copies of their own: each use outside of blocks may be on another one.
+                # Every stage has copies of its own: each use outside the blocks may be on another stage.
                 place = self._within.get(id(module), id(module)) if self._rank.is_cut else None
                 key = id(param), place
                 if key not in made:

@@ -1,5 +1,8 @@
-"""Gradients that stay with their parameters until it is their bucket's turn: buckets are reduced in one order, which is
-that of the units, and the gradients of what lies outside blocks come in another one."""
+"""Gradients that parameters hold until their bucket is reduced.
+
+Buckets are reduced in the order of the units, the last unit first. Gradients of parameters outside the blocks arrive in
+another order.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +18,10 @@ from partita.plan.span import Entry
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where those of a stage are before they rest: names of parameters with which they stay (``staying``), bytes that
-    wait (``waiting``, of each chunk, as :func:`waiting_bytes` has them), and the bytes of the largest.
+    """The gradients of a stage before they are in gradient storage.
+
+    ``staying``: names of parameters that keep their gradients. ``waiting``: bytes that wait for their bucket, for each
+    chunk, from :func:`waiting_bytes`. ``largest_bytes``: bytes of the largest gradient.
     """
 
     staying: frozenset[str]
@@ -25,7 +30,7 @@ class Gradients:
 
 
 def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gradients:
-    """Those of a stage that has these units."""
+    """Return the gradients of a stage that has these units."""
     staying, largest = set[str](), 0
     for entries, unit in zip(stage.entries, units, strict=True):
         in_place = [segment.gradients.in_place for segment in unit.segments]
@@ -39,23 +44,24 @@ def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gr
 
 
 def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
-    """What each of a stage's chunks takes of activations, with those gradients that are not where they rest yet."""
+    """Return the activation bytes of each of a stage's chunks, including gradients that wait for their bucket."""
     found = list[Part]()
     for (start, stop), waiting in zip(stage.chunks, gradients.waiting, strict=True):
         part = trace.part(start, stop, waiting, gradients.staying)
-        # Those of what is behind all blocks wait once what was left of it is used up.
+        # Gradients of what runs after all blocks wait once what it has left is used up.
         waits = max(0, max(waiting) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
         found.append(replace(part, largest_bytes=gradients.largest_bytes + waits))
     return found
 
 
-# A bucket's number, and the bytes of a gradient in it.
+# (number of a bucket, bytes of a gradient in it).
 Arrival = tuple[int, int]
 
 
 def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace: Trace) -> tuple[int, ...]:
-    """Bytes that are with the parameters still when the backward begins of what runs before all blocks, and of each of
-    the chunk's blocks.
+    """Return the bytes of gradients that parameters still hold at the start of each backward.
+
+    The first value is for the backward of what runs before all blocks, the others for those of the chunk's blocks.
     """
     start, stop = stage.chunks[chunk]
     if not any(segment.gradients.pass_through for unit in units for segment in unit.segments if segment.trains):
@@ -84,7 +90,7 @@ def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
 
 
 def _bucket_numbers(units: Sequence[PlannedUnit]) -> list[list[int | None]]:
-    """Of each unit's segments, which one they are reduced with; None: they do not wait."""
+    """Return the bucket number of each segment of each unit; None: the segment does not train."""
     order: list[PlannedSegment] = reduction_order(units)
     numbers = iter([number for number, bucket in enumerate(share_buckets(order)) for _ in bucket.segments])
     found: list[list[int | None]] = [
@@ -96,7 +102,10 @@ def _bucket_numbers(units: Sequence[PlannedUnit]) -> list[list[int | None]]:
 def _arrivals(
     stage: Stage, at: int, unit: PlannedUnit, numbers: Sequence[int | None], trace: Trace
 ) -> Iterator[tuple[int, Arrival]]:
-    """Of a unit's gradients, in which piece they come: the block's number, that of what is behind all blocks, or -1."""
+    """Yield, for each gradient of a unit that waits, the piece in which it arrives, its bucket and its bytes.
+
+    The piece is the number of a block, the number of blocks (what runs after them), or -1 (what runs before them).
+    """
     waits = [segment.gradients.pass_through for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
     for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
@@ -108,7 +117,7 @@ def _arrivals(
 
 
 def segments_of(entries: Sequence[Entry]) -> list[int]:
-    """Of each parameter of a unit, the number of its segment."""
+    """Return the segment number of each parameter of a unit."""
     numbers = dict[object, int]()
     return [numbers.setdefault(entry.kind, len(numbers)) for entry in entries]
 

@@ -1,4 +1,4 @@
-"""What stands for values where a model runs on tensors that have none (the ``meta`` device)."""
+"""Replacements of operations that read values, for models that run on the ``meta`` device."""
 
 import sys
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ PACKED = "find_packed_sequence_indices"
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Have attention keep what fused kernels keep, and samples be one document each, in all threads; in this one,
-    operators follow autocast.
+    """Make attention save what fused kernels save, and treat every sample as one document, in all threads.
 
-    Without values torch would take attention's mathematical definition, which keeps whole matrices of scores; and
-    transformers would look into positions for where documents begin.
+    In this thread, operators also follow autocast. Without values, PyTorch would use attention's mathematical
+    definition, which keeps full matrices of scores; and transformers would search positions for the starts of
+    documents.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _fused, "AutogradMeta")
@@ -50,9 +50,9 @@ def _fused(
 ) -> Tensor:
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype)  # what is added to the scores
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # as it is added to the scores
     attended: tuple[Tensor, ...]
-    learned = mask is not None and mask.requires_grad  # a bias: no fused kernel has its gradient
+    learned = mask is not None and mask.requires_grad  # a learned bias, whose gradient no fused kernel computes
     if query.dim() == 4 and query.shape[-1] == value.shape[-1] and not learned:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         attended = fused(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)

@@ -1,1 +1,1 @@
-"""Weights in the layout of Hugging Face: read into an engine, and written by one or out of a checkpoint."""
+"""Hugging Face weights: read into an engine, and exported from an engine or a checkpoint."""

@@ -1,8 +1,9 @@
-"""Names in files that are others than those of a model's parameters: experts that are one parameter here and a tensor
-each there, layers that were renamed.
+"""Conversion between the tensors in files and a model's parameters, where names differ: experts that are one parameter
+in the model and separate tensors in files, or layers that were renamed.
 
-From version 5 on transformers has a list of such conversions for each of its models. What `from_pretrained` and
-`save_pretrained` do by it for a whole model is done here tensor by tensor. Other models have their own names in files.
+Since version 5, transformers has a list of such conversions for each of its models. ``from_pretrained`` and
+``save_pretrained`` apply them to a full model; here they are applied tensor by tensor. For other models, the names in
+files are those of the parameters.
 """
 
 import re
@@ -21,13 +22,13 @@ from partita.plan.box import Box
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of the library's, which is imported then."""
+    """Return whether a model is a ``PreTrainedModel``. This does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def _library(model: nn.Module) -> tuple[Any, Any] | None:
-    """Of transformers: the list of conversions, and what carries them out; None where the model has none."""
+    """Return transformers' modules that list and run conversions; None for another model or an earlier version."""
     if not is_of_transformers(model):
         return None
     try:
@@ -39,9 +40,9 @@ def _library(model: nn.Module) -> tuple[Any, Any] | None:
 
 @dataclass
 class _Conversion:
-    """One of transformers' conversions, of the tensors that it takes together: (pattern that matched, name) each.
+    """One of transformers' conversions, and the tensors that it takes together.
 
-    ``title``: the name of the first tensor that results.
+    ``title``: the name of the first resulting tensor; ``taken``: (pattern that matched, name) of each tensor.
     """
 
     title: str
@@ -51,7 +52,7 @@ class _Conversion:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether tensors are stacked, and each row of what results comes of one of each pattern's."""
+        """True if tensors are stacked, so that each row of the result comes from one tensor per pattern."""
         first, *others = self.transform.operations
         return (
             type(first).__name__ == "MergeModulelist"
@@ -60,14 +61,14 @@ class _Conversion:
         )
 
     def rows(self, start: int, stop: int) -> list[tuple[str, str]]:
-        """Those of the tensors taken that rows ``[start, stop)`` come of."""
+        """Return the tensors from which rows ``[start, stop)`` of the result come."""
         by_pattern = dict[str, list[tuple[str, str]]]()
         for pattern, name in self.taken:
             by_pattern.setdefault(pattern, []).append((pattern, name))
         return [tensor for tensors in by_pattern.values() for tensor in tensors[start:stop]]
 
     def run(self, tensors: Iterable[tuple[tuple[str, str], Tensor]]) -> dict[str, Tensor]:
-        """What results, by name."""
+        """Convert the tensors; return the results by name."""
         transform = deepcopy(self.transform)
         for (pattern, name), tensor in tensors:
             transform.add_tensor(self.title, name, pattern, tensor)
@@ -78,7 +79,9 @@ class _Conversion:
 def _conversions(
     matched: Iterable[tuple[str, str, str]], converters: Sequence[Any], model: nn.Module
 ) -> list[_Conversion]:
-    """What is converted together, of (name of what results first, pattern that matched, name of the tensor) each."""
+    """Return the conversions of ``matched`` tensors, each given as (name of the first result, matching pattern, own
+    name).
+    """
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     found = dict[str, _Conversion]()
     for target, pattern, name in matched:
@@ -88,12 +91,12 @@ def _conversions(
 
 
 class ConvertedWeights:
-    """The tensors of files as a model of transformers has them, with its parameters' names.
+    """The tensors of files, converted to the parameters of a transformers model and named as these.
 
-    Of several tensors that become one parameter, only those are read that a box of it needs, where its rows are they.
+    If a parameter is made of several tensors row by row, reading a box of it reads only the tensors of the box's rows.
 
     Raises:
-        ConfigError: tensors do not go together.
+        ConfigError: tensors cannot be converted together.
     """
 
     def __init__(self, weights: Weights, model: nn.Module, library: tuple[Any, Any]) -> None:
@@ -127,11 +130,11 @@ class ConvertedWeights:
             for name, shape in self._shapes(conversion)
         }
         self._last: tuple[object, dict[str, Tensor]] = (None, {})
-        # What save_pretrained and export go back by, as after from_pretrained.
+        # The conversions that save_pretrained and export reverse, as after from_pretrained.
         model._weight_conversions = [entry for entry in transforms if entry.was_used()]  # type: ignore[assignment]
 
     def _shapes(self, conversion: _Conversion) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of what results, without any values."""
+        """Yield the names and shapes of the resulting tensors, without computing values."""
         empty = ((taken, torch.empty(self._weights.shape(taken[1]), device="meta")) for taken in conversion.taken)
         try:
             found = conversion.run(empty)
@@ -144,18 +147,18 @@ class ConvertedWeights:
             yield name, tuple(value.shape)
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The first of the names that there is a tensor of."""
+        """Return the first of the names for which there is a tensor; None if there is none."""
         return next((name for name in names if name in self._renamed or name in self._converted), None)
 
     def unused(self, names: Container[str]) -> list[str]:
-        """The tensors in the files that are no parameter or buffer of these names."""
+        """Return the tensors in the files that belong to no parameter or buffer with one of these names."""
         return self._unused + [file for name, file in self._renamed.items() if name not in names]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(self._renamed[name]) if name in self._renamed else self._converted[name][1]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the ``box`` of it."""
+        """Read a tensor, or the ``box`` of it."""
         if name in self._renamed:
             return self._weights.read(self._renamed[name], box)
         conversion, shape = self._converted[name]
@@ -165,7 +168,7 @@ class ConvertedWeights:
             start = box.offsets[0]
             taken = conversion.rows(start, start + box.sizes[0])
         if self._last[0] != (conversion.title, taken):
-            self._last = (None, {})  # not beside what comes now
+            self._last = (None, {})  # freed before the next tensors are read
             read = [(tensor, self._weights.read(tensor[1])) for tensor in taken]
             self._last = ((conversion.title, taken), conversion.run(read))
         first = Box((start, *(0 for _ in shape[1:])), shape) if shape else box
@@ -173,16 +176,16 @@ class ConvertedWeights:
 
 
 def open_weights(weights: Weights, model: nn.Module) -> Weights | ConvertedWeights:
-    """The tensors of files by the names that a model's parameters have."""
+    """Return the tensors of files under the names of a model's parameters."""
     library = _library(model)
     return weights if library is None else ConvertedWeights(weights, model, library)
 
 
 class FileTensors:
-    """A model's tensors as its files have them: those that ``save_pretrained`` writes, for a model of transformers.
+    """A model's tensors in the form that its files have: of a transformers model, what ``save_pretrained`` writes.
 
     Args:
-        names: of all tensors that :meth:`of` is given, one after the other.
+        names: the names of all tensors that :meth:`of` is called with, one after the other.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -194,7 +197,7 @@ class FileTensors:
             return
         mapping, self._loading = library
         transforms = getattr(model, "_weight_conversions", None)
-        if transforms is None:  # of no files: a prefix that some have is none of its own
+        if transforms is None:  # not loaded from files: leave out prefixes that only some files have
             known = mapping.get_model_conversion_mapping(model, add_legacy=False)
             transforms = [entry for entry in known if not isinstance(entry, self._loading.PrefixChange)]
         back = [entry.reverse_transform() for entry in reversed(transforms)]
@@ -207,8 +210,9 @@ class FileTensors:
             self._groups.update((name, (conversion, waiting)) for _, name in conversion.taken)
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What goes into files once this tensor is there: it, what it is converted into, or nothing before all are
-        there that are converted together.
+        """Yield the tensors for files that ``tensor`` completes.
+
+        These are the tensor itself, the results of its conversion, or nothing while other tensors are missing for it.
         """
         if name in self._ignored:
             return

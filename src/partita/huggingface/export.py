@@ -1,10 +1,10 @@
-"""Weights in safetensors files, in the layout of Hugging Face: streamed unit by unit, no rank holding more than a file.
+"""Export of weights to safetensors files in the layout of Hugging Face, unit by unit. No rank holds more than one file.
 
-A tied parameter is written once, under its first name; buffers that belong to the state dict are written too. The names
-of a model of transformers are those that ``save_pretrained`` writes.
+A tied parameter is written once, under its first name. Buffers that belong to the state dict are written too. For a
+transformers model, the names are those that ``save_pretrained`` writes.
 
-Files are written aside and renamed when all of them last, so an export that fails leaves what was there. Of what was
-there it replaces an earlier export: the files that its index names, and ``model.safetensors``.
+Files are written into a temporary folder and renamed when all of them are durable, so a failed export leaves existing
+files unchanged. An export replaces an earlier one: the files that its index names, and ``model.safetensors``.
 """
 
 import json
@@ -34,10 +34,10 @@ from partita.inspection.whole import Whole
 from partita.planner.parameters import find_quantized
 
 FILE_BYTES = 4 * 2**30
-# In the folder that files are written into, while the process that writes them runs.
+# Lock file in the temporary folder, held while the process that writes it runs.
 LOCK = "lock"
 
-# Beside weights, in a folder of Hugging Face's: configuration, tokenizer, chat template, code of the model's own.
+# Files next to weights in a Hugging Face folder: configuration, tokenizer, chat template, the model's own code.
 BESIDE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
@@ -50,9 +50,9 @@ def export(
 ) -> None:
     """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
 
-    Configuration and tokenizer in the folder ``beside`` are copied; what the model itself knows of its configuration
-    (a Hugging Face model's ``config`` and ``generation_config``) replaces them. What modules keep beside tensors
-    (``get_extra_state``) has no place in these files: a warning says so.
+    Configuration and tokenizer files in the folder ``beside`` are copied. A Hugging Face model's own ``config`` and
+    ``generation_config`` replace the copies. These files cannot hold modules' extra states (``get_extra_state``); a
+    warning says so.
 
     Raises:
         PartitaError: the folder cannot be written, or parameters are quantized.
@@ -78,13 +78,13 @@ def export(
 
 
 def _kept_name(model: nn.Module, fqns: Sequence[str]) -> str:
-    """The name under which a tied parameter is written: of a model of transformers, the one that it keeps itself."""
+    """Return the name under which a tied parameter is written: for a transformers model, the one that it keeps."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((fqn for fqn in fqns if fqn not in tied), fqns[0])
 
 
 def _saved_config(model: nn.Module) -> Any:
-    """The model's configuration, with what ``save_pretrained`` says in it of the model and its weights' dtype."""
+    """Return the model's configuration, with the architecture and dtype that ``save_pretrained`` adds to it."""
     config: Any = getattr(model, "config", None)
     if is_of_transformers(model):
         config = deepcopy(config)
@@ -96,15 +96,15 @@ def _saved_config(model: nn.Module) -> Any:
 def export_checkpoint(
     stored: Stored, folder: Path, dtype: torch.dtype | None, config: Path | None, prefix: str | None = None
 ) -> int:
-    """Write the weights in a checkpoint into ``folder``; returns how many tensors.
+    """Write the weights in a checkpoint into ``folder``; return the number of tensors.
 
     Args:
-        dtype: of floating-point tensors; None: as they are stored.
-        config: a folder whose configuration and tokenizer are copied, as ``from_pretrained`` looks for them.
-        prefix: what the keys of the weights begin with; None: ``model``, or the only one there is.
+        dtype: the dtype of floating-point tensors; None: as they are stored.
+        config: a folder whose configuration and tokenizer files are copied, for ``from_pretrained``.
+        prefix: the prefix of the keys of the weights; None: ``model``, or the only one there is.
 
     Raises:
-        PartitaError: the folder cannot be written, the checkpoint is damaged, or it takes ``prefix`` to choose a copy.
+        PartitaError: the folder cannot be written, the checkpoint is damaged, or ``prefix`` is needed to choose a copy.
     """
     names = model_keys(stored, prefix)
     aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
@@ -121,13 +121,13 @@ def export_checkpoint(
 
 
 def files_of_weights(folder: Path) -> list[Path]:
-    """The files in a folder that ``from_pretrained`` might read weights from."""
+    """Return the files in a folder from which ``from_pretrained`` might read weights."""
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "adapter_model*.bin")
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def say_left_out(names: Iterable[str]) -> None:
-    """Warn of extra states, which safetensors cannot hold."""
+    """Warn that extra states are left out, because safetensors cannot hold them."""
     modules = [name.removesuffix(EXTRA_STATE).rstrip(".") for name in names]
     if modules:
         warnings.warn(
@@ -138,10 +138,10 @@ def say_left_out(names: Iterable[str]) -> None:
 
 
 class WeightsWriter:
-    """Collects tensors into files of at most ``file_bytes`` (one tensor may be larger).
+    """A context manager that collects tensors into files of at most ``file_bytes`` (one tensor may be larger).
 
-    ``problem`` is the first that came up; nothing is written after it, while the other ranks go on. A context manager,
-    which leaves nothing in the folder but what was finished.
+    ``problem`` is the first error. Nothing is written after it, while the other ranks continue. Leaving the context
+    removes unfinished files from the folder.
     """
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -201,7 +201,7 @@ class WeightsWriter:
         self._num_bytes = 0
 
     def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
-        """Write what is left and what stands beside weights, and give the files their names."""
+        """Write the remaining tensors and the files next to weights, and give all files their final names."""
         self._flush()
         if self.problem is None:
             with self._noting("write into"):
@@ -217,10 +217,10 @@ class WeightsWriter:
             return
         for path in beside.iterdir():
             if path.suffix in BESIDE_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
-                shutil.copyfile(path, self._folder / path.name)  # whoever may not write the one may write the other
+                shutil.copyfile(path, self._folder / path.name)  # without its mode: the copy must be writable
 
     def _save(self, config: Any) -> None:
-        """Weights are worth more than a configuration that transformers finds wrong."""
+        """Save a configuration. If transformers rejects it, warn instead of losing the weights."""
         try:
             config.save_pretrained(self._folder)
         except OSError:
@@ -229,7 +229,7 @@ class WeightsWriter:
             warnings.warn(f"engine.export: the {type(config).__name__} was not saved: {error}", stacklevel=2)
 
     def _name_files(self) -> None:
-        """One file, or numbered ones with an index. At no moment an index names files of two exports."""
+        """Rename the files to one file, or to numbered ones with an index. No index ever names files of two exports."""
         num, index = len(self._files), self._folder / INDEX
         names = (
             [f"model-{number:05d}-of-{num:05d}.safetensors" for number in range(1, num + 1)] if num > 1 else [SINGLE]
@@ -253,7 +253,10 @@ class WeightsWriter:
 
 
 def _umask() -> int:
-    """The process's file mode mask: safetensors makes files that only their owner can read."""
+    """Return the process's file mode mask.
+
+    It is needed because safetensors creates files that only their owner can read.
+    """
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""The model in a folder of ``transformers.Trainer``, as far as its optimizer is to be understood."""
+"""The model in a folder of ``transformers.Trainer``, which gives names to its optimizer's parameters."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -12,10 +12,12 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
 
 def read_model(folder: Path) -> Model:
-    """The weights, in memory, and the groups that the Trainer makes of the parameters: with and without weight decay.
+    """Load the weights into memory; return them with the groups that the Trainer may have made.
+
+    These are one group with and one without weight decay, or a single group of all parameters.
 
     Raises:
-        PartitaError: transformers is not installed, the folder holds no whole model of it, or cannot be read.
+        PartitaError: transformers is not installed, or the folder holds no complete model of it or cannot be read.
     """
     try:
         import transformers
@@ -33,7 +35,7 @@ def read_model(folder: Path) -> Model:
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model: Any = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype="auto")
-    except Exception as error:  # whatever is wrong with the folder, transformers raises anything
+    except Exception as error:  # transformers raises exceptions of any type
         raise PartitaError(f"convert: transformers cannot load the model in '{folder}': {error}") from error
     names = defaultdict[int, list[str]](list)
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Weights read from safetensors files, tensor by tensor, or box by box."""
+"""Weights read from safetensors files, tensor by tensor or box by box."""
 
 import json
 from collections.abc import Container, Iterator, KeysView, Mapping, Sequence
@@ -11,13 +11,14 @@ from torch import Tensor
 from partita.errors import PartitaError
 from partita.plan.box import Box
 
-# Of Hugging Face: the only file of weights in a folder, or what says which tensor is in which of several.
+# Hugging Face's names for the only file of weights in a folder, and for the index of several files.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Weights:
-    """The tensors of a safetensors file, or of a ``folder`` of them: of those that its index names, else of
-    ``model.safetensors``, else of the only one.
+    """The tensors of a safetensors file, or of the safetensors files in a ``folder``.
+
+    In a folder these are the files that its index names, or else ``model.safetensors``, or else the only file.
 
     Raises:
         PartitaError: there is no such file or folder, no safetensors file in it, or several without an index; one is
@@ -39,22 +40,22 @@ class Weights:
 
     @property
     def names(self) -> KeysView[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self._found.keys()
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The first of the names that there is a tensor of."""
+        """Return the first of the names for which there is a tensor; None if there is none."""
         return next((name for name in names if name in self._found), None)
 
     def unused(self, names: Container[str]) -> list[str]:
-        """The tensors that have none of these names."""
+        """Return the tensors that have none of these names."""
         return [name for name in self._found if name not in names]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._found[name][1]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the ``box`` of it; nothing else of the file is touched."""
+        """Read a tensor, or the ``box`` of it. Nothing else in the file is read."""
         with safe_open(self._found[name][0], framework="pt") as opened:
             if box is None or not box.sizes:
                 tensor = opened.get_tensor(name)
@@ -65,7 +66,7 @@ class Weights:
 
 
 def read_index(folder: Path) -> Mapping[str, str]:
-    """The file of each tensor, as the index of a folder says; empty if there is none.
+    """Return the file of each tensor from the index in a folder; empty if there is no index.
 
     Raises:
         PartitaError: the index is damaged.
@@ -100,7 +101,7 @@ def _only_file(path: Path) -> Path:
 
 
 def _contents(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes."""
+    """Yield the name and shape of each tensor in a file."""
     try:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())

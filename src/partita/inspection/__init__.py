@@ -1,1 +1,1 @@
-"""Whole tensors by name, put together from what the ranks hold."""
+"""Unsharded tensors by name, assembled from what the ranks hold."""

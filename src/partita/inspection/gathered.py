@@ -1,4 +1,4 @@
-"""Parameters held whole while the user looks at them, or writes into them."""
+"""Parameters that are unsharded while the user reads or modifies them."""
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,8 +22,9 @@ from partita.transforms.modules import ModuleTransforms
 
 
 class Gathered:
-    """Blocks of :meth:`Engine.gathered`; ``num_open`` of them are. ``changes`` are what the parallel axes set on
-    modules: with whole parameters a module is what it was without them.
+    """The blocks of :meth:`Engine.gathered`, of which ``num_open`` are open.
+
+    ``changes``: what the parallel axes set on modules. It is suspended in a block, where parameters are unsharded.
     """
 
     def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: ModuleTransforms) -> None:
@@ -31,17 +32,17 @@ class Gathered:
         self._updater = updater
         self._whole = whole
         self._changes = changes
-        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # which are always whole
-        self._made_whole = set[int]()  # ids of parameters, by the blocks that are open
-        self._in_fp32 = set[int]()  # ids of those of them that have their master weights
-        # Of split parameters that are whole now: autograd's nodes, kept alive because they have the shape of the part.
+        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # always unsharded
+        self._made_whole = set[int]()  # ids of parameters that open blocks have unsharded
+        self._in_fp32 = set[int]()  # ids of those of them that have the values of their master weights
+        # Autograd's nodes of split parameters that are now unsharded, kept alive because they have the part's shape.
         self._nodes = dict[int, Any]()
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
     @contextmanager
     def hold(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
-        """Hold the units of the given modules and parameters whole (see :meth:`Engine.gathered`)."""
+        """Unshard the units of the given modules and parameters inside the block (see :meth:`Engine.gathered`)."""
         self._updater.take_written()
         if modify and any(listener.differs_between_replicas for listener in self._updater.listeners):
             raise PartitaError(
@@ -87,9 +88,10 @@ class Gathered:
             self._runtime.residency.let_go(sharded)
 
     def _make_whole(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
-        """Give parameters whole values, in memory of their own where their unit does not have these: where ranks hold
-        other shares, and, to ``modify`` them, where master weights have more digits. Returns which they are, less those
-        that a block around this one has made whole.
+        """Give parameters their full values. Return those that no enclosing block has already unsharded.
+
+        The values are in separate memory if the unit does not have them: if ranks hold different parts, or, to
+        ``modify`` parameters, if master weights have more digits.
         """
         asked = {id(each.param) for each in holdings if id(each.param) not in self._made_whole}
         if not asked:
@@ -110,19 +112,20 @@ class Gathered:
         return [holding for holding, _ in found]
 
     def _has_digits(self, holding: Holding) -> bool:
-        """True if this rank has master weights of the parameter with more digits than those in compute."""
+        """Return whether this rank has master weights of the parameter with more digits than the compute values."""
         member = self._whole.member_of(holding)
         return member is not None and member.segment.keeps_digits
 
     def _is_apart(self, holding: Holding) -> bool:
-        """True if the parameter, made whole, is in memory of its own: this rank holds a part of it, or nothing, or it
-        has its master weights.
+        """Return whether the unsharded parameter is in separate memory.
+
+        That is the case if this rank holds a part of it, or nothing, or if it has the master weights' values.
         """
         member = self._whole.member_of(holding)
         return member is None or member.span.place.is_part or id(holding.param) in self._in_fp32
 
     def _take_first(self, holdings: Sequence[Holding]) -> None:
-        """Make rank 0's whole values those of all ranks, each its share."""
+        """Broadcast rank 0's full values to all ranks. Each rank stores its own part."""
         all_ranks = self._runtime.collectives.all_ranks
         for holding in holdings:
             all_ranks.broadcast([holding.param.detach()], "parameters")
@@ -132,7 +135,7 @@ class Gathered:
                 member.values.copy_(member.segment.rounded(own))
 
     def _cut(self, holdings: Sequence[Holding]) -> None:
-        """Let the parameters be this rank's shares again."""
+        """Restore this rank's parts of the parameters."""
         for holding in holdings:
             self._made_whole.discard(id(holding.param))
             if not self._is_apart(holding):
@@ -148,7 +151,7 @@ class Gathered:
                 holding.param.__class__ = self._kinds[id(holding.param)]
 
     def check_backward(self) -> None:
-        """Refuse a backward while a parameter that the tensor ranks split is whole: its gradient has another shape.
+        """Check that no tensor-parallel parameter is unsharded, because its gradient would have another shape.
 
         Raises:
             PartitaError: there is such a parameter.
@@ -160,7 +163,7 @@ class Gathered:
             )
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
-        """Ids of the parameters that are asked for."""
+        """Return the ids of the requested parameters."""
         known = {id(holding.param) for holding in self._whole.holdings} | self._quantized
         wanted = set[int]()
         for item in items:
@@ -172,7 +175,9 @@ class Gathered:
         return wanted
 
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
-        """Make rank 0's values those of all ranks, of what rests, and, of the parameters named, of the optimizer."""
+        """Broadcast rank 0's values, and store them as parameters; also as master weights for the parameters in
+        ``names``.
+        """
         for unit in units:
             for segment in unit.segments:
                 alike_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")
@@ -184,6 +189,6 @@ class Gathered:
         self._runtime.updated()
 
     def _store_exactly(self, members: Sequence[Member]) -> None:
-        """Store what was written in fp32, of parameters of one segment, in its master weights."""
+        """Store parameters of one segment that were modified in fp32 in its master weights, without rounding."""
         if members := [member for member in members if id(member.param) in self._in_fp32]:
             members[0].segment.set_master({m.fqn: m.flat(m.span.place.take(m.param.detach())) for m in members})

@@ -1,4 +1,4 @@
-"""A model's state dict without its values: the names, and what of it is no parameter."""
+"""The names in a model's state dict, and the entries that are not parameters."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,36 +11,35 @@ EXTRA_STATE = "_extra_state"
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a state dict, by name."""
+    """Yield the buffers that belong to a state dict, by name."""
     for path, module in model.named_modules():
         for name, buffer in persistent_buffers_of(module):
             yield (f"{path}.{name}" if path else name), buffer
 
 
 def persistent_buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same of a module without those inside it, by the names that it has for them."""
+    """Yield the persistent buffers of a module without those of its submodules, by their names in the module."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
 
 
 def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with states that are no parameters and no buffers (``get_extra_state``), by the name of these in a
-    state dict.
-    """
+    """Yield the modules with extra state (``get_extra_state``), by the name of that state in a state dict."""
     for path, module in model.named_modules():
         if has_extra_state(module):
             yield (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE), module
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module itself has a state that is no parameter and no buffer."""
+    """Return whether a module itself has extra state (``get_extra_state``)."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[[str], int]:
-    """By the name of a buffer or an extra state, the rank whose values count: the first that runs its module. A
-    collective, unless every rank runs all modules (``shared``).
+    """Return a function that maps the name of a buffer or an extra state to the rank whose values count.
+
+    That is the first rank that runs the module. A collective, unless every rank runs all modules (``shared``).
     """
     if shared:
         return lambda name: 0
@@ -54,7 +53,7 @@ def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[
 
 
 def _kept_beside(model: nn.Module) -> Iterator[str]:
-    """The names of all that is no parameter."""
+    """Yield the names of buffers and extra states."""
     yield from (name for name, _ in persistent_buffers(model))
     yield from (name for name, _ in extra_states(model))
 
@@ -64,8 +63,9 @@ def _module_of(name: str) -> str:
 
 
 def further_names(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Of all that is no parameter in modules that are at several places: each further name in a state dict, and the
-    first.
+    """Yield (further name, first name) for buffers and extra states of modules that occur more than once.
+
+    The names are those in a state dict.
     """
     first = dict[tuple[int, str], str]()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -81,7 +81,7 @@ def _kept_beside_of(module: nn.Module) -> list[str]:
 
 
 def state_dict_names(model: nn.Module) -> Iterator[str]:
-    """The names of a state dict, in its order; every name of a tied parameter."""
+    """Yield the names in a state dict, in order, with every name of a tied parameter."""
     for path, module in model.named_modules(remove_duplicate=False):
         names = [name for name, param in module._parameters.items() if param is not None]
         names += _kept_beside_of(module)
@@ -89,5 +89,5 @@ def state_dict_names(model: nn.Module) -> Iterator[str]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name is that of what a module's ``get_extra_state`` returned."""
+    """Return whether a name in a state dict is that of an extra state (``get_extra_state``)."""
     return name.rpartition(".")[2] == EXTRA_STATE

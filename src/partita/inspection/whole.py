@@ -1,4 +1,7 @@
-"""Whole tensors by name, put together from what each rank holds. Every method is a collective: call it on all ranks."""
+"""Unsharded tensors by name, assembled from what the ranks hold.
+
+Every method is a collective: call it on all ranks.
+"""
 
 import difflib
 import math
@@ -30,10 +33,9 @@ from partita.sharding.segment import Segment
 
 
 class Whole:
-    """Parameters, gradients and optimizer states of a running engine, as one process would hold them, once the updates
-    under way are done.
+    """Parameters, gradients and optimizer states of a running engine, unsharded, after all pending updates.
 
-    Attributes: ``shares``: whether ranks hold other shares of parameters; ``holdings``: every parameter of the model
+    Attributes: ``shares``: True if ranks hold different parts of parameters; ``holdings``: every parameter of the model
     once.
     """
 
@@ -50,21 +52,24 @@ class Whole:
         self._unit_of = {id(member.param): unit for unit, member in runtime.members()}
 
     def member_of(self, holding: Holding) -> Member | None:
-        """What this rank holds of a parameter, if anything."""
+        """Return this rank's part of a parameter; None if it has none."""
         return self._members.get(id(holding.param))
 
     def _find(self, name: str) -> tuple[Holding, Member | None]:
-        """The parameter called ``name``, and what this rank holds of it.
+        """Return the parameter called ``name``, and this rank's part of it.
 
         Raises:
-            PartitaError: there is none; names the nearest.
+            PartitaError: there is no such parameter; the message suggests the nearest name.
         """
         if name not in self._named:
             raise _unknown("parameter", name, self._named)
         return self._named[name], self.member_of(self._named[name])
 
     def gradient(self, name: str, scale: float) -> Tensor | None:
-        """The mean gradient of a parameter so far, divided by the loss ``scale``, in fp32; None if no rank has one."""
+        """Return the mean gradient of a parameter so far, in fp32; None if no rank has one.
+
+        It is divided by the loss ``scale``.
+        """
         self._updater.wait_for_updates()
         holding, member = self._find(name)
         reducer = self._runtime.reducer
@@ -89,7 +94,7 @@ class Whole:
         return self._whole(holding, local if counts else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter, tensors whole and in the parameter's shape; empty before its first
+        """Return the optimizer state of a parameter, unsharded and in the parameter's shape; empty before its first
         update.
         """
         self._updater.wait_for_updates()
@@ -116,7 +121,7 @@ class Whole:
         return found
 
     def _gather_state(self, view: View, dtype: torch.dtype, value: object) -> Tensor:
-        """A state of what the group holds of a parameter."""
+        """Return a state for the part of a parameter that the group holds, assembled over the group."""
         member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         is_whole = member.segment.holds_whole_master
@@ -125,20 +130,21 @@ class Whole:
         return self._shaped(member, self._group_of(member).all_reduce(values))
 
     def _group_of(self, member: Member) -> SeveralAxes:
-        """The ranks that hold the same of a parameter, and sum its gradients."""
+        """Return the group of ranks that together hold the same part of a parameter and sum its gradients."""
         plan = member.segment.plan
         return SeveralAxes(self._collectives, plan.hops(plan.summed_axes, member.segment.mesh)[::-1])
 
     def _is_first_part(self, member: Member) -> bool:
-        """Whether this rank's part counts, of those that ranks of the group have alike."""
+        """Return whether this rank's part counts, i.e. is the first of identical parts in the group."""
         return self._collectives.mesh.index(member.segment.plan.replica_axes) == 0
 
     def _shaped(self, member: Member, flat: Tensor) -> Tensor:
         return member.shaped(flat.clone()).contiguous()
 
     def _whole(self, holding: Holding, local: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The sum of what the groups hold, each in its place of the global tensor: ``local`` of this one (None: nothing
-        that counts).
+        """Return the global tensor, the sum of the groups' parts at their places.
+
+        ``local`` is this group's part (None: it does not count).
         """
         member = self.member_of(holding)
         shape = self.shape_of(holding)
@@ -149,7 +155,7 @@ class Whole:
         return whole
 
     def shape_of(self, holding: Holding) -> tuple[int, ...]:
-        """The global parameter's."""
+        """Return the shape of the global parameter."""
         member = self.member_of(holding)
         return tuple(holding.param.shape) if member is None else member.span.place.shape
 
@@ -158,12 +164,12 @@ class Whole:
     def weights(
         self, *, master: bool, trainable: bool = False, only: AbstractSet[int] | None = None
     ) -> Iterator[tuple[Holding, Tensor]]:
-        """Every parameter once, whole, unit by unit: valid until the next one is asked for.
+        """Yield every parameter once, unsharded, unit by unit. Each one is valid until the next.
 
         Args:
-            master: the values that the optimizer updates, where they have more digits than those in compute.
+            master: yield the values that the optimizer updates, if they have more digits than the compute values.
             trainable: only the parameters that require gradients; units without any are not gathered.
-            only: ids of the parameters that are asked for (None: all).
+            only: ids of the requested parameters (None: all).
         """
         self._updater.take_written()
         for turn in self._turns():
@@ -191,12 +197,13 @@ class Whole:
                 self._runtime.residency.let_go(sharded)
 
     def _is_cut(self, member: Member) -> bool:
-        """Whether some rank does not hold the whole parameter; the same on all ranks."""
+        """Return whether some rank does not hold the full parameter; the same on all ranks."""
         return self.shares and (member.span.place.is_part or not self._runtime.runs_all)
 
     def _turns(self) -> list[list[tuple[Holding, tuple[torch.dtype, torch.dtype]]]]:
-        """Which parameters are looked at together, the same on all ranks: those of a unit of some stage, each with its
-        dtype in compute and as it is updated.
+        """Return lists of parameters to gather together, the same on all ranks.
+
+        Each list has the parameters of one unit of a pipeline stage, with their dtypes in compute and in the update.
         """
         own = [tuple((member.fqn, _dtypes(member)) for member in unit.members) for unit in self._runtime.units]
         every = [own] if self._runtime.runs_all else self._all_ranks.exchange_objects(own, "whole parameters")
@@ -207,16 +214,16 @@ class Whole:
         return turns
 
     def raise_together(self, problem: str | None) -> None:
-        """Raise on every rank what any rank met."""
+        """Raise a ``problem`` of any rank on every rank."""
         for found in self._all_ranks.exchange_objects(problem, "whole parameters"):
             if found is not None:
                 raise PartitaError(found)
 
     def copies(self) -> list[tuple[Holding, Tensor]]:
-        """Every parameter whole, as it computes, in memory of its own on this rank's device.
+        """Return a separate copy of every parameter, unsharded, in its compute dtype, on this rank's device.
 
         Raises:
-            PartitaError: on every rank: the memory of one does not suffice; says how much is needed and free.
+            PartitaError: on every rank, if one has too little memory; the message says how much is needed and free.
         """
         device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
         needed = sum(math.prod(self.shape_of(holding)) * holding.param.element_size() for holding in self.holdings)
@@ -233,7 +240,7 @@ class Whole:
         for holding, weight in self.weights(master=False):
             try:
                 found += [(holding, weight.detach().clone())] if error is None else []
-            except RuntimeError as raised:  # out of memory after all: the other ranks need this one for every unit
+            except RuntimeError as raised:  # out of memory after all: other ranks need this rank for every unit
                 error = raised
         with together(all_ranks):
             if error is not None:
@@ -241,7 +248,7 @@ class Whole:
         return found
 
     def leave(self, copies: Sequence[tuple[Holding, Tensor]]) -> None:
-        """Make parameters of no unit of them, whole, with these values."""
+        """Detach parameters from their units, and give them these unsharded values."""
         for holding, values in copies:
             if (member := self.member_of(holding)) is not None:
                 member.leave(values)
@@ -250,7 +257,7 @@ class Whole:
                 replace_data(holding.param, values)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
-        """The whole master weights of a segment that is whole."""
+        """Return the unsharded master weights of an unsharded segment; None if it has none."""
         if segment.master is None:
             return None
         device = self._collectives.mesh.device
@@ -262,8 +269,9 @@ class Whole:
         return segment.master.joined(segment.full, whole)
 
     def others(self) -> dict[str, Any]:
-        """The buffers of the model's state dict, on the host, and its modules' extra states, from the ranks that run
-        the modules; on the first rank.
+        """Return the buffers of the model's state dict, on the host, and its modules' extra states.
+
+        They come from the ranks that run the modules, and are complete on the first rank.
         """
         model, rank = self._runtime.model, self._collectives.mesh.rank
         keepers = keepers_of(model, self._all_ranks, shared=self._runtime.runs_all)
@@ -277,15 +285,16 @@ class Whole:
         return {name: value for of_rank in every for name, value in of_rank.items()}
 
     def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """The model's state dict with master weights, whole, on the host of rank 0; empty on the others. Quantized
-        parameters, of which modules save more than a tensor, are not in it.
+        """Return the model's state dict with master weights, unsharded, on the host of rank 0; empty on other ranks.
+
+        Quantized parameters are not in it, because modules save more than one tensor for each.
 
         Args:
             trainable: only the parameters that require gradients.
-            names: only what these stand for (None: all), the same on every rank.
+            names: only the entries with these names (None: all), the same on every rank.
 
         Raises:
-            PartitaError: the model has nothing of one of these names; says the nearest.
+            PartitaError: the model has no entry with one of these names; the message suggests the nearest name.
         """
         values, known = dict[str, Any](), list(state_dict_names(self._runtime.model))
         asked = None if names is None else frozenset(names)
@@ -312,7 +321,7 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> PartitaError:
 
 
 def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:
-    """The dtype of a state that is a tensor with an element for each of the parameter's; None of any other."""
+    """Return the dtype of a state tensor with one element per element of the parameter; None for any other state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     is_whole = view is not None and view.member.segment.holds_whole_master
@@ -320,7 +329,7 @@ def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:
 
 
 def _dtypes(member: Member) -> tuple[torch.dtype, torch.dtype]:
-    """Of a parameter's values in compute, and of those that are updated."""
+    """Return the dtypes of a parameter's values in compute and in the update."""
     segment = member.segment
     is_apart = segment.master is not None and not segment.master_is_parameter
     return segment.dtype, torch.float32 if is_apart else segment.dtype

@@ -1,1 +1,1 @@
-"""Doors for other libraries: each translates their calls to the engine, and needs an optional extra."""
+"""Integrations with other libraries: each translates their calls to the engine, and needs an optional extra."""

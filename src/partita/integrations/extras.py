@@ -1,4 +1,4 @@
-"""Libraries that are there only where they were asked for."""
+"""Check that optional libraries are installed."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,10 @@ from partita.errors import PartitaError
 
 
 def require(package: str, extra: str, *libraries: str) -> None:
-    """Refuse to go on without the ``libraries`` that a ``package`` of partita's needs, which come with an ``extra``.
+    """Check that the ``libraries`` that a ``package`` of partita needs are installed; the ``extra`` installs them.
 
     Raises:
-        PartitaError: one is not installed; names the extra.
+        PartitaError: a library is not installed; the message names the extra.
     """
     for library in libraries:
         if find_spec(library) is None:

@@ -1,5 +1,6 @@
-"""Whose samples a rank is fed by another library's training loop: ranks with one data coordinate compute one model
-together, and take the same.
+"""The data-parallel coordinate that selects a rank's samples in another library's training loop.
+
+Ranks with the same data coordinate compute one model together and receive the same samples.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from partita.plan.mesh_shape import MeshShape
 
 @dataclass(frozen=True)
 class Fed:
-    """``num`` groups of ``copies`` successive ranks are fed different samples; a rank is in group ``index``, and
-    ``is_first`` there.
+    """Position of a rank among ``num`` groups that receive different samples.
+
+    Each group has ``copies`` successive ranks, which receive the same samples. This rank is in group ``index``;
+    ``is_first`` is True on the first rank of a group.
     """
 
     num: int
@@ -21,10 +24,10 @@ class Fed:
 
 
 def fed(mesh: MeshShape, rank: int, loop: str) -> Fed:
-    """How a ``loop`` feeds a rank of a mesh.
+    """Return the group that determines which samples a ``loop`` (a name for messages) feeds to a rank of a mesh.
 
     Raises:
-        ConfigError: the mesh has a pipeline, to which only whole batches are fed.
+        ConfigError: the mesh has a pipeline, which needs full batches.
     """
     if mesh.pipeline > 1:
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""The arithmetic of an update: C++ for the CPU, and the same in plain torch, for other devices and without a compiler.
+"""The kernels of updates and codecs: C++ for the CPU, Triton for accelerators, and the same in plain torch, for other
+devices and without a compiler.
 
-Everything works on flat buffers. :mod:`partita.kernels.state` has the forms they come in, :mod:`partita.kernels.update`
-is what to call.
+All kernels work on flat buffers. :mod:`partita.kernels.state` defines the states that an update works on,
+:mod:`partita.kernels.update` has the functions to call.
 """

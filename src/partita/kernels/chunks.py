@@ -1,5 +1,5 @@
-"""A buffer cut into chunks, for work of several steps over each element: on a processor a chunk stays in the caches
-from one step to the next, where a whole buffer comes from main memory each time; temporaries are as large as a chunk.
+"""Chunks of a buffer, for work of several steps over each element. On a processor a chunk stays in the caches from one
+step to the next, while a full buffer comes from main memory each time; temporaries are as large as a chunk.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ _ON_HOST, _ON_DEVICE = 1 << 17, 1 << 24
 
 
 def chunks(like: Tensor) -> Iterator[slice]:
-    """Which elements each chunk of a buffer of the size of ``like`` has."""
+    """Yield the range of elements of each chunk of a buffer of the size of ``like``."""
     size = _ON_HOST * torch.get_num_threads() if is_host(like.device) else _ON_DEVICE
     for start in range(0, like.numel(), size):
         yield slice(start, min(start + size, like.numel()))
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Chunk by chunk the same elements of all ``tensors``, which are of one shape: flat views. Where one does not lie
-    in order, all of them at once.
+    """Yield the same chunk of all ``tensors``, which are of one shape, as flat views. If one is not contiguous, all
+    tensors are yielded at once.
     """
     if not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors

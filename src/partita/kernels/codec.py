@@ -1,6 +1,7 @@
-"""Values to what travels in their place, and back, in one pass (:mod:`partita.kernels.codecs` lists the codecs).
+"""Encoding of values into codes that are communicated in their place, and decoding, in one pass
+(:mod:`partita.kernels.codecs` lists the codecs).
 
-On CPU tensors these are the C++ kernels of csrc/, elsewhere and without a compiler
+CPU tensors are processed by the C++ kernels of csrc/, others, and all tensors without a compiler, by
 :mod:`partita.kernels.codec_reference`. Both give the same bits, for any number of threads, any instruction set, and any
 cut of a buffer between two blocks.
 """
@@ -28,21 +29,20 @@ def encode(
     threads: int = 1,
     level: str | None = None,
 ) -> None:
-    """Write what travels in place of ``values`` ``[n]`` (fp32, bf16 or fp16) into ``codes``, uint8
-    ``[codec.num_bytes(n)]``.
+    """Encode ``values`` ``[n]`` (fp32, bf16 or fp16) into ``codes``, uint8 ``[codec.num_bytes(n)]``.
 
     Args:
-        seed: round at random, by numbers that follow from it, so that what is decoded is right on average; None: to the
-            nearest level.
-        first_block: number of the first block in a buffer of which ``values`` are a cut.
-        held: fp32 ``[n]``: what was held back so far. It is added to the values, and holds afterwards what of both
-            decoding does not give back: error feedback (Seide et al., 2014; Karimireddy et al., 2019).
+        seed: round stochastically, by numbers derived from it, so that decoded values are right on average; None: to
+            the nearest level.
+        first_block: number of the first block in a buffer of which ``values`` are a part.
+        held: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is added
+            to the values, and then holds what decoding does not restore of the sum.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
 
     Raises:
-        PartitaError: a tensor is not what it should be, the values are no whole blocks, or the codec does not round at
-            random.
+        PartitaError: a tensor has the wrong dtype, length or device, the values are no full blocks, or the codec does
+            not round stochastically.
     """
     _check(codec, values, codes, "values", GRADIENTS)
     if held is not None:
@@ -69,7 +69,7 @@ def encode(
 def decode(
     codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, threads: int = 1, level: str | None = None
 ) -> None:
-    """Write what ``codes`` stand for into ``out`` ``[n]`` (fp32, bf16 or fp16), or ``add`` it (fp32).
+    """Decode ``codes`` into ``out`` ``[n]`` (fp32, bf16 or fp16), or ``add`` the values to it (fp32).
 
     The arguments and errors are :func:`encode`'s.
     """

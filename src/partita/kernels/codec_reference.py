@@ -1,17 +1,17 @@
 """The codecs of :mod:`partita.kernels.codecs` in plain torch: the definition of every bit, for any device.
 
 **Levels.** A code is one of 2c + 1 whole numbers from 0 on (c is 127, 7, 1.5, 1, 0.5 for 8 bits, 4 bits, 2 bits, three
-levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes
-floor(x / step + c + r). Rounded at random, r is one of 2^16 fractions below 1, and the step is the block's largest
-magnitude / c: what is decoded is x on average (to 2^-17 of a step), and what is zero stays it. Rounded to nearest,
-r is 1/2 and codes beyond the last level are cut; the step of 2 bits is 1.25 mean magnitudes without the zeros at the
-block's end (which fill the last block of a parameter), that of signs 2 (which is their mean), and three levels are told
-apart at 0.7 of it, their step being the mean of those that are not zero.
+levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes floor(x
+/ step + c + r). With stochastic rounding, r is one of 2^16 fractions below 1, and the step is the block's largest
+magnitude / c: the decoded value is x on average (to 2^-17 of a step), and zero stays zero. With rounding to nearest, r
+is 1/2 and codes beyond the last level are clamped. The step of 2 bits is then 1.25 mean magnitudes without the zeros at
+the block's end (the padding of a parameter's last block), that of signs 2 mean magnitudes (values decode to plus or
+minus the mean). With three levels, magnitudes above 0.7 of the mean become nonzero, and the step is the mean of those.
 
-**top8.** The 8 largest magnitudes of a block, as they are, in the order of their places, then their places.
+**top8.** The 8 largest magnitudes of a block, unchanged, in the order of their places, then their places.
 
-A block of zeros is decoded as zeros, one in which something is not finite as nothing that is finite (top8: as it was).
-Random numbers are hashes of seed, place in the block and the block's number: they depend on nothing else.
+A block of zeros decodes to zeros. A block with a value that is not finite decodes to no finite value (top8: to what it
+was). Random numbers are hashes of seed, place in the block and the block's number: they depend on nothing else.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def _chunks(codec: Codec, values: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Where values lie, and their codes."""
+    """Yield the range of each chunk of values, and the range of its codes."""
     for chunk in chunks(values):
         yield chunk, slice(codec.num_bytes(chunk.start), codec.num_bytes(chunk.stop))
 
@@ -124,7 +124,7 @@ def _float(records: Tensor) -> Tensor:
 
 
 def _sum(blocks: Tensor) -> Tensor:
-    """Of each block: sixteen lanes, then halves of them."""
+    """Return the sum of each block, in a fixed order: into sixteen lanes, then halves of them."""
     steps = blocks.view(len(blocks), -1, 16)
     lanes = steps[:, 0]
     for number in range(1, steps.shape[1]):
@@ -141,7 +141,9 @@ def _hash(words: Tensor) -> Tensor:
 
 
 def _fractions(num_blocks: int, seed: int, first: int, device: torch.device) -> Tensor:
-    """``[num_blocks, BLOCK]``, in [0, 1): multiples of 2^-16, which added to a whole code leave it what it is."""
+    """Return multiples of 2^-16 in [0, 1), ``[num_blocks, BLOCK]``: a whole code plus one of them rounds down to the
+    code.
+    """
     word = torch.tensor([seed & _WORD], device=device)
     places = _hash((torch.arange(BLOCK, device=device) + _hash((word + 1) & _WORD)) & _WORD)
     numbers = (torch.arange(num_blocks, device=device) + first) & _WORD

@@ -1,10 +1,10 @@
-"""The codecs, by their names: how many bytes each takes for a block of values.
+"""The codecs, by their names, with the bytes that each takes for a block of values.
 
-A codec makes a *record* of each block of ``BLOCK`` values, with all that decoding it takes: nothing else is sent, and a
-buffer can be cut between any two blocks. The codecs: blocks of 8 and 4 bits with a scale each (Wang et al., "ZeRO++",
-2023, section 3: qwZ and qgZ), 2 bits, three levels (Wen et al., "TernGrad", 2017; rounded to nearest: Li and Liu,
-"Ternary weight networks", 2016), signs (Tang et al., "1-bit Adam", 2021) and the largest values of a block with their
-places (Stich et al., "Sparsified SGD with memory", 2018).
+A codec encodes each block of ``BLOCK`` values into a *record*, which has everything that decoding needs: nothing else
+is sent, and a buffer can be cut between any two blocks. The codecs: blocks of 8 and 4 bits with a scale each (Wang et
+al., "ZeRO++", 2023, section 3: qwZ and qgZ), 2 bits, three levels (Wen et al., "TernGrad", 2017; rounded to nearest: Li
+and Liu, "Ternary weight networks", 2016), signs (Tang et al., "1-bit Adam", 2021) and the largest values of a block
+with their places (Stich et al., "Sparsified SGD with memory", 2018).
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +17,11 @@ from partita.plan.residence import BLOCK, FP32
 
 @dataclass(frozen=True)
 class Codec:
-    """``record_bytes``: of a block, codes and scale. ``unbiased``: True if values can be rounded at random, so that the
-    mean of what is decoded is the value.
+    """A codec, which encodes values block by block.
+
+    Attributes:
+        record_bytes: bytes of an encoded block, codes and scale.
+        unbiased: True if values can be rounded stochastically, so that the mean of decoded values is the value.
     """
 
     name: str
@@ -26,10 +29,10 @@ class Codec:
     unbiased: bool = True
 
     def num_bytes(self, num_elements: int) -> int:
-        """Return the bytes that stand for ``num_elements`` values.
+        """Return the bytes of ``num_elements`` encoded values.
 
         Raises:
-            ValueError: they are no whole blocks.
+            ValueError: they are no full blocks.
         """
         if num_elements % BLOCK:
             raise ValueError(f"{self.name} encodes whole blocks of {BLOCK} values; got {num_elements} values")
@@ -54,13 +57,13 @@ CODECS = {codec.name: codec for codec in _CODECS}
 class TorchCodec(Codec, ABC):
     """A codec in plain torch, defined anywhere; ``communication.gradients: module:class`` uses it.
 
-    The class is made without arguments; its ``__init__`` says how many bytes a block takes::
+    The class is created without arguments; its ``__init__`` sets the bytes of an encoded block::
 
         class Halves(TorchCodec):
             def __init__(self) -> None:
                 super().__init__("halves", record_bytes=2 * BLOCK, unbiased=False)
 
-    What decoding does not give back is added to what is encoded next (error feedback: Seide et al., 2014).
+    What decoding does not restore is added to the next values that are encoded (error feedback: Seide et al., 2014).
     """
 
     @abstractmethod

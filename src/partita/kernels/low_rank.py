@@ -1,9 +1,9 @@
-"""A matrix as the product of two thin ones, summed over ranks without ever being whole on the wire: PowerSGD.
+"""PowerSGD: a matrix as the product of two low-rank factors, which are summed over ranks in its place.
 
 Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019, algorithm 1: one
-step of subspace iteration, warm-started by the last one's factor. Both factors are linear in the matrix, so ranks add
-them up: ``left`` [rows, rank] is summed, made orthogonal on every rank alike, and ``right`` [rank, columns] summed
-with it. What of the matrix the product does not give back is for the caller to hold (error feedback).
+step of subspace iteration, warm-started with the last step's factor. Both factors are linear in the matrix, so ranks
+can sum them: ``left`` [rows, rank] is summed and orthogonalized on every rank alike, then ``right`` [rank, columns] is
+computed with it and summed. The caller keeps the residual, which the product does not restore (error feedback).
 """
 
 import torch
@@ -16,7 +16,7 @@ _NEGLIGIBLE = 1e-6
 
 
 def first_right(columns: int, rank: int, seed: int, device: torch.device) -> Tensor:
-    """The ``right`` to start from: the same on every rank that gives the same seed."""
+    """Return the ``right`` to start from: the same on every rank that gives the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rank, columns, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
@@ -25,23 +25,23 @@ def first_right(columns: int, rank: int, seed: int, device: torch.device) -> Ten
 
 
 def left_factor(matrix: Tensor, right: Tensor) -> Tensor:
-    """This rank's share of ``left``, to be summed: ``matrix`` ``[rows, columns]`` times the last ``right``."""
+    """Return this rank's term of ``left``, to be summed: ``matrix`` ``[rows, columns]`` times the last ``right``."""
     return _as_matrix(matrix).float() @ right.T
 
 
 def right_factor(matrix: Tensor, left: Tensor) -> Tensor:
-    """This rank's share of ``right``, to be summed. ``left``: the sum, after :func:`orthogonal`."""
+    """Return this rank's term of ``right``, to be summed. ``left``: the sum, after :func:`orthogonal`."""
     return left.T @ _as_matrix(matrix).float()
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """What the factors stand for, ``[rows, columns]``: in ``out``, where that is given (fp32)."""
+    """Return the product of the factors, ``[rows, columns]``, in ``out`` if that is given (fp32)."""
     return torch.mm(left, right, out=out)
 
 
 def orthogonal(left: Tensor) -> Tensor:
-    """An orthonormal basis of the columns' span, of each of ``[..., rows, rank]``: the same bits on every rank that has
-    the same ``left``. A column that adds nothing to those before is zero.
+    """Return an orthonormal basis of the columns' span, for each of ``[..., rows, rank]``. Every rank that has the same
+    ``left`` gets the same bits. A column in the span of those before it becomes zero.
     """
     basis, triangle = torch.linalg.qr(left)
     new = triangle.diagonal(dim1=-2, dim2=-1).abs()

@@ -1,4 +1,4 @@
-"""The compiled kernels, if they were built: which instruction sets there are, and arguments as they take them."""
+"""The compiled kernels, if they were built: the instruction sets that they support, and arguments in their form."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ Launch = tuple[int, int, int]
 
 @functools.cache
 def module() -> ModuleType | None:
-    """The extension module; None, with one warning, where it was not built."""
+    """Return the extension module; None, with one warning, if it was not built."""
     try:
         return importlib.import_module("partita.kernels._native")
     except ImportError as error:
@@ -33,21 +33,21 @@ def module() -> ModuleType | None:
 
 
 def levels() -> tuple[str, ...]:
-    """The instruction sets that the kernels can use on this machine, from the narrowest to the widest."""
+    """Return the instruction sets that the kernels can use on this machine, from the narrowest to the widest."""
     native = module()
     return () if native is None else tuple(native.levels())
 
 
 def kernels_for(like: Tensor) -> ModuleType | None:
-    """The extension module if it works on this tensor: one of the CPU, where the module was built."""
+    """Return the extension module if it was built and the tensor is on the CPU; None otherwise."""
     return module() if is_host(like.device) and not is_simulated(like.device) else None
 
 
 def launch(num_elements: int, threads: int, level: str | None) -> Launch:
-    """How a kernel is to run.
+    """Return a kernel's launch arguments: the number of elements, of threads, and the index of the instruction set.
 
     Raises:
-        PartitaError: there are no threads, or the machine has no such instruction set.
+        PartitaError: ``threads`` is below 1, or the machine does not have the instruction set.
     """
     if threads < 1:
         raise PartitaError(f"threads must be at least 1, got {threads}")
@@ -58,7 +58,7 @@ def launch(num_elements: int, threads: int, level: str | None) -> Launch:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor's values are; 0 of none."""
+    """Return the address of a tensor's values; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -31,33 +31,33 @@ _WORD = 0xFFFFFFFF
 
 
 def nearest_bf16(master: Tensor) -> Tensor:
-    """The bf16 parameters of fp32 masters: to nearest, ties away from zero."""
+    """Return the bf16 parameters of fp32 masters: to nearest, ties away from zero."""
     return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 parameters of fp32 masters, and the low bits (int16) that :func:`join` takes to restore them."""
+    """Return the bf16 parameters of fp32 masters, and the low bits (int16) that :func:`join` takes to restore them."""
     return nearest_bf16(master), master.view(torch.int32).to(torch.int16)
 
 
 def join(param: Tensor, low: Tensor) -> Tensor:
-    """The fp32 masters that :func:`split` was given, bit by bit."""
+    """Return the fp32 masters that :func:`split` was given, bit by bit."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
 def decode_signed(codes: Tensor, scale: Tensor, beta: float = 1.0) -> Tensor:
-    """First moments (fp32), times beta, from int8 codes and the scale of each block."""
+    """Return first moments (fp32), times beta, from int8 codes and the scale of each block."""
     values = _decode(codes.to(torch.int32) & 0x7F, scale, SIGNED_RANGE, beta)
     return torch.where(codes < 0, -values, values)
 
 
 def decode_unsigned(codes: Tensor, scale: Tensor, beta: float = 1.0) -> Tensor:
-    """Second moments (fp32), times beta, from uint8 codes and the scale of each block."""
+    """Return second moments (fp32), times beta, from uint8 codes and the scale of each block."""
     return _decode(codes.to(torch.int32), scale, UNSIGNED_RANGE, beta)
 
 
 def encode(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """8-bit codes of both moments (fp32, from a block's start on), and their scales: codes, codes, scale, scale."""
+    """Return 8-bit codes of both moments (fp32, from a block's start on), and the scales of both."""
     dither = _dither(exp_avg, exp_avg_sq, step)
     first_scale, second_scale = _scale(exp_avg), _scale(exp_avg_sq)
     first = _encode(exp_avg.abs(), first_scale, SIGNED_RANGE, dither >> (32 - _CUT)) >> _CUT
@@ -77,7 +77,7 @@ def _decode(codes: Tensor, scale: Tensor, reach: float, beta: float) -> Tensor:
 
 
 def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> Tensor:
-    """The codes, and below them the bits that are to be cut."""
+    """Return the codes, with the bits below them that are to be cut."""
     # Not `reach / scale`: torch would multiply by a rounded reciprocal.
     u = (
         magnitudes
@@ -93,7 +93,7 @@ def _scale(values: Tensor) -> Tensor:
 
 
 def _dither(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-    """32 random bits an element, as int64."""
+    """Return 32 random bits per element, as int64."""
     places = torch.arange(QUANTUM, device=exp_avg.device) + step % 2**32 * QUANTUM
     mixed = (places & _WORD) * 0x9E3779B1 & _WORD
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77 & _WORD

@@ -1,7 +1,7 @@
-"""Every kernel in plain torch: the definition of the result, for any device, and what runs where none was compiled.
+"""Every kernel in plain torch: the definition of the result for any device, and the fallback if none was compiled.
 
-These are the bits that the C++ kernels give: float32, one rounding an operation, in the same order. Temporaries are as
-large as a chunk, not as the buffer.
+The bits are those of the C++ kernels: float32, one rounding per operation, in the same order. Temporaries are as large
+as a chunk, not as the buffer.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, facto
 
 
 def _step(weights: Weights, grad: Tensor, factor: float, update: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
-    """Run an update over the weights in chunks; a true tensor if the gradient was finite."""
+    """Run an update over the weights in chunks; return a bool tensor that is True if the gradient was finite."""
     finite = torch.ones((), dtype=torch.bool, device=grad.device)
     for at in chunks(weights.like):
         g = grad[at].float() * factor
@@ -92,7 +92,7 @@ def _put(weights: Weights, at: slice, p: Tensor) -> None:
 
 
 def _decayed(moments: Moments, at: slice, rule: AdamRule) -> tuple[Tensor, Tensor]:
-    """Both moments times their betas."""
+    """Return both moments times their betas."""
     if moments.exp_avg_scale is None or moments.exp_avg_sq_scale is None:
         return moments.exp_avg[at] * rule.beta1, moments.exp_avg_sq[at] * rule.beta2
     blocks = _blocks(at)
@@ -117,10 +117,10 @@ def _blocks(at: slice) -> slice:
 
 
 def _root(values: Tensor) -> Tensor:
-    """The square root as IEEE rounds it: torch's float32 root may be off by the last bit, and this is not."""
+    """Return the square root as IEEE rounds it: torch's float32 root may be off by the last bit, and this is not."""
     return values.double().sqrt().float()
 
 
 def _flush(values: Tensor) -> Tensor:
-    """Below the smallest normal number rounding stops the decay, and processors are slow: there moments are zero."""
+    """Set values below the smallest normal number to zero: there rounding stops the decay, and processors are slow."""
     return torch.where(values.abs() < TINY, 0.0, values)

@@ -1,7 +1,7 @@
-"""What an update works on, and the constants of its rule.
+"""The states that an update works on, and the constants of its rule.
 
-Every tensor is flat, contiguous and of the same number of elements (scales: one a block of ``QUANTUM``), all on one
-device. The values are changed in place, under autograd and its version counters.
+Every tensor is flat, contiguous and of the same number of elements (scales: one per block of ``QUANTUM``), all on one
+device. Values are changed in place, without autograd and its version counters noticing.
 """
 
 import math
@@ -19,7 +19,7 @@ GRADIENTS = (torch.float32, *HALVES)
 
 
 def num_blocks(num_elements: int) -> int:
-    """Blocks that share a scale; the last may be shorter."""
+    """Return the number of blocks; each has one scale, and the last may be shorter."""
     return -(-num_elements // QUANTUM)
 
 
@@ -33,7 +33,7 @@ class Weights:
     - ``param`` (bf16) and ``low`` (int16), which together are the fp32 master (:mod:`partita.kernels.quantize`).
 
     Raises:
-        PartitaError: another combination, or a tensor of another dtype, length or device, or not contiguous.
+        PartitaError: it is another combination, or a tensor has another dtype, length or device, or is not contiguous.
     """
 
     param: Tensor | None = None
@@ -67,10 +67,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Moments:
-    """Adam's moments: fp32, or 8-bit codes (int8 and uint8) with a scale (fp32) a block of each. All zeros at start.
+    """Adam's moments: fp32, or 8-bit codes (int8 and uint8) with one fp32 scale per block. They are zeros at the start.
 
     Raises:
-        PartitaError: codes without scales or the reverse, or a tensor of another dtype, length or device.
+        PartitaError: codes come without scales or scales without codes, or a tensor has another dtype, length or
+            device.
     """
 
     exp_avg: Tensor
@@ -119,12 +120,12 @@ class AdamRule:
 
     @property
     def keep(self) -> float:
-        """What decoupled weight decay leaves of a weight."""
+        """The factor by which decoupled weight decay multiplies a weight."""
         return 1.0 - self.lr * self.weight_decay if self.decoupled else 1.0
 
     @property
     def l2(self) -> float:
-        """Weight decay in the gradient."""
+        """The coefficient of weight decay in the gradient."""
         return 0.0 if self.decoupled else self.weight_decay
 
 
@@ -148,14 +149,14 @@ class LionRule:
 
     @property
     def keep(self) -> float:
-        """What weight decay leaves of a weight."""
+        """The factor by which weight decay multiplies a weight."""
         return 1.0 - self.lr * self.weight_decay
 
 
 def check(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor, num_elements: int | None = None
 ) -> None:
-    """See that a tensor is what a kernel takes it for.
+    """Check that a tensor has the form that a kernel expects.
 
     Raises:
         PartitaError: it is not of one of ``dtypes``, contiguous, on ``like``'s device, and ``num_elements`` (by default

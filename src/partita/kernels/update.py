@@ -1,14 +1,14 @@
 """Optimizer updates in one pass: gradient times a factor, weights and moments in place, 16-bit parameter written.
 
-On CPU tensors these are the C++ kernels of csrc/, on a GPU those of :mod:`partita.kernels.triton`. Where they are not
-compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits (of 8-bit moments,
-where all values are finite), for any number of threads, any instruction set, and any cut of a buffer at multiples of
-``QUANTUM``.
-All arithmetic is float32 with one rounding an operation (no fused multiply-add). A moment whose magnitude is below the
-smallest normal number becomes zero. Values change under autograd: version counters stay as they are.
+CPU tensors are updated by the C++ kernels of csrc/, those on a GPU by :mod:`partita.kernels.triton`. If the kernels are
+not compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits (of 8-bit
+moments, where all values are finite), for any number of threads, any instruction set, and any cut of a buffer at
+multiples of ``QUANTUM``.
+All arithmetic is float32 with one rounding per operation (no fused multiply-add). A moment whose magnitude is below the
+smallest normal number becomes zero. Values change without autograd noticing: version counters stay as they are.
 
 Each function returns whether every element of ``grad * factor`` was finite: a bool, or a bool tensor on the weights'
-device, so that nobody waits for it who does not ask. It has updated the weights all the same.
+device, so that only a caller that reads it waits for it. The weights are updated in either case.
 """
 
 from types import ModuleType
@@ -31,16 +31,16 @@ def adam_(
     threads: int = 1,
     level: str | None = None,
 ) -> bool | Tensor:
-    """One step of Adam or AdamW.
+    """Take one step of Adam or AdamW.
 
     Args:
         grad: fp32, bf16 or fp16, as long as the weights.
-        factor: what each gradient is multiplied by: 1 / loss scale, times what clipping leaves.
+        factor: multiplies each gradient: 1 / loss scale, times the factor of clipping.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
 
     Raises:
-        PartitaError: a tensor is not what it should be, or there is no such instruction set.
+        PartitaError: a tensor has the wrong dtype, length or device, or there is no such instruction set.
     """
     check("grad", grad, GRADIENTS, weights.like)
     check("exp_avg", moments.exp_avg, (moments.exp_avg.dtype,), weights.like)
@@ -75,8 +75,10 @@ def sgd_(
     threads: int = 1,
     level: str | None = None,
 ) -> bool | Tensor:
-    """One step of stochastic gradient descent. ``momentum_buffer`` (fp32, zeros at start) is there exactly if
-    ``rule.momentum`` is not 0. The other arguments and errors are :func:`adam_`'s.
+    """Take one step of stochastic gradient descent.
+
+    ``momentum_buffer`` (fp32, zeros at start) is given if ``rule.momentum`` is not 0, and only then. The other
+    arguments and errors are :func:`adam_`'s.
     """
     check("grad", grad, GRADIENTS, weights.like)
     if (momentum_buffer is None) != (rule.momentum == 0):
@@ -106,7 +108,7 @@ def lion_(
     threads: int = 1,
     level: str | None = None,
 ) -> bool | Tensor:
-    """One step of Lion. ``exp_avg`` is fp32, zeros at start. The other arguments and errors are :func:`adam_`'s."""
+    """Take one step of Lion. ``exp_avg`` is fp32, zeros at start. All else is as in :func:`adam_`."""
     check("grad", grad, GRADIENTS, weights.like)
     check("exp_avg", exp_avg, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
@@ -123,7 +125,7 @@ def lion_(
 
 
 def _elsewhere(like: Tensor) -> ModuleType:
-    """The module that works on a tensor which the compiled kernels do not work on."""
+    """Return the module that updates tensors which the compiled kernels do not support."""
     if not runs_triton(like.device):
         return reference
     from partita.kernels.triton import update  # not every machine has Triton

@@ -1,1 +1,1 @@
-"""Memory: slots lent without allocation, memory that stays, the disk, streams, and the ledger of who holds what."""
+"""Memory: buffer pools, long-lived allocations, the disk tier, streams, and the ledger of all bytes held."""

@@ -1,11 +1,12 @@
-"""The accelerator: a device with streams and a memory of its own, and the only file that knows which kinds there are.
+"""Accelerators: devices with streams and a memory of their own. This is the only file that knows which kinds there are.
 
-CUDA, ROCm (``cuda`` to PyTorch), XPU and others come through what PyTorch has for all of them: ``torch.accelerator``,
-``torch.Stream``, ``torch.Event``, and the device's own module, whose functions have the same names everywhere. Without
-an accelerator tensors are computed on the host, which has neither streams nor events: work there is in order.
+CUDA, ROCm (``cuda`` to PyTorch), XPU and others are used through what PyTorch has for all of them:
+``torch.accelerator``, ``torch.Stream``, ``torch.Event``, and the device's own module, whose functions have the same
+names everywhere. Without an accelerator tensors are computed on the host, which has neither streams nor events: work
+there is in order.
 
 A simulated device (:mod:`partita.simulate`) stands for either kind. Its tensors have shapes and no values: they are on
-torch's ``meta`` device. It has neither streams nor events, and a host that is simulated, too.
+torch's ``meta`` device. It has neither streams nor events, and its host is simulated, too.
 """
 
 import warnings
@@ -32,7 +33,7 @@ _simulated_kind = HOST.type
 
 
 def device_type() -> str:
-    """The type of the device that computes, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
+    """Return the type of the device that computes, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return HOST.type
@@ -47,9 +48,9 @@ def device_type() -> str:
 
 
 def own_device(local_rank: int | None) -> torch.device:
-    """This rank's device: the one visible device where there is only one (Slurm's ``--gpus-per-task``, Ray and
-    Kubernetes hide the others), else the one with the rank's number in its node; where no launcher numbers the ranks,
-    the current one (``torch.cuda.set_device``).
+    """Return this rank's device: the one visible device if there is only one (Slurm's ``--gpus-per-task``, Ray and
+    Kubernetes hide the others), else the one with the rank's number in its node; if no launcher numbers the ranks, the
+    current one (``torch.cuda.set_device``).
 
     Raises:
         ConfigError: several devices are visible, but fewer than the node has ranks.
@@ -70,7 +71,7 @@ def own_device(local_rank: int | None) -> torch.device:
 
 
 def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
-    """The device that the user names, with the rank's own index where it names none.
+    """Return the device that the user names, with the rank's own index if the user names none.
 
     Raises:
         ConfigError: it is no device, or none that this machine trains on.
@@ -91,13 +92,13 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
 
 
 def usual_kind(one_memory: bool) -> str:
-    """The kind of the devices of most machines where host and device share one memory, or do not."""
+    """Return the kind of most machines' devices, if host and device share one memory or if they do not."""
     return HOST.type if one_memory else USUAL_KIND
 
 
 @contextmanager
 def simulating(kind: str) -> Iterator[None]:
-    """Have the simulated device stand for one of this kind (``cpu``, ``cuda``, ...), for a while."""
+    """Make the simulated device stand for one of this kind (``cpu``, ``cuda``, ...) inside a block."""
     global _simulated_kind
     before, _simulated_kind = _simulated_kind, kind
     try:
@@ -112,7 +113,7 @@ def is_simulated(device: torch.device) -> bool:
 
 
 def kind_of(device: torch.device) -> str:
-    """The device's kind in PyTorch's words; of a simulated one, that which it stands for."""
+    """Return the device's kind in PyTorch's words; for a simulated one, the kind that it stands for."""
     return _simulated_kind if is_simulated(device) else device.type
 
 
@@ -122,7 +123,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on the device is queued, and runs beside the host's."""
+    """Return whether work on the device is queued, and overlaps with the host's."""
     return not is_host(device) and not is_simulated(device)
 
 
@@ -137,18 +138,18 @@ def readable(device: torch.device) -> torch.device:
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values where Python can read them; of a simulated device's, which has none, ones."""
+    """Return a tensor's values where Python can read them; for a simulated device's tensor, which has none, ones."""
     tensor = tensor.detach()
     return torch.ones_like(tensor, device=HOST) if is_simulated(tensor.device) else tensor.cpu()
 
 
 def set_device(device: torch.device) -> None:
-    """Have the calling thread use this accelerator where none is named."""
+    """Make the calling thread use this accelerator by default."""
     torch.accelerator.set_device_index(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Have the calling thread use this device inside a block."""
+    """Make the calling thread use this device inside a block."""
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
@@ -158,12 +159,12 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def count() -> int:
-    """Accelerators of this machine that partita uses."""
+    """Return the number of this machine's accelerators that partita uses."""
     return 0 if device_type() == HOST.type else torch.accelerator.device_count()
 
 
 def installed() -> list[tuple[str, int]]:
-    """Name and bytes of memory of each of them."""
+    """Return the name and the bytes of memory of each accelerator that partita uses."""
     module = torch.get_device_module(device_type())
     found = [module.get_device_properties(index) for index in range(count())]
     return [(properties.name, properties.total_memory) for properties in found]
@@ -175,7 +176,7 @@ def name(device: torch.device) -> str:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """A stream beside the current one; None on the host."""
+    """Return a new stream besides the current one; None on the host."""
     return torch.Stream(device=device) if has_streams(device) else None
 
 
@@ -185,31 +186,31 @@ def new_event(device: torch.device) -> torch.Event:
 
 
 def timed_event(device: torch.device) -> torch.Event:
-    """This point of an accelerator's current stream; ``elapsed_time`` to a later one is in milliseconds."""
+    """Record an event on an accelerator's current stream; its ``elapsed_time`` to a later one is in milliseconds."""
     event = torch.Event(device=device, enable_timing=True)
     event.record()
     return event
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Hold the caller until all is done that the current stream has been given."""
+    """Block the caller until all work queued on the current stream is done."""
     if has_streams(device):
         torch.accelerator.current_stream(device).synchronize()
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Hold the caller until all is done that any stream has been given."""
+    """Block the caller until all work queued on any stream is done."""
     if has_streams(device):
         torch.accelerator.synchronize(device)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of an accelerator's memory, whatever uses the rest."""
+    """Return the free bytes of an accelerator's memory; memory in use by other processes is not free."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
 def reclaim(device: torch.device) -> None:
-    """Give back to an accelerator what PyTorch keeps of its memory for tensors to come."""
+    """Release the memory of an accelerator that PyTorch caches for later tensors."""
     if has_streams(device):
         torch.get_device_module(device).empty_cache()
 
@@ -223,13 +224,13 @@ def allocated_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Register host memory that is there already, so that the device copies from and to it while the caller goes on;
-    returns what undoes that.
+    """Register existing host memory with the device, so that copies to and from it do not block the caller.
 
-    PyTorch reaches such a call for CUDA and ROCm. Elsewhere the memory stays as it is: copies hold the caller.
+    Returns a function that undoes it. PyTorch offers this for CUDA and ROCm. For other kinds the memory stays as it is,
+    and copies block the caller.
 
     Raises:
-        PartitaError: so much cannot be pinned.
+        PartitaError: that many bytes cannot be pinned.
     """
     runtime = getattr(torch.get_device_module(device), "cudart", None)
     if runtime is None:
@@ -263,13 +264,13 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Have an accelerator's generator start from a number."""
+    """Seed an accelerator's generator with a number."""
     with torch.get_device_module(device).device(device):
         torch.get_device_module(device).manual_seed(number)
 
 
 def backend(device: torch.device) -> str:
-    """The process groups' for tensors on the device: gloo, nccl, xccl, or what was registered for it.
+    """Return the backend of process groups for tensors on the device: gloo, nccl, xccl, or the one registered for it.
 
     Raises:
         PartitaError: there is none.

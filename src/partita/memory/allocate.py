@@ -1,9 +1,9 @@
-"""Memory that stays: for states and slots, never for what a step makes and drops.
+"""Allocation of long-lived memory: for states and slots, never for tensors that a step makes and drops.
 
-On the host every allocation is an anonymous mapping of its own. Taken from malloc's heap, large blocks that live for
-the whole run lie between those that a step allocates and frees, and the heap grows by the holes. A mapping is of whole
-pages, which is also what the disk asks for (:mod:`partita.memory.disk`), and not more: torch's pinned memory is rounded
-up to a power of two.
+On the host every allocation is an anonymous mapping of its own. On malloc's heap, large blocks that live for the whole
+run would lie between those that a step allocates and frees, and the heap would grow by the holes. A mapping consists of
+full pages, as the disk requires (:mod:`partita.memory.disk`), and is no larger: torch's pinned memory is rounded up to
+a power of two.
 """
 
 import contextlib
@@ -18,20 +18,19 @@ from partita.memory import accelerator
 
 
 def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor of zeros, page-aligned on the host; its memory goes back to the system when it is dropped."""
+    """Allocate a flat tensor of zeros, page-aligned on the host; dropping it returns its memory to the system."""
     if not accelerator.is_host(device) or accelerator.is_simulated(device) or num_elements == 0:
         return torch.zeros(num_elements, dtype=dtype, device=device)
     return torch.frombuffer(Mapping(num_elements * dtype.itemsize), dtype=dtype)
 
 
 def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The same on the host, pinned where ``device`` is an accelerator, which copies from and to it while the caller
-    goes on.
+    """Allocate the same on the host; pinned if ``device`` is an accelerator, so that copies do not block the caller.
 
-    Whoever drops the memory has waited for its copies.
+    The memory may be dropped only after its copies are done.
 
     Raises:
-        PartitaError: so much cannot be pinned.
+        PartitaError: that many bytes cannot be pinned.
     """
     if not accelerator.has_streams(device) or num_elements == 0:
         return allocate(num_elements, dtype, accelerator.host_of(device))
@@ -41,7 +40,7 @@ def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -
 
 
 class Mapping(mmap.mmap):
-    """Private memory of this process, of whole pages."""
+    """Private memory of this process, in full pages."""
 
     _unpin: Callable[[], object] | None = None
 
@@ -55,7 +54,7 @@ class Mapping(mmap.mmap):
                 self.madvise(mmap.MADV_HUGEPAGE)
 
     def pin(self, device: torch.device) -> None:
-        """Register the memory with an accelerator for as long as it lasts."""
+        """Register the memory with an accelerator for as long as the mapping exists."""
         # After a fork the first write to a page would give this process another page than the one that is registered.
         self.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -67,9 +66,9 @@ class Mapping(mmap.mmap):
 
 
 def trim() -> None:
-    """Hand back to the system what malloc has kept of freed memory, where the C library can.
+    """Return freed memory that malloc has kept to the system, if the C library can.
 
-    For large blocks that were not made by this module: whatever small is allocated in their holes keeps the heap from
+    This is for large blocks that were not allocated by this module: small allocations in their holes keep the heap from
     shrinking, and the next large block from fitting.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -78,6 +77,6 @@ def trim() -> None:
 
 
 def over(storage: torch.UntypedStorage, dtype: torch.dtype, num_elements: int, offset: int = 0) -> Tensor:
-    """A flat tensor over a storage, ``offset`` elements from its start."""
+    """Return a flat tensor over a storage, ``offset`` elements from its start."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset, (num_elements,))  # type: ignore[call-overload,no-any-return]

@@ -1,4 +1,4 @@
-"""Autocast on every device, a simulated one among them: torch has none for the ``meta`` device."""
+"""Autocast on every device, including a simulated one: torch has none for the ``meta`` device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -63,7 +63,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @contextmanager
 def simulated_autocast() -> Iterator[None]:
-    """Have operators on ``meta`` ask whether they are under :func:`autocast`: tensors there bring no autocast key."""
+    """Make operators on ``meta`` check whether they are under :func:`autocast`: tensors there have no autocast key."""
     kind = HOST.type if is_host(SIMULATED) else USUAL_KIND
     device, key = WITHOUT_AUTOCAST[kind], _key(kind)
     _register_kernels(kind)
@@ -82,7 +82,9 @@ def _key(kind: str) -> torch._C.DispatchKey:
 
 @contextmanager
 def _simulated(is_enabled: bool, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Set what torch knows of the device's kind, for the model, and of the host, for :func:`_simulated_is_enabled`."""
+    """Set torch's autocast state of the device's kind, for the model, and of the host, for
+    :func:`_simulated_is_enabled`.
+    """
     kinds = {HOST.type, kind_of(SIMULATED)}
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     for kind, _, dtype_before in before:
@@ -97,7 +99,9 @@ def _simulated(is_enabled: bool, dtype: torch.dtype | None = None) -> Iterator[N
 
 
 def _simulated_is_enabled() -> bool:
-    """A forward that torch.utils.checkpoint repeats in backward has the host's autocast alone."""
+    """Return whether a simulated device is under autocast. A forward that torch.utils.checkpoint repeats in backward
+    has only the host's autocast state.
+    """
     in_backward = torch._C._current_graph_task_id() != -1
     return torch.is_autocast_enabled(HOST.type) and (in_backward or torch.is_autocast_enabled(kind_of(SIMULATED)))
 

@@ -1,8 +1,8 @@
-"""A buffer pool: memory in slots that is lent for a while and never allocated or freed in a step.
+"""A buffer pool: slots of memory that are borrowed for a while, and never allocated or freed in a step.
 
-A slot comes back with the event of the last work that touched it; whoever borrows it next waits for that event on the
-stream that will write. Slots come in a few size classes (an embedding is not a block), each with as many slots as were
-asked for; when all of a class are lent the pool grows by one, with a ledger entry and one warning.
+A slot is returned with the event of the last work that used it; the next borrower waits for that event on the stream
+that will write. Slots come in a few size classes (an embedding is larger than a block), each with as many slots as were
+requested; when all slots of a class are borrowed the pool grows by one, with a ledger entry and one warning.
 
 Source: constant-size buffers and defragmentation of ZeRO-R (Rajbhandari et al., 2020, sections 6.2 and 6.3).
 """
@@ -30,13 +30,13 @@ class Slot:
 
 
 class BufferPool:
-    """Slots as they are planned.
+    """A pool with the planned slots.
 
     Args:
         name: the ledger's state, and the name in warnings.
         ledger: where the slots' bytes are entered.
-        tier: where the slots are, on the device or on the host.
-        backed: whether slots have memory of their own (not where a :class:`Loan` resizes instead of swapping).
+        tier: the memory of the slots, on the device or on the host.
+        backed: True if slots have memory of their own; False if a :class:`Loan` resizes instead of swapping.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BufferPool:
         self._free = {size: [self._new(size) for _ in range(num)] for size, num in planned.slots().items()}
 
     def provide(self, num_bytes: int, depth: int) -> None:
-        """Have ``depth`` slots for tensors of another size, where no larger ones serve."""
+        """Add ``depth`` slots for tensors of another size, if there are no larger slots."""
         if all(size < num_bytes for size in self._free):
             self._free[num_bytes] = [self._new(num_bytes) for _ in range(depth)]
 
@@ -67,11 +67,11 @@ class BufferPool:
         return bool(self._free[self._class_of(num_bytes)])
 
     def borrow(self, num_bytes: int, *, spare: bool = False, newest: bool = False) -> Slot:
-        """A slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
+        """Return a slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
 
         Args:
-            spare: where none is free, take memory that is given up when the slot comes back, instead of a larger pool.
-            newest: take the slot that came back last, so that those never used take no memory yet; otherwise the one
+            spare: if no slot is free, take memory that is freed when the slot is returned, instead of a larger pool.
+            newest: take the slot that was returned last, so that slots never used take no memory yet; otherwise the one
                 whose last use is the most likely to have ended.
         """
         free = self._free[self._class_of(num_bytes)]
@@ -103,7 +103,7 @@ class BufferPool:
             slot.storage = self._memory(slot.num_bytes)
 
     def left(self, num_bytes: int) -> None:
-        """Memory that a slot has left to a storage is gone."""
+        """Note that memory which a slot had left to a storage was freed."""
         self._ledger.remove(KEPT, num_bytes, self._tier)
 
     def _class_of(self, num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Capacity of this process, as the system says: cores, and what is free of each memory that a state can rest in."""
+"""The capacity of this process, as the system reports it: cores, and the free bytes of each memory."""
 
 import os
 import sys
@@ -21,10 +21,10 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.7, 0.85, 0.95
 def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
     """Return the memory that a process may use, less a margin; the host and the disk are those of its whole node.
 
-    What a model that was passed with its values holds meanwhile counts as taken.
+    The values that a model was passed with count as taken.
 
     Raises:
-        PartitaError: the folder of the disk tier cannot be asked.
+        PartitaError: the free space of the disk tier's folder cannot be read.
     """
     host, disk = host_memory()[1], int(DISK_SHARE * _free_disk(scratch_folder(offload)))
     if accelerator.is_host(device):
@@ -33,26 +33,26 @@ def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
 
 
 def free_now(device: torch.device) -> int:
-    """Bytes of the device's memory that tensors can have; on the CPU those are the node's."""
+    """Return the bytes of the device's memory that are free for tensors; on the CPU those of the node."""
     accelerator.reclaim(device)
     return host_memory()[1] if accelerator.is_host(device) else accelerator.free_bytes(device)
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory that nothing of this process has needed yet, not even at its peak."""
+    """Return the bytes of the device's memory that this process has not needed yet, not even at its peak."""
     now, peak = process_memory() if accelerator.is_host(device) else accelerator.allocated_bytes(device)
     return max(0, free_now(device) - (peak - now))
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def host_memory() -> tuple[int, int]:
-    """Bytes of memory: all that this process may use (a container's limit counts), and what is free of it."""
+    """Return the bytes of memory that this process may use (a container's limit counts), and how many are free."""
     sizes = _meminfo()
     total = sizes.get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     free = sizes.get("MemAvailable", total)
@@ -63,7 +63,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def _free_disk(folder: Path) -> int:
-    """Bytes free for the disk tier; none where it does not run, or where the filesystem's files are in memory."""
+    """Return the bytes free for the disk tier; 0 if it does not run here, or if the filesystem is in memory."""
     if sys.platform != "linux" or filesystem_in_memory(folder):
         return 0
     try:
@@ -76,7 +76,7 @@ def _free_disk(folder: Path) -> int:
 
 
 def _reclaimable() -> int:
-    """Bytes that the container's files take in memory and that are given up when they are needed."""
+    """Return the bytes of memory that the container's files take, and that are freed when they are needed."""
     try:
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:

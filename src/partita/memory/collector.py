@@ -1,8 +1,8 @@
-"""Python's garbage collector, held back while very many objects are made that stay, or spared those that are there.
+"""Python's garbage collector: paused while very many lasting objects are made, or kept from visiting existing ones.
 
-It looks for cycles each time that enough new objects are there, and so at those that stay again and again: more than
-half of the time that the records of many small parameters take. While training, a rank whose turn it is to look at all
-that imports have made stops for a tenth of a second and more, and with it every rank that waits for it.
+It looks for cycles each time that enough new objects exist, and so visits those that stay again and again: more than
+half of the time that the records of many small parameters take. While training, a rank whose collector visits
+everything that imports have made stops for a tenth of a second or more, and with it every rank that waits for it.
 """
 
 import gc
@@ -17,7 +17,7 @@ _num_paused, _was_enabled = 0, False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Hold the collector back, in all threads, until the last of the blocks that are open is left."""
+    """Pause the collector, in all threads, until the last open block ends."""
     global _num_paused, _was_enabled
     with _lock:
         if not _num_paused:
@@ -35,7 +35,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_spared() -> Iterator[None]:
-    """In the block, the collector does not look at what was there when it was entered; it ran just before."""
+    """Run the collector once, then keep it from visiting the existing objects inside the block."""
     gc.collect()
     gc.freeze()
     try:
@@ -45,7 +45,7 @@ def collector_spared() -> Iterator[None]:
 
 
 def _begin_anew() -> None:
-    """In a forked child, which has none of the other threads' blocks."""
+    """Reset the state in a forked child, in which the other threads' blocks do not exist."""
     global _num_paused
     if _num_paused and _was_enabled:
         gc.enable()

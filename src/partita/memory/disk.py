@@ -1,10 +1,10 @@
-"""The disk as a tier of memory: one scratch file a rank, lent in regions that are read and written beside the caller.
+"""The disk as a tier of memory: one scratch file per rank, in regions that are read and written asynchronously.
 
 - The file has no name. It is gone, and its space free, when the process ends, however it ends.
 - A region's space is taken before it is written, at the start (``provide``) or when it is reserved: a full disk is
   found before anything is lost.
-- Requests to one region are done in the order in which they were made, others side by side.
-- Data goes past the page cache (O_DIRECT), which would otherwise fill the memory that the tier is there to spare.
+- Requests to one region are done in the order in which they were made, requests to different regions in parallel.
+- Data bypasses the page cache (O_DIRECT), which would otherwise fill the memory that the tier is there to spare.
 """
 
 import errno
@@ -52,7 +52,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Region:
-    """A range of the file, both ends at multiples of ``ALIGNMENT``."""
+    """A range of the file; both ends are multiples of ``ALIGNMENT``."""
 
     offset: int
     num_bytes: int
@@ -84,16 +84,16 @@ class DiskReport:
 class Disk:
     """A scratch file in ``folder``.
 
-    Tensors are flat, on the CPU, and begin at a page (see :mod:`partita.memory.allocate`). Their memory is kept until
-    the request is done; their values must stay until then. An event's ``wait`` holds the caller, beside an accelerator,
-    too, and after a request that failed every later one to its region fails alike, until the region is released.
+    Tensors are flat, on the CPU, and begin at a page (see :mod:`partita.memory.allocate`). A request keeps their memory
+    until it is done; their values must not change until then. An event's ``wait`` blocks the caller, even if there is
+    an accelerator. After a failed request every later one to its region fails, too, until the region is released.
 
     Args:
         name: tells the file from those of other ranks in the same folder.
         threads: blocks of ``BLOCK_BYTES`` that are under way at most.
 
     Raises:
-        PartitaError: the folder is missing or none, may not be written, or has no space.
+        PartitaError: the folder is missing or is not a folder, is not writable, or has no space.
     """
 
     def __init__(self, folder: Path, name: str, *, threads: int = 4) -> None:
@@ -117,19 +117,19 @@ class Disk:
         return self._meter.report()
 
     def provide(self, num_bytes: int) -> None:
-        """Take space that later regions are cut from, so that a full disk is found now and not when they are reserved.
+        """Reserve space that later regions are cut from, so that a full disk is found now.
 
         Raises:
-            PartitaError: the disk has no room for it.
+            PartitaError: the disk does not have the space.
         """
         if (end := self._lent_bytes + in_pages(num_bytes)) > self._num_bytes:
             self._grow(end)
 
     def reserve(self, num_bytes: int) -> Region:
-        """A region for ``num_bytes``, whose content is undefined until it is written.
+        """Return a region for ``num_bytes``, whose content is undefined until it is written.
 
         Raises:
-            PartitaError: the disk has no room for it.
+            PartitaError: the disk does not have the space.
         """
         num_bytes = in_pages(num_bytes)
         if self._free[num_bytes]:
@@ -140,20 +140,20 @@ class Disk:
         return region
 
     def release(self, region: Region) -> None:
-        """Let a later ``reserve`` of the same size have the region, once the requests to it are done."""
+        """Let a later ``reserve`` of the same size return the region; waits until the requests to it are done."""
         self._workers.forget(region)
         self._free[region.num_bytes].append(region)
 
     def read(self, region: Region, into: Tensor) -> Event:
-        """Fill a tensor that is no larger than the region from the region's beginning; returns at once."""
+        """Begin to fill a tensor that is no larger than the region, from the region's beginning; returns at once."""
         return self._request(region, into, self._read)
 
     def write(self, region: Region, values: Tensor) -> Event:
-        """Put the values at the region's beginning; returns at once."""
+        """Begin to write the values to the region's beginning; returns at once."""
         return self._request(region, values, self._write)
 
     def close(self) -> None:
-        """Wait for what was asked for, however it ends, and give the file's space back."""
+        """Wait for all requests, however they end, and free the file's space."""
         self._workers.close()
         self._close()
 
@@ -196,7 +196,7 @@ class Disk:
         self._meter.add(bytes_written=len(block))
 
     def _move(self, call: Callable[..., int], what: str, views: list[memoryview], offset: int) -> None:
-        """Repeated for as long as the system does less than it is asked for."""
+        """Repeat a read or write as long as the system moves fewer bytes than requested."""
         num_bytes, done = sum(map(len, views)), 0
         try:
             with self._meter.busy(), span("disk", what):
@@ -213,7 +213,7 @@ class Disk:
 
 
 class _Meter:
-    """Adds up what all threads do."""
+    """Adds up the traffic of all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -249,7 +249,7 @@ class _Meter:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; the view keeps them."""
+    """Return a view of a tensor's bytes, which keeps the memory alive."""
     assert tensor.device == HOST, f"a tensor on {tensor.device}"
     assert tensor.is_contiguous(), "a tensor with holes"
     assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
@@ -257,19 +257,19 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def in_pages(num_bytes: int) -> int:
-    """Return the bytes that so many take in the file, in whole pages."""
+    """Return ``num_bytes`` rounded up to full pages, as they are stored in the file."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _split(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    """The part of a block that is a multiple of ``ALIGNMENT``, the rest, and a page that travels instead of that."""
+    """Return the full pages of a block, the remainder, and a page that is moved in place of the remainder."""
     num_whole = len(block) // ALIGNMENT * ALIGNMENT
     whole, rest = block[:num_whole], block[num_whole:]
     return whole, rest, memoryview(mmap.mmap(-1, ALIGNMENT) if rest else bytearray())
 
 
 def _behind(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """The views without their first bytes."""
+    """Yield the views without their first ``num_bytes``."""
     for view in views:
         skipped = min(num_bytes, len(view))
         num_bytes -= skipped
@@ -282,7 +282,7 @@ def scratch_folder(offload: Offload) -> Path:
 
 
 def open_disk(offload: Offload, rank: int) -> Disk:
-    """The disk tier of a rank; rank 0 warns where the folder is on no disk."""
+    """Open the disk tier of a rank; rank 0 warns if the folder is not on a disk."""
     folder = scratch_folder(offload)
     if rank == 0 and (filesystem := filesystem_in_memory(folder)):
         warnings.warn(
@@ -294,7 +294,7 @@ def open_disk(offload: Offload, rank: int) -> Disk:
 
 
 def filesystem_in_memory(folder: Path) -> str | None:
-    """The type of the folder's filesystem if its files are in memory."""
+    """Return the type of the folder's filesystem if its files are in memory; None otherwise."""
     try:
         device = folder.stat().st_dev
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -306,7 +306,7 @@ def filesystem_in_memory(folder: Path) -> str | None:
 
 
 def _open(folder: Path, name: str) -> tuple[int, bool]:
-    """A descriptor of a new file, and whether it goes past the page cache."""
+    """Return the descriptor of a new file, and True if it bypasses the page cache."""
     try:
         file = _open_unnamed(folder, name, os.O_DIRECT)
         try:

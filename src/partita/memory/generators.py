@@ -12,7 +12,7 @@ from partita.memory import accelerator
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """States of all generators; ``device`` is what this rank computes on."""
+    """Return the states of all generators; ``device`` is the one that this rank computes on."""
     name, keys, place, has_gauss, gauss = numpy.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -36,7 +36,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Set all generators back at the end of a block that may draw from them."""
+    """Restore all generators at the end of a block that may draw from them."""
     states = random_states(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The ledger of bytes by what holds them: fed by the code that allocates, never by guessing afterwards."""
+"""The ledger of bytes by state and tier: entered by the code that allocates, never estimated afterwards."""
 
 import resource
 import sys
@@ -18,15 +18,15 @@ STATES = ("parameters", "gradients", "feedback", "momentum", "outer", "master", 
 class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
-    ``held`` and ``peak`` are keyed by (state, tier): the model states ``parameters``, ``gradients``, ``feedback`` (what
-    codes of gradients hold back), ``momentum`` (the average that all ranks have), ``outer`` (of the
-    optimizer that brings replicas together), ``master`` (only where it is not the parameter itself) and ``moments``,
-    the ``buffer_pool`` that lends memory to gathered parameters, the ``buckets`` that gradients travel in, the
-    ``codes`` that parameters come in, the ``activations`` that rest elsewhere or in parts, what the forwards under way
-    may keep of units that are ``kept_whole``, and parameters that graphs made inside ``engine.gathered`` refer to
-    (``gathered``). ``process_bytes`` is the resident set of the process (its peak:
-    ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` what the device's allocator says (0 on CPU).
-    ``disk`` is what the disk tier has moved so far (None: nothing rests there).
+    ``held`` and ``peak`` are keyed by (state, tier). The model states are ``parameters``, ``gradients``, ``feedback``
+    (residuals of error feedback), ``momentum`` (the average that all ranks have), ``outer`` (of the optimizer that
+    averages replicas), ``master`` (only if it is not the parameter itself) and ``moments``. The other states are the
+    ``buffer_pool`` for unsharded parameters, the ``buckets`` of gradients, the ``codes`` of compressed parameters, the
+    ``activations`` that are offloaded or split, what the forwards under way may keep of units that are ``kept_whole``,
+    and parameters that graphs made inside ``engine.gathered`` refer to (``gathered``). ``process_bytes`` is the
+    resident set of the process (its peak: ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` are those
+    of the device's allocator (0 on CPU). ``disk`` is what the disk tier has moved so far (None: nothing is stored
+    there).
     """
 
     held: dict[tuple[str, str], int]
@@ -39,7 +39,7 @@ class MemoryReport:
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes held for parameters, gradients, feedback, master weights and moments at rest, in every tier."""
+        """Bytes held for the model states (:data:`STATES`), in every tier."""
         return sum(num for (state, _), num in self.held.items() if state in STATES)
 
     @property
@@ -62,7 +62,7 @@ class MemoryReport:
 
 @dataclass
 class Ledger:
-    """Bytes by state and tier. ``add`` and ``remove`` are called where memory is taken and given back."""
+    """Bytes by state and tier. ``add`` and ``remove`` are called where memory is allocated and freed."""
 
     _held: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     _peak: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -78,7 +78,7 @@ class Ledger:
         self._held[key] -= num_bytes
 
     def set(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """For a state that is counted as a whole."""
+        """Set the bytes of a state that is counted as a whole."""
         self.remove(state, self._held[state, tier.value], tier)
         self.add(state, num_bytes, tier)
 
@@ -97,7 +97,7 @@ class Ledger:
 
 
 def process_memory() -> tuple[int, int]:
-    """Resident bytes of this process, now and at their peak (now: 0 where the system does not say)."""
+    """Return the resident bytes of this process, now and at their peak (now: 0 if the system does not report it)."""
     sizes = {"VmRSS:": 0, "VmHWM:": 0}
     try:
         with open("/proc/self/status") as status:

@@ -1,4 +1,4 @@
-"""Capacity check: whether a rank's states fit into the free memory, and would with less split, before allocation."""
+"""Capacity check before allocation: whether a rank's states fit into the free memory, or would at a lower stage."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,8 @@ _UNKNOWN = 2**63
 
 
 def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-    """Check the states alone, which are known to the byte: what else a step needs is explained when it is not there.
+    """Check that the states fit into the free memory. The states alone are checked, because they are known to the byte;
+    if memory for the remaining work of a step is missing, that is explained when it happens.
 
     Ranks of a node that share its memory are not counted together.
 
@@ -50,8 +51,8 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
 
 
 def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-    """One line, before anything is allocated, where a lower stage is certain to fit and sends less. Of a memory that
-    ranks share, each is taken to have as large a part as if all of them did.
+    """Log one line, before anything is allocated, if a lower stage is certain to fit and sends less. A memory that
+    ranks may share is divided as if all of them did.
     """
     num_ranks = blueprint.resolved.mesh.num_ranks
     if accelerator.is_simulated(device) or num_ranks == 1:
@@ -62,7 +63,7 @@ def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.de
 
 
 def _free(model: nn.Module, device: torch.device) -> MemoryBudget:
-    """Return the free bytes, with those of the model's values now: they move to where they are planned to rest."""
+    """Return the free bytes, plus those of the model's values now: the values move to their planned tier."""
     host = host_memory()[1] + _bytes_on(model, accelerator.HOST)
     if accelerator.is_host(device):
         return MemoryBudget(host, 0, _UNKNOWN, one_memory=True)

@@ -10,7 +10,7 @@ from partita.memory.streams import Event
 
 
 class Scratch(Protocol):
-    """See :class:`~partita.memory.disk.Disk`."""
+    """The interface of :class:`~partita.memory.disk.Disk`."""
 
     def report(self) -> DiskReport: ...
     def provide(self, num_bytes: int) -> None: ...
@@ -22,7 +22,7 @@ class Scratch(Protocol):
 
 
 class SimulatedDisk:
-    """Counts what would be read and written."""
+    """A scratch file without a disk: counts the bytes that would be read and written."""
 
     def __init__(self) -> None:
         self._read_bytes = self._written_bytes = self._end = 0
@@ -31,7 +31,7 @@ class SimulatedDisk:
         return DiskReport(self._read_bytes, self._written_bytes)
 
     def provide(self, num_bytes: int) -> None:
-        """There is room for everything."""
+        """Do nothing: there is space for everything."""
 
     def reserve(self, num_bytes: int) -> Region:
         region = Region(self._end, in_pages(num_bytes))
@@ -39,7 +39,7 @@ class SimulatedDisk:
         return region
 
     def release(self, region: Region) -> None:
-        """Nobody counts regions."""
+        """Do nothing: regions are not used again."""
 
     def read(self, region: Region, into: Tensor) -> Event:
         self._read_bytes += into.nbytes
@@ -54,5 +54,5 @@ class SimulatedDisk:
 
 
 def open_scratch(offload: Offload, rank: int, *, simulated: bool) -> Scratch:
-    """The disk tier of a rank."""
+    """Open the disk tier of a rank."""
     return SimulatedDisk() if simulated else open_disk(offload, rank)

@@ -1,4 +1,4 @@
-"""Report of a shortage of memory: what holds which bytes, and which changes to the config would help most."""
+"""The out-of-memory report: the bytes that each state holds, and the changes to the config that would help most."""
 
 import errno
 import functools
@@ -21,7 +21,7 @@ CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
 
 
 class Shortages:
-    """Explains the errors of one engine that come from a lack of memory. ``rank`` is named in messages."""
+    """Explains the out-of-memory errors of one engine. ``rank`` is named in messages."""
 
     def __init__(self, blueprint: Blueprint, ledger: Ledger, device: torch.device, rank: int) -> None:
         self._blueprint = blueprint
@@ -32,7 +32,7 @@ class Shortages:
 
     @contextmanager
     def explained(self, where: str) -> Iterator[None]:
-        """Raise what says that there is no memory again, with the breakdown and the remedies."""
+        """Turn an out-of-memory error inside the block into one with the breakdown and the remedies."""
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
@@ -78,7 +78,7 @@ S = TypeVar("S", bound=_Explains)
 
 
 def explained(where: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Has a method's lack of memory explained by the ``_shortages`` of its object."""
+    """Decorate a method, so that the ``_shortages`` of its object explain its out-of-memory errors."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)

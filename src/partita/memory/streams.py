@@ -1,7 +1,7 @@
-"""Work beside the caller's: in one order on a :class:`Stream`, side by side by :class:`Workers`.
+"""Asynchronous work: in order on a :class:`Stream`, in parallel by :class:`Workers`.
 
-Callers hand work over and get an :class:`Event`; whoever needs the result waits for it. So nobody branches on the
-device. Threads pay on the CPU, too: gloo's send writes into the socket on the thread that calls it.
+Callers hand work over and get an :class:`Event`; code that needs the result waits for it. So no caller branches on the
+device. Threads pay off on the CPU, too: gloo's send writes into the socket on the thread that calls it.
 """
 
 import atexit
@@ -25,11 +25,12 @@ STUCK_S = 2.0
 
 
 class Event:
-    """A point in work beside the caller's; :meth:`wait` has the accelerator's current stream, or on the host the
-    caller, wait for it.
+    """A point in asynchronous work.
+
+    :meth:`wait` makes the accelerator's current stream, or on the host the caller, wait for it.
 
     Raises:
-        Exception: what the work raised, as often as it is waited for.
+        Exception: the work's error, at every wait.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Event:
             self._wait()
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait, where that blocks the caller at most so long; whether the point is passed."""
+        """Wait, but block the caller for at most ``seconds``; return whether the point has passed."""
         if self._wait_for is not None and not self._wait_for(seconds):
             return False
         self.wait()
@@ -56,7 +57,7 @@ class Event:
 
 
 def record(device: torch.device) -> Event:
-    """An event at this point of the current stream."""
+    """Return an event at this point of the current stream."""
     if not accelerator.has_streams(device):
         return Event()
     event = accelerator.new_event(device)
@@ -65,18 +66,18 @@ def record(device: torch.device) -> Event:
 
 
 def finish(device: torch.device) -> None:
-    """Hold the caller until all is done that the current stream has been given, so that the host may touch it."""
+    """Block the caller until all work queued on the current stream is done, so that the host may use its memory."""
     accelerator.wait_for_stream(device)
 
 
 class Stream:
-    """Work beside the current stream's, one piece after the other: on an accelerator's stream, or on a thread. A
-    simulated device's is done at once.
+    """Work that overlaps with the current stream's, one piece after the other: on an accelerator's stream, or on a
+    thread. On a simulated device it runs at once.
 
-    After a piece that failed no other is run: their events raise the same error.
+    After a piece fails, no other is run: their events raise the same error.
 
     Args:
-        waits: whether the work waits for the host (for the disk, for arithmetic there): then it has a thread on an
+        waits: True if the work waits for the host (for the disk, for arithmetic there): it then has a thread on an
             accelerator, too.
     """
 
@@ -87,12 +88,13 @@ class Stream:
         self._waits = waits
 
     def wait_in_thread(self) -> None:
-        """From now on the work waits for the host, too."""
+        """Run the work in a thread from now on, because it waits for the host."""
         self._waits = True
 
     def run(self, work: Callable[[], object]) -> Event:
-        """Queue ``work``. What it launches on an accelerator is queued on the stream; without ``waits`` it is called at
-        once.
+        """Queue ``work``. Operations that it launches on an accelerator are queued on the stream.
+
+        Without ``waits`` it is called at once on an accelerator.
         """
         if accelerator.is_simulated(self._device):
             work()
@@ -123,24 +125,24 @@ class Stream:
         return Event(wait, wait_for=task.wait_for, keeps=work)
 
     def finish(self) -> None:
-        """Hold the caller until its thread has nothing left to do, however that ends."""
+        """Block the caller until the thread has nothing left to do, however that ends."""
         self._thread.forget(None)
 
     def close(self) -> None:
-        """Let go of the thread, which ends after what is queued; another is started if more work comes."""
+        """Release the thread, which ends after the queued work; another is started if more work comes."""
         self._thread.let_go()
 
 
 class Workers:
-    """A few threads that share work which can be cut in pieces, such as the blocks of a file.
+    """A few threads that share work which can be cut into pieces, such as the blocks of a file.
 
     A job is a list of pieces for one key. Jobs with the same key are done one after the other, in the order in which
-    they were handed over; the pieces of a job, and jobs with different keys, are done by whichever thread is free.
-    After a job that failed, no other with its key is done until :meth:`forget`: their events raise the same error.
+    they were handed over; the pieces of a job, and jobs with different keys, are done by any free thread. After a job
+    fails, no other with its key is done until :meth:`forget`: their events raise the same error.
 
     The threads start with the first job. They are daemons: a request that the system, or a rank that is gone, never
-    answers must not keep the process from ending. A process that ends finishes its jobs as long as they go on: a thread
-    that comes back to Python from torch's code after the interpreter is gone would abort the process.
+    answers must not keep the process from ending. A process that ends finishes its jobs as long as they make progress:
+    a thread that returns to Python from torch's code after the interpreter is gone would abort the process.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -175,7 +177,7 @@ class Workers:
         return Event(job.wait, wait_for=job.ends_within)
 
     def forget(self, key: Hashable) -> None:
-        """Wait for the key's jobs, however they end; the next job with it has none before."""
+        """Wait for the key's jobs, however they end; the next job with the key has no predecessor."""
         with self._lock:
             last = self._last.pop(key, None)
         if last is not None:
@@ -183,13 +185,13 @@ class Workers:
                 last.wait()
 
     def close(self) -> None:
-        """Wait for all jobs, however they end, and let go of the threads."""
+        """Wait for all jobs, however they end, and release the threads."""
         for key in list(self._last):
             self.forget(key)
         self.let_go()
 
     def go_on(self) -> bool:
-        """Wait for all jobs, however they end; False as soon as nothing has ended for ``STUCK_S``."""
+        """Wait for all jobs, however they end; return False as soon as no piece has ended for ``STUCK_S``."""
         if self._process != os.getpid():
             return True
         for job in list(self._last.values()):
@@ -201,7 +203,7 @@ class Workers:
         return True
 
     def let_go(self) -> None:
-        """Have the threads end after what was handed over; others are started if more comes."""
+        """Let the threads end after the jobs that were handed over; others are started if more come."""
         with self._lock:
             end, jobs = self._end, list(self._last.values())
             self._end = None
@@ -233,7 +235,7 @@ class _Job:
         self._error: Exception | None = None
 
     def start(self, failed: Exception | None) -> None:
-        """Queue the pieces, which are dropped undone where a job before has ``failed``."""
+        """Queue the pieces; they are dropped without being run if a predecessor has ``failed``."""
         assert self._workers is not None
         self._error = failed
         ready = self._workers.ready
@@ -241,7 +243,7 @@ class _Job:
             ready.put(self)
 
     def then(self, call: Callable[[Exception | None], object]) -> None:
-        """Call once this job is done, with what went wrong so far."""
+        """Call ``call`` once this job is done, with the first error so far (None if there is none)."""
         with self._lock:
             if self._num_left:
                 self._following.append(call)
@@ -283,7 +285,7 @@ class _Job:
 
 
 def _serve(ready: "SimpleQueue[_Job | None]") -> None:
-    """The thread keeps nothing while it waits: an error's traceback has the engine, and that has the workers."""
+    """Run pieces of jobs. A waiting thread refers to none: an error's traceback holds the engine and its workers."""
     while (job := ready.get()) is not None:
         job.do_piece()
         del job
@@ -310,7 +312,7 @@ def _end(ready: "SimpleQueue[_Job | None]", num_threads: int) -> None:
 
 
 def after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
-    """Do ``work`` when these have passed."""
+    """Wait for these events, then do ``work``."""
     for event in events:
         event.wait()
     work(*args)

@@ -1,7 +1,7 @@
-"""The memories a state can rest in, behind one interface: a state is *kept* in a tier, and *lent* while it is used.
+"""The memories in which a state can be stored, behind one interface: it is *kept* in a tier, and *lent* while in use.
 
-On the device and on the host a loan is the memory itself. From the disk it is host memory for a while, read when it is
-lent and written back when it has changed; several loans may be under way, from several threads.
+On the device and on the host a loan is the memory itself. From the disk it is temporary host memory, read when it is
+lent and written back if it has changed; several loans may be active, from several threads.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall", 2021, section 6 (infinity offload engine).
 """
@@ -36,17 +36,17 @@ class Lease:
     _end: Callable[[bool], None] = lambda changed: None
 
     def wait(self) -> Tensor:
-        """The values, as soon as they are there."""
+        """Wait for the values, and return them."""
         self._ready.wait()
         return self.tensor
 
     def end(self, *, changed: bool) -> None:
-        """Give the memory back; what was ``changed`` is written where the state rests."""
+        """Return the memory; a ``changed`` state is written back to its tier."""
         self._end(changed)
 
 
 class Kept(ABC):
-    """A flat state of ``num_elements`` at rest in ``tier``."""
+    """A flat state of ``num_elements``, stored in ``tier``."""
 
     tier: Tier
     num_elements: int
@@ -54,21 +54,21 @@ class Kept(ABC):
 
     @abstractmethod
     def lend(self, *, read: bool = True) -> Lease:
-        """The state in memory; without ``read`` whatever the memory holds, to be written in full."""
+        """Return the state in memory; without ``read`` the memory has any content, and is to be written in full."""
 
     def read_into(self, target: Tensor) -> Event | None:
-        """Begin to read the state into memory that can take it as it comes; None where it has to be lent.
+        """Begin to read the state directly into ``target``; None if that is not possible, and the state has to be lent.
 
-        The memory is left alone until the event has passed.
+        The memory must not be used until the event has passed.
         """
         return None
 
     def write_from(self, source: Tensor) -> Event | None:
-        """Begin to overwrite the state, as :meth:`read_into` reads it."""
+        """Begin to overwrite the state directly from ``source``; None as in :meth:`read_into`."""
         return None
 
     def load(self) -> Tensor:
-        """A copy of the values (on the disk tier: on the host)."""
+        """Return a copy of the values (of the disk tier: on the host)."""
         loan = self.lend()
         values = loan.wait().clone()
         loan.end(changed=False)
@@ -82,7 +82,7 @@ class Kept(ABC):
 
 
 class InMemory(Kept):
-    """A state that is always there: on the device, or on the host."""
+    """A state that is always in memory: on the device, or on the host."""
 
     def __init__(self, tensor: Tensor, tier: Tier) -> None:
         self.tensor = tensor
@@ -126,7 +126,7 @@ class OnDisk(Kept):
         return self._disk.write(self.region, source) if self._is_like(source) else None
 
     def release(self) -> None:
-        """Let another state have the region."""
+        """Let another state use the region."""
         self._disk.release(self.region)
 
     def _is_like(self, other: Tensor) -> bool:
@@ -136,9 +136,9 @@ class OnDisk(Kept):
 
 
 class Staging:
-    """Host memory that states on disk pass through. Used from several threads.
+    """Host memory that states on disk pass through. It is used from several threads.
 
-    It grows to what is in use at a time and keeps it: nothing is allocated once a step has been seen.
+    It grows to what is in use at a time and keeps that: nothing is allocated after the first full step.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
@@ -148,7 +148,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def borrow(self, num_bytes: int) -> Slot:
-        """A slot of at least ``num_bytes``, when what was written out of it is on the disk."""
+        """Return a slot of at least ``num_bytes``, once its earlier content is written to the disk."""
         with self._lock:
             fitting = [slot for slot in self._free if FITS * slot.num_bytes <= num_bytes <= slot.num_bytes]
             if fitting:
@@ -161,7 +161,7 @@ class Staging:
         return slot
 
     def give_back(self, slot: Slot, write: Callable[[], Event] = Event) -> None:
-        """Take a slot back when the current stream's copies from and to it are done; then ``write`` out of it."""
+        """Take a slot back once the current stream's copies to and from it are done; then ``write`` its content."""
         finish(self._device)
         slot.last_use = write()
         with self._lock:
@@ -183,30 +183,30 @@ class StateMemory:
         self._disk: Scratch | None = None
 
     def adopt(self, state: str, tensor: Tensor) -> Kept:
-        """A state that has its memory on the device already."""
+        """Return a state that already has its memory on the device."""
         self.ledger.add(state, tensor.nbytes)
         return InMemory(tensor, Tier.DEVICE)
 
     def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
-        """Room for a state, for good; its values are zeros, on the disk undefined."""
+        """Allocate permanent memory for a state; its values are zeros, on the disk undefined."""
         kept = self._room(num_elements, dtype, tier)
         self.ledger.add(state, num_elements * dtype.itemsize, tier)
         return kept
 
     def drop(self, state: str, kept: Kept) -> None:
-        """Give back the room of a state that nothing is copied from or to any more."""
+        """Free the memory of a state that no copy uses any more."""
         self.ledger.remove(state, kept.num_elements * kept.dtype.itemsize, kept.tier)
         if isinstance(kept, OnDisk):
             kept.release()
 
     def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> Kept:
-        """A copy of flat ``values``."""
+        """Store a copy of flat ``values``."""
         kept = self.keep(state, values.numel(), dtype, tier)
         kept.store(values)
         return kept
 
     def scratch(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Lease:
-        """Room on the device or on the host for a while."""
+        """Return temporary memory on the device or on the host."""
         if tier is Tier.DEVICE:
             return Lease(torch.empty(num_elements, dtype=dtype, device=self._device))
         slot = self._staging.borrow(num_elements * dtype.itemsize)
@@ -221,10 +221,10 @@ class StateMemory:
         return InMemory(allocate(num_elements, dtype, self._device), tier)
 
     def provide_disk(self, num_bytes: int, num_states: int) -> None:
-        """Take the disk space of so many states of ``num_bytes`` together before the first of them is kept.
+        """Reserve the disk space of ``num_states`` states of ``num_bytes`` together before the first of them is stored.
 
         Raises:
-            PartitaError: there is no room for them, or the folder is none that can be used.
+            PartitaError: the disk does not have the space, or the folder cannot be used.
         """
         if num_states:
             self._disk = self._disk or self._open_disk()
@@ -235,7 +235,7 @@ class StateMemory:
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
-        """Let go of the disk tier; what is on it is lost. Host memory may be dropped then: no copy is under way."""
+        """Close the disk tier; its content is lost. Host memory may be dropped then: no copy is under way."""
         accelerator.wait_for_all(self._device)
         if self._disk is not None:
             self._disk.close()

@@ -1,7 +1,7 @@
 """Events of a step, reported as they happen to a profile or the simulator.
 
-Spans are named by what is done (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or waited for
-(:data:`WAIT` and that). While nobody watches, telling costs next to nothing.
+Spans are named by the work (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or by the wait
+(:data:`WAIT` and the work). Without a watcher, reporting costs next to nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -14,15 +14,15 @@ WAIT = "wait for "
 
 
 class Watcher(ABC):
-    """Called from any thread."""
+    """Receives the events of a step, from any thread."""
 
     @abstractmethod
     def span(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Around work, or a wait, of this kind on what is called ``name`` (a unit, a parameter)."""
+        """Return a context around work, or a wait, of this kind on what is called ``name`` (a unit, a parameter)."""
 
     @abstractmethod
     def sent(self, key: TrafficKey, num_bytes: int) -> None:
-        """This rank sends so many bytes."""
+        """Note that this rank sends ``num_bytes``."""
 
 
 _watchers: tuple[Watcher, ...] = ()  # one may come, and go, while others watch
@@ -31,7 +31,7 @@ _NOTHING = nullcontext()
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` what all engines of this process do, for a while."""
+    """Report the events of all engines of this process to ``watcher`` inside a block."""
     global _watchers
     _watchers = (*_watchers, watcher)
     try:
@@ -54,7 +54,7 @@ def _all_told(watchers: tuple[Watcher, ...], what: str, name: str) -> Iterator[N
 
 
 def told(work: Callable[[], object], what: str, name: str) -> Callable[[], object]:
-    """``work`` inside a span, if anybody watches."""
+    """Return ``work`` inside a span, if there is a watcher."""
     if not _watchers:
         return work
 

@@ -1,1 +1,1 @@
-"""What a training run shows: rows of metrics, a plot of the losses, live progress."""
+"""Reporting of a training run: rows of metrics, a plot of the losses, live progress."""

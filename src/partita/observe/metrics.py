@@ -1,6 +1,6 @@
-"""Rows of metrics: written to ``metrics.jsonl`` as they come, and to the sinks that show them.
+"""Rows of metrics, written as they come to ``metrics.jsonl`` and to the sinks that show them.
 
-A row is complete in itself (each has its step and token count), so a file that was cut off is readable to its end.
+A row is complete in itself (each has its step and token count), so a truncated file is readable up to its end.
 """
 
 import json
@@ -18,10 +18,11 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class TrainRow:
-    """Training since the row before: means over its steps, but ``lr`` and ``grad_norm`` of its last step.
+    """Metrics of training since the previous row.
 
-    ``tokens`` counts from the start, over all ranks; ``loss`` is in nats per token; ``memory_bytes`` is per rank;
-    ``mfu`` is the model FLOPs utilization, of 1 (None: not known of this device).
+    All are means over its steps, except ``lr`` and ``grad_norm``, which are those of its last step. ``tokens`` counts
+    from the start, over all ranks; ``loss`` is in nats per token; ``memory_bytes`` is per rank; ``mfu`` is the model
+    FLOPs utilization as a fraction (None: unknown for this device).
     """
 
     step: int
@@ -36,7 +37,7 @@ class TrainRow:
 
     @property
     def figures(self) -> dict[str, float]:
-        """By the names that sinks show."""
+        """The values of the row, by the names that sinks show."""
         known = {
             "loss/train": self.loss,
             "learning_rate": self.lr,
@@ -58,17 +59,19 @@ class HeldOutRow:
 
     @property
     def figures(self) -> dict[str, float]:
-        """By the names that sinks show."""
+        """The values of the row, by the names that sinks show."""
         return {"loss/held_out": self.held_out_loss}
 
 
 class MetricsWriter:
-    """Writes rows into a run's folder, replacing those that an earlier run left there of the steps after the one that
-    this run goes on from; and to sinks, of which one that fails later on is left out with a warning.
+    """A writer of rows to a run's folder and to sinks.
+
+    Rows of steps after the one that this run resumes from, which an earlier run left in the folder, are replaced. A
+    sink that fails later is dropped with a warning.
 
     Args:
-        run: the folder, and the step that the run goes on from.
-        sinks: names of what shows the rows, too (``partita.observe.sinks``).
+        run: the folder, and the step that the run resumes from.
+        sinks: names of sinks that also show the rows (``partita.observe.sinks``).
 
     Raises:
         PartitaError: the folder cannot be written, or a sink cannot be opened.
@@ -86,7 +89,7 @@ class MetricsWriter:
             raise
 
     def go_back(self, step: int) -> None:
-        """Take back the rows of the steps after ``step``, which training went back to."""
+        """Remove the rows after ``step``, the step that training has rewound to."""
         self._file.close()
         self._begin(step, is_evaluated=True)
         self._tell(lambda sink: sink.go_back(step))
@@ -97,7 +100,7 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
             kept = _rows_until(folder / METRICS_FILE, after, is_evaluated) if after else ""
             written = folder / f".{METRICS_FILE}.new"
-            with written.open("w") as file:  # aside: a run that ends here leaves the rows as they were
+            with written.open("w") as file:  # a temporary file, so that a run that ends here leaves the rows unchanged
                 file.write(kept)
                 file.flush()
                 os.fsync(file.fileno())
@@ -122,7 +125,7 @@ class MetricsWriter:
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)
-            except Exception as error:  # a service that is down ends no training
+            except Exception as error:  # a service that is down must not end training
                 del self._sinks[name]
                 warnings.warn(
                     f"metrics are no longer written to {name}: {error}; all of them are in "
@@ -132,7 +135,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
-    """The rows of a ``metrics.jsonl``; a last line that was cut off is left out."""
+    """Return the rows of a ``metrics.jsonl``. A truncated last line is left out."""
     train: list[TrainRow] = []
     held_out: list[HeldOutRow] = []
     for line in path.read_text().splitlines():
@@ -148,7 +151,10 @@ def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
 
 
 def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
-    """The lines until a step, whose own held-out loss is kept if it ``is_evaluated``, and not to be measured again."""
+    """Return the lines up to a step.
+
+    The held-out loss of that step is kept if it ``is_evaluated``, because it will not be measured again.
+    """
     if not path.exists():
         return ""
     train, held_out = read_metrics(path)

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture."""
+"""A plot of a run's losses."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _TRAIN_COLOR, _HELD_OUT_COLOR = "#3b6fb6", "#c8452d"
 def plot_losses(
     path: Path, train: Sequence[TrainRow], held_out: Sequence[HeldOutRow], title: str, token: str = "byte"
 ) -> None:
-    """Draws training loss (raw and smoothed) and held-out loss over steps into a PNG.
+    """Draw training loss (raw and smoothed) and held-out loss over steps into a PNG.
 
-    ``token`` is what a token is called; with bytes the right axis is in bits per byte.
+    ``token``: the name of a token. If it is "byte", the right axis shows bits per byte.
     """
-    # Here, because it takes half a second that only the rank that draws should pay.
+    # Imported here, because it takes half a second, which only the rank that draws needs to spend.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
@@ -44,7 +44,7 @@ def plot_losses(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of a window around each value; it is narrower towards both ends, so that the curve does not lag."""
+    """Return the mean of a window around each value. It narrows towards both ends, so that the curve does not lag."""
     half, last = round(_WINDOW * len(values) / 2), len(values) - 1
     sums = list(accumulate(values, initial=0.0))
     widths = [min(half, index, last - index) for index in range(len(values))]

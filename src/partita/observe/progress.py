@@ -1,4 +1,4 @@
-"""What is shown while a run goes on, on rank 0: progress, and what the library has to say; other ranks are silent."""
+"""Console output of a run on rank 0: progress and the library's messages. Other ranks are silent."""
 
 import logging
 import time
@@ -17,13 +17,13 @@ REFRESH_S = 0.2
 
 
 class TrainingProgress:
-    """Shows how far training is: a bar in a terminal, one line per evaluation elsewhere.
+    """A display of training progress: a bar in a terminal, one line per evaluation elsewhere.
 
-    A context manager: the bar ends with the block, whatever ends the block.
+    A context manager: the bar stops when the block ends for any reason.
 
     Args:
-        console: where to write; a quiet one on all ranks but the first.
-        num_steps: optimizer steps of the whole run.
+        console: where to write; a quiet one on all ranks except the first.
+        num_steps: optimizer steps of the full run.
     """
 
     def __init__(self, console: Console, num_steps: int) -> None:
@@ -33,7 +33,7 @@ class TrainingProgress:
         self._last_row: TrainRow | None = None
         self._first_step = 0
         self._started_s = self._refreshed_s = time.monotonic()
-        # Refreshed from the training loop: a thread that draws would take turns with it.
+        # Refreshed from the training loop: a drawing thread would compete with it for the interpreter.
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -48,12 +48,12 @@ class TrainingProgress:
         self._task = self._bar.add_task("train", total=num_steps, figures="")
 
     def go_on(self, step: int) -> None:
-        """``step`` optimizer steps were done by an earlier run."""
+        """Start from the ``step`` optimizer steps that an earlier run has done."""
         self._first_step = step
         self._started_s = time.monotonic()
 
     def step(self, step: int) -> None:
-        """``step`` optimizer steps are done."""
+        """Show that ``step`` optimizer steps are done."""
         self._bar.update(self._task, completed=step)
         now_s = time.monotonic()
         if now_s - self._refreshed_s >= REFRESH_S:
@@ -65,14 +65,14 @@ class TrainingProgress:
         self._bar.update(self._task, figures=figures(row))
 
     def held_out(self, row: HeldOutRow) -> None:
-        """An evaluation: shown as a line above the bar, or, without a terminal, with everything known by then."""
+        """Show an evaluation: a line above the bar, or, without a terminal, a line with all current figures."""
         line = f"step {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {row.held_out_loss:.4f}"
         if not self._live and self._last_row is not None:
             line += f"  {figures(self._last_row)}  ETA {_duration(self._remaining_s(row.step))}"
         self.say(line)
 
     def say(self, line: str) -> None:
-        """One line, above the bar where there is one. The text is shown as it is: no markup, no highlighting."""
+        """Print one line, above the bar if there is one. The text is printed as it is: no markup, no highlighting."""
         self._console.print(Text(line), soft_wrap=True)
 
     def _remaining_s(self, step: int) -> float:
@@ -88,7 +88,7 @@ class TrainingProgress:
 
 
 def figures(row: TrainRow) -> str:
-    """The figures of a row, short."""
+    """Return the figures of a row as a short text."""
     norm = "" if row.grad_norm is None else f"  grad norm {row.grad_norm:.2f}"
     mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
     memory = format_bytes(max(row.memory_bytes))
@@ -111,7 +111,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def notices_on(console: Console) -> Iterator[None]:
-    """Print what goes to the logger ``partita`` on a console, unless whoever runs this has set logging up."""
+    """Print the messages of the logger ``partita`` on a console, unless the application has configured logging."""
     logger = logging.getLogger("partita")
     if logger.hasHandlers() or logger.level:
         yield

@@ -1,6 +1,6 @@
-"""Where a run's figures are shown beside its own folder: TensorBoard, Weights & Biases, MLflow.
+"""Sinks that show a run's figures outside its own folder: TensorBoard, Weights & Biases, MLflow.
 
-Each library is imported when it is chosen, and takes its own settings from where it always does (``wandb login``,
+Each library is imported when it is selected. It takes its own settings from the usual places (``wandb login``,
 ``MLFLOW_TRACKING_URI``, ...).
 """
 
@@ -16,7 +16,7 @@ from partita.errors import ConfigError, PartitaError
 
 @dataclass(frozen=True)
 class Run:
-    """What a sink is opened for: the run's folder, the step it goes on from (0: a new run), and its settings."""
+    """The run that a sink is opened for: its folder, the step it resumes from (0: a new run), and its settings."""
 
     folder: Path
     after: int = 0
@@ -24,19 +24,19 @@ class Run:
 
 
 class MetricsSink(ABC):
-    """Takes a run's figures by name. One process writes; the steps go up, but for :meth:`go_back`."""
+    """A destination of a run's figures, by name. One process writes. Steps increase, except after :meth:`go_back`."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The figures after ``step`` optimizer steps."""
+        """Write the figures after ``step`` optimizer steps."""
 
     @abstractmethod
     def go_back(self, step: int) -> None:
-        """The steps after ``step`` are undone: their figures will come again."""
+        """Undo the steps after ``step``. Their figures will be written again."""
 
     @abstractmethod
     def close(self) -> None:
-        """All is written."""
+        """Finish after all figures are written."""
 
 
 class TensorBoard(MetricsSink):
@@ -45,7 +45,7 @@ class TensorBoard(MetricsSink):
     def __init__(self, run: Run) -> None:
         self._events = run.folder / "tensorboard"
         if not run.after:
-            for earlier in self._events.glob("events.out.tfevents.*"):  # or both runs would be drawn as one
+            for earlier in self._events.glob("events.out.tfevents.*"):  # otherwise both runs would be drawn as one
                 earlier.unlink()
         self._open(run.after + 1 if run.after else None)
 
@@ -69,7 +69,7 @@ class TensorBoard(MetricsSink):
 class WandB(MetricsSink):
     """A run of Weights & Biases, whose files are in the folder ``wandb`` of the run.
 
-    Its own count of steps never goes back, so figures are drawn over one of their own, ``step``.
+    Its own step counter never goes back, so figures are drawn over a separate metric, ``step``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -93,7 +93,7 @@ class WandB(MetricsSink):
         self._run.log({"step": step, **values})
 
     def go_back(self, step: int) -> None:
-        """Both values of a step stay: what was sent cannot be taken back."""
+        """Do nothing. Both values of a step stay, because what was sent cannot be undone."""
 
     def close(self) -> None:
         self._run.finish()
@@ -117,7 +117,7 @@ class MLflow(MetricsSink):
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run_id)
 
     def go_back(self, step: int) -> None:
-        """Both values of a step stay: MLflow keeps every value that it was given."""
+        """Do nothing. Both values of a step stay, because MLflow keeps every value that it was given."""
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -127,7 +127,7 @@ class MLflow(MetricsSink):
 class _Known:
     package: str
     open: Callable[[Run], MetricsSink]
-    needs: str  # what opening takes beside the package
+    needs: str  # what opening needs in addition to the package
 
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
@@ -139,15 +139,15 @@ SINKS: dict[SinkName, _Known] = {
 
 
 def installed(name: SinkName) -> bool:
-    """Whether the library of this sink is there."""
+    """Return whether the library of this sink is installed."""
     return importlib.util.find_spec(SINKS[name].package) is not None
 
 
 def check_installed(names: Sequence[SinkName], key: str) -> None:
-    """Find missing libraries before anything is started.
+    """Check that the libraries of these sinks are installed, before anything is started.
 
     Raises:
-        ConfigError: one is missing; names the setting ``key`` and the package.
+        ConfigError: one is missing; the message names the setting ``key`` and the package.
     """
     for name in names:
         if not installed(name):
@@ -159,7 +159,7 @@ def open_sink(name: SinkName, run: Run) -> MetricsSink:
     """Open the sink of this name.
 
     Raises:
-        PartitaError: the library refuses; its reason, and what it needs.
+        PartitaError: the library fails; the message has its reason, and what it needs.
     """
     known = SINKS[name]
     try:
@@ -170,7 +170,7 @@ def open_sink(name: SinkName, run: Run) -> MetricsSink:
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a service calls the run, in the run's folder: a run that goes on is the same one there, too."""
+    """The identifier that a service gave the run, in a file in the run's folder. A resumed run continues under it."""
 
     file: Path
 

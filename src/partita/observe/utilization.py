@@ -1,9 +1,9 @@
 """Model FLOPs utilization (MFU): the FLOPs that training the model takes, over what the device could have computed.
 
-Counted are the products of matrices, convolutions and attention (the whole square, also where a mask is causal) of one
-forward, by torch.utils.flop_counter: whatever the model is, it needs no change and no formula. Training takes three
-times as many, as each product has two in backward; with frozen weights 2 + the share of the parameters that train. What
-is computed twice (recomputed activations) counts once, and kernels that PyTorch does not know count nothing. That is
+torch.utils.flop_counter counts the matrix products, convolutions and attention of one forward, so a model needs no
+change and no formula. Attention counts as the full square, even if its mask is causal. Training takes three times as
+many FLOPs, because backward has two products for each; with frozen weights the factor is 2 + the share of the
+parameters that train. Recomputed activations count once, and kernels that PyTorch does not know count nothing. This is
 the definition of Chowdhery et al., PaLM (2022), Appendix B.
 """
 
@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from partita.memory import accelerator
 
 # TFLOP/s of dense products with 16-bit inputs and fp32 sums, from the makers' data sheets (NVIDIA's figures "with
-# sparsity" halved), by what stands in the driver's name; the first that is found there counts. Those with a library
-# are in its table, too, which names the same sheets: torch._inductor.analysis.device_info, Lightning's
+# sparsity" halved). The first key that occurs in the driver's device name is used. Where a library is named, its table
+# has the device too, and cites the same sheets: torch._inductor.analysis.device_info, Lightning's
 # lightning.fabric.utilities.throughput, torchao.testing.training.roofline_utils.
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity of 72; torchao has the B200's
@@ -49,31 +49,34 @@ _ATTENTION = (
 
 @dataclass(frozen=True)
 class Utilization:
-    """FLOPs of a step on one rank, and FLOP/s of its device at their best."""
+    """FLOPs of a step on one rank, and the peak FLOP/s of its device."""
 
     step_flops: float
     peak_flops_per_s: float
 
     def of(self, step_s: float) -> float:
-        """The share of the peak, of 1, in a step of so many seconds."""
+        """Return the fraction of the peak that a step of ``step_s`` seconds reaches."""
         return self.step_flops / (self.peak_flops_per_s * step_s)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of an accelerator whose peak is known; None of others, of the CPU, and for other than 16-bit products."""
+    """Return the peak FLOP/s of an accelerator for 16-bit products.
+
+    It is None if the device's peak is unknown, for the CPU, and for a ``dtype`` of another size.
+    """
     if accelerator.is_host(device) or dtype.itemsize != 2:
         return None
     return peak_flops_by_name(accelerator.name(device))
 
 
 def peak_flops_by_name(name: str) -> float | None:
-    """The same, by the name that the driver gives."""
+    """Return the peak FLOP/s by the name that the driver gives; None if it is unknown."""
     found = (tflops for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name))
     return next((tflops * 1e12 for tflops in found), None)
 
 
 def training_flops(model: nn.Module, forward: Callable[[], object]) -> float:
-    """FLOPs that forward and backward take on what ``forward`` runs: a call of the model, made here once.
+    """Return the FLOPs of forward and backward for ``forward``, a call of the model, which is made here once.
 
     Under the engine, all ranks call this together.
     """
@@ -89,8 +92,9 @@ def training_flops(model: nn.Module, forward: Callable[[], object]) -> float:
 def _attention_flops(
     query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: object, **__: object
 ) -> int:
-    """Of shapes [batch, heads, length, size]; keys and values may have fewer heads. (torch.utils.flop_counter has no
-    formula for the CPU's kernel, and refuses fewer heads before torch 2.13.)
+    """Return the FLOPs of attention on shapes [batch, heads, length, size]. Keys and values may have fewer heads.
+
+    torch.utils.flop_counter has no formula for the CPU's kernel, and refuses fewer heads before torch 2.13.
     """
     batch, heads, length, size = query
     return 2 * batch * heads * length * key[2] * (size + value[3])

@@ -1,1 +1,1 @@
-"""Axes beside data: tensor, sequence and pipeline, each applied to an unmodified model."""
+"""Parallel axes other than data: tensor, sequence and pipeline, each applied to an unmodified model."""

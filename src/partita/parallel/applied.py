@@ -1,4 +1,4 @@
-"""What the parallel axes did to a model: what each rank has of its parameters, and what runs in place of forwards."""
+"""The result of applying the parallel axes: each rank's share of the parameters, and the changes to the modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,12 +16,20 @@ from partita.transforms.modules import ModuleTransforms
 
 @dataclass
 class Parallel:
-    """``shares``: what this rank has of each parameter that is not whole here alone, ``parts``
-    how the tensor ranks hold those that they split, both by id. ``lines`` say how each module is
-    split, and who decided; ``said`` is to be told at the start; ``streams`` are of its random numbers, if they have
-    any of their own; ``cut`` is where the pipeline's stages begin, ``away`` are the parameters that only other stages
-    hold. ``passing``: of blocks, by id, what is done around their stand-ins where other stages run them; ``ending``:
-    what is done when a stage's forward has ended.
+    """Everything that the parallel axes changed in a model.
+
+    Attributes:
+        shares: this rank's share of each parameter, by id. A parameter without a share is unsplit, and held by this
+            stage alone.
+        parts: how the tensor ranks hold the parameters that they split, or of which each has a copy; by id.
+        lines: a report: how each module is split, and which rule decided it.
+        said: messages to log at the start.
+        changes: the changes to the modules, which :meth:`remove` undoes.
+        cut: where the stages of the pipeline begin; None without a pipeline.
+        away: the parameters that only other stages hold.
+        passing: wrappers of the placeholder outputs of blocks, by the block's id.
+        ending: called when a stage's forward has ended.
+        streams: the modules' streams of random numbers; None if they draw from torch's generators.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
@@ -36,13 +44,15 @@ class Parallel:
     streams: RandomStreams | None = None
 
     def begin_micro_batch(self, step: int, number: int) -> None:
-        """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
+        """Begin micro-batch ``number`` in the batch of a ``step``: the next forwards belong to it."""
         if self.streams is not None:
             self.streams.begin_micro_batch(step, number)
 
     def remove(self) -> None:
-        """Give every module its own forward and attributes back. Parameters are left as they are; those that are held
-        elsewhere are the model's own again if they still have their values.
+        """Restore every module's own forward and attributes.
+
+        Parameters are left as they are. Those that only other stages hold become ordinary parameters again if they
+        still have their values.
         """
         self.changes.undo()
         for param in self.away:

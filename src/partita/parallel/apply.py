@@ -1,4 +1,4 @@
-"""The parallel axes beside data, applied to an unmodified model: pipeline, then tensor, then sequence."""
+"""Application of the parallel axes other than data to an unmodified model: pipeline, then tensor, then sequence."""
 
 import logging
 from functools import partial
@@ -24,12 +24,13 @@ _log = logging.getLogger("partita")
 def apply(
     model: nn.Module, resolved: Resolved, mesh: Mesh, collectives: Collectives, seed: int | None = None
 ) -> Parallel:
-    """Have the model compute this rank's part. Its parameters stay whole, with their values, until the engine has them.
+    """Change the model so that it computes this rank's part.
 
-    Nothing in it waits for another rank; what it raises leaves the model as it was.
+    Parameters stay unsplit, with their values, until the engine takes them over. No rank waits for another one here. If
+    this raises, the model is left as it was.
 
     Args:
-        seed: of random numbers that are alike for all meshes; None: torch's generators are used as they are.
+        seed: the seed of random numbers that are the same on every mesh; None: modules draw from torch's generators.
 
     Raises:
         ConfigError: the model cannot be split as the config asks.
@@ -69,5 +70,5 @@ def _apply_sequence(model: nn.Module, mesh: Mesh, collectives: Collectives, para
     for stack in applied.stacks:
         parallel.passing |= {id(block): partial(stack.pass_by, block) for block in stack.blocks.values()}
         parallel.ending.append(stack.forget)
-        if not is_simulated(mesh.device):  # where nothing has values
+        if not is_simulated(mesh.device):  # there, tensors have no values to compare
             stack.before_first = check_block

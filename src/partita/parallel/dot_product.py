@@ -1,4 +1,4 @@
-"""Scaled dot products as modules ask for them, and what is computed in their place."""
+"""Interception of scaled dot products: the arguments of a call, and a mode that replaces the computation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 @dataclass(frozen=True)
 class DotProduct:
     """The arguments of ``torch.nn.functional.scaled_dot_product_attention``, by its names: ``query`` ``[..., queries,
-    size]``, ``key`` and ``value`` ``[..., keys, size]``. That heads are grouped is told by their numbers, too.
+    size]``, ``key`` and ``value`` ``[..., keys, size]``. The numbers of heads also show if heads are grouped.
     """
 
     query: Tensor
@@ -34,7 +34,10 @@ _ahead: ContextVar[Attend | None] = ContextVar("_ahead", default=None)
 
 @contextmanager
 def ahead_of_others(attend: Attend) -> Iterator[None]:
-    """Inside it ``attend`` computes what any :class:`InPlaceOfDotProducts` meets, in whatever order they came."""
+    """Have ``attend`` compute all scaled dot products inside the block.
+
+    It takes precedence over every other :class:`InPlaceOfDotProducts`, whichever was entered first.
+    """
     token = _ahead.set(attend)
     try:
         with InPlaceOfDotProducts(attend):
@@ -44,7 +47,7 @@ def ahead_of_others(attend: Attend) -> Iterator[None]:
 
 
 class InPlaceOfDotProducts(TorchFunctionMode):
-    """While it is on, ``attend`` computes scaled dot products, however they are called."""
+    """Mode in which ``attend`` computes scaled dot products, however they are called."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class InPlaceOfDotProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._called(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # what it calls does not come here
+        if func is F.multi_head_attention_forward:  # the dot product that it calls does not reach this mode
             names = func.__globals__ | {"scaled_dot_product_attention": self._called}
             func = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,8 @@
-"""Logits of which each rank has a part, in the shape of the whole.
+"""Split logits: each rank stores a part, in a tensor with the shape of the full logits.
 
-Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. The tensor
-has the shape of all logits, and holds the rank's own part. Functions of single logits are computed of the part, and so
-is the cross-entropy (targets are shifted before they are cut). Whatever else reads the values gathers them first, on
-all ranks, and takes back the part of the gradient.
+Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. Elementwise
+functions are computed on the part, and so is the cross-entropy (targets are shifted before they are cut). Any other
+function that reads the values gathers the full logits first, on all ranks. Its gradient is cut to the part again.
 """
 
 import logging
@@ -32,8 +31,8 @@ _CALL = "a read of split logits"
 
 _CONVERSIONS = frozenset({"to", "type", "type_as"})
 _IN_PLACE = frozenset({"mul_", "div_", "__imul__", "__itruediv__"})
-# By name, of torch.Tensor and of torch: they give, of parts, parts of what they give of the whole. A second tensor must
-# be a number, but for conversions.
+# Elementwise functions of torch.Tensor and of torch, by name: on a part they return the part of the full result. A
+# second tensor must have no dims, except in conversions.
 _BY_ELEMENT = _CONVERSIONS | {
     *("float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "neg", "__neg__", "tanh"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "add", "__add__", "__radd__"),
@@ -47,14 +46,19 @@ _ABOUT = frozenset(
         *("is_floating_point", "is_complex", "untyped_storage", "is_contiguous", "get_device", "__hash__"),
     }
 )
-# Attributes that are values in another order, or of another kind.
+# Attributes that return the values in another order, or as another kind of tensor.
 _VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 @dataclass
 class Vocabulary:
-    """The vocabulary over the ranks: ``sizes`` by rank; ``mesh`` for who waits where. ``said``: what has read whole
-    logits.
+    """The split of the vocabulary over the ranks.
+
+    Attributes:
+        group: the ranks that have parts of the vocabulary.
+        mesh: this rank's number, and the watchdog that knows which rank waits where.
+        sizes: the number of classes of each rank.
+        said: the names of functions that have read the full logits.
     """
 
     group: Group
@@ -69,10 +73,14 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Split:
-    """What of logits a rank has: of the last dim its part of ``vocabulary``, and of ``num_samples`` samples its
-    ``slices`` of the positions; None: all.
+    """The part of the logits that a rank has.
 
     Logits are ``[..., classes]``; with slices ``[samples, positions, classes]``, or ``[samples * positions, classes]``.
+
+    Attributes:
+        vocabulary: the split of the last dim; None: the rank has all classes.
+        slices: the split of the positions; None: the rank has all positions.
+        num_samples: the number of samples, with slices.
     """
 
     vocabulary: Vocabulary | None = None
@@ -80,7 +88,7 @@ class Split:
     num_samples: int = 0
 
     def whole_shape(self, local: torch.Size) -> torch.Size:
-        """Of all logits, where a rank's part has the shape ``local``."""
+        """Return the shape of the full logits, given the shape ``local`` of a rank's part."""
         *rows, classes = local
         if self.slices is not None:
             positions = self.slices.length
@@ -88,7 +96,7 @@ class Split:
         return torch.Size((*rows, classes if self.vocabulary is None else self.vocabulary.num))
 
     def whole(self, local: Tensor, reader: str) -> Tensor:
-        """All logits, on every rank.
+        """Gather the full logits, on every rank.
 
         Raises:
             PartitaError: not every rank reads them.
@@ -107,13 +115,17 @@ class Split:
         return whole if local.dim() == 3 else whole.flatten(0, 1)
 
     def apart(self, local: Tensor) -> Tensor:
-        """This rank's rows as ``[samples, own positions, ...]``."""
+        """Return this rank's rows as ``[samples, own positions, ...]``."""
         assert self.slices is not None
         return local.reshape(self.num_samples, self.slices.num_own, local.shape[-1])
 
 
 def _attend(group: Group, mesh: Mesh, reader: str) -> None:
-    """Raises PartitaError: a rank of the group does not come to read the logits."""
+    """Check that every rank of the group reads the logits.
+
+    Raises:
+        PartitaError: a rank of the group does not.
+    """
     try:
         attend(group, mesh.watchdog, _CALL)
     except PartitaError as error:
@@ -125,18 +137,21 @@ def _attend(group: Group, mesh: Mesh, reader: str) -> None:
 
 
 class SplitLogits(Deferred):
-    """Logits of which this rank has ``part``, as ``split_as`` says. Made by :func:`split_logits`.
+    """Logits of which this rank stores a part. Made by :func:`split_logits`.
 
-    ``changed_by``: functions that have changed the part's memory in place; one list for all that share the memory.
+    Attributes:
+        split_as: says which part of the full logits ``part`` is.
+        part: this rank's part.
+        changed_by: the functions that have changed the part's memory in place; one list for all that share the memory.
     """
 
     split_as: Split
     part: Tensor
     changed_by: list[str]
-    _memory: Tensor | None  # all values, where somebody has asked for their address
+    _memory: Tensor | None  # all values, kept once their address was asked for
 
     def compute(self, reader: str) -> Tensor:
-        """All values, gathered."""
+        """Gather all values."""
         return self.split_as.whole(self.part, reader)
 
     @property
@@ -185,7 +200,7 @@ class SplitLogits(Deferred):
 
 @eager
 def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> SplitLogits:
-    """``local``, of which ``split`` says what part it is, in the shape of the whole.
+    """Return ``local`` as logits with the shape of the full ones; ``split`` says which part of them it is.
 
     Args:
         changed_by: see :class:`SplitLogits`; None: ``local`` has memory of its own.
@@ -207,10 +222,13 @@ def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = Non
 
 
 def _gradient_of_part(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
-    """The gradient of this rank's part, for that of all logits.
+    """Return the gradient of this rank's part, given the gradient of the full logits.
+
+    Args:
+        rows: the sizes of the part's dims before the last one.
 
     Raises:
-        PartitaError: the part, whose ``rows`` these are, was changed in place.
+        PartitaError: the part was changed in place.
     """
     if changed_by:
         raise PartitaError(
@@ -227,7 +245,9 @@ def _gradient_of_part(split: Split, rows: Sequence[int], changed_by: list[str], 
 
 
 def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
-    """Logits ``[samples, own positions, classes]`` (of a part of the vocabulary, too) as a slice of all positions."""
+    """Return logits ``[samples, own positions, classes]`` as a slice of all positions. They may have a part of the
+    vocabulary only.
+    """
     split, local = Split(), logits
     if isinstance(logits, SplitLogits):
         split, local = logits.split_as, logits.part
@@ -236,7 +256,7 @@ def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
 
 @dataclass(frozen=True)
 class _Call:
-    """A torch function called with one tensor of logits."""
+    """A call of a torch function with one tensor of split logits. ``local`` is this rank's part of them."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -249,12 +269,12 @@ class _Call:
         return self.logits.split_as
 
     def on(self, tensor: Tensor) -> Any:
-        """What the function gives of another tensor in the place of the logits."""
+        """Call the function with another tensor in place of the logits, and return its result."""
         args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
         return self.func(*args, **kwargs)
 
     def part(self, local: Tensor, **changed: Any) -> SplitLogits:
-        """A result of which this rank has ``local``."""
+        """Return a result of which this rank has ``local``; ``changed`` are fields of the split that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
         return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
 
@@ -262,7 +282,7 @@ class _Call:
 def _by_element(call: _Call) -> Any:
     converts = call.func.__name__ in _CONVERSIONS
     if converts and call.args[0] is not call.logits:
-        return call.on(call.local)  # of another tensor, to the logits' dtype
+        return call.on(call.local)  # converts another tensor to the logits' dtype
     others = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x is not call.logits]
     if any(other.dim() for other in others) and not converts:
         return NotImplemented
@@ -272,7 +292,9 @@ def _by_element(call: _Call) -> Any:
 
 
 def _select(call: _Call) -> Any:
-    """``logits[...]`` that leaves the last dim as it is, and of slices takes a range of positions."""
+    """Return ``logits[...]`` for an index that leaves the last dim as it is, and with slices takes a range of
+    positions.
+    """
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if any(
         isinstance(place, bool) or not (place is None or place is Ellipsis or isinstance(place, slice | int))
@@ -289,7 +311,7 @@ def _select(call: _Call) -> Any:
 
 
 def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
-    """``logits[:, :-1]`` and the like."""
+    """Return ``logits[:, :-1]`` or another range of the positions."""
     if Ellipsis in index:
         at = index.index(Ellipsis)
         index[at : at + 1] = [slice(None)] * (4 - len(index))
@@ -307,8 +329,11 @@ def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
 
 
 def _reshape(call: _Call) -> Any:
-    """Another shape of the same rows: of slices, each sample's positions apart or all in one dim."""
-    # Of no size, or a simulated device would count it.
+    """Return the logits with another shape that keeps the last dim.
+
+    With slices, samples and positions are either two dims or one.
+    """
+    # Expanded from no dims: a simulated device would count a full tensor.
     whole = torch.empty((), dtype=call.local.dtype, device="meta").expand(call.logits.shape)
     found = call.on(whole)
     *rows, classes = found.shape
@@ -357,7 +382,7 @@ def _cross_entropy(call: _Call) -> Any:
 
 
 def _weighs(given: Mapping[str, Any]) -> bool:
-    """Whether a loss reads all classes of a row, beside the sum of their exponentials."""
+    """Return whether a loss has class weights or label smoothing, which a split vocabulary does not support."""
     return given["weight"] is not None or bool(given["label_smoothing"])
 
 

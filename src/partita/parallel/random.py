@@ -1,12 +1,13 @@
 """Random numbers that do not depend on how a model is split: dropout has the same masks on every mesh.
 
-A forward begins a stream of torch's generators from a key: (seed, step, micro-batch, forward, data coordinate). From
-it, every block and every module beside the blocks has a stream of its own, by its name: which rank runs a block, and
-what ran before it there, changes nothing. So has every dropout module in a block: what attention draws, for the heads
-that a rank has, does not move what follows.
+Each forward starts a stream of torch's generators from a key: (seed, step, micro-batch, forward, data coordinate).
+Every block, and every outermost module outside the blocks, derives a stream of its own from it, by its name. So it does
+not matter which rank runs a block, and what ran before it there. Every dropout module in a block has its own stream,
+too: what attention draws for a rank's heads does not shift what later modules draw.
 
-What ranks compute alike they draw alike. Where each has a part of a tensor (in the blocks, a slice of the sequence),
-the part is in the key, and masks are of the part's own. After each module torch's generators are as before it.
+Ranks that compute the same values draw the same numbers. Where each rank has a part of a tensor (in the blocks, a slice
+of the sequence), the part is in the key, and each part has masks of its own. After each module, the states of torch's
+generators are restored.
 """
 
 import hashlib
@@ -29,16 +30,16 @@ from partita.planner.group_units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 
-# What the streams' numbers have in their upper bits; the host's generator starts from the lower 32.
+# A mark in the upper bits of the streams' seeds; the CPU generator uses the lower 32 bits.
 _MARK, _MARK_AT = 0x5EED5, 40
 
 
 class RandomStreams:
-    """Has the modules of a model draw from streams of their own while they train, until it is removed.
+    """Streams of random numbers from which a model's modules draw in training, until :meth:`remove`.
 
     Args:
         data: this rank's coordinate on the data axis.
-        part: what of each tensor in the blocks this rank has (``"sequence 1"``); empty: all.
+        part: the part that this rank has of each tensor in the blocks (``"sequence 1"``); empty: all of it.
     """
 
     def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, part: str = "") -> None:
@@ -46,11 +47,11 @@ class RandomStreams:
         self._data = data
         self._device = device
         self._step = self._micro_batch = self._forwards = 0
-        self._calls = Counter[tuple[int, str]]()  # of modules, in the stream of a number
-        self._task = -1  # the backward in which the calls are repeated ones
-        self._root = 0  # the model's stream
-        self._repeated = set[str]()  # what is called in it several times
-        self._before = list[tuple[nn.Module, States]]()  # of what runs
+        self._calls = Counter[tuple[int, str]]()  # by the surrounding stream's seed and the module's name
+        self._task = -1  # the backward whose recomputed calls are counted; -1: a forward
+        self._root = 0  # the seed of the model's stream
+        self._repeated = set[str]()  # names of modules that a forward calls several times
+        self._before = list[tuple[nn.Module, States]]()  # the running modules, and the states to restore
         self._handles = list[RemovableHandle]()
         blocks = dict(find_blocks(model))
         for name, module in _with_streams(model, blocks):
@@ -58,14 +59,14 @@ class RandomStreams:
             self._follow(name, module, part if inside else "")
 
     def begin_micro_batch(self, step: int, number: int) -> None:
-        """The forwards that follow are of the micro-batch ``number`` in the batch of a ``step``."""
+        """Begin micro-batch ``number`` in the batch of a ``step``: the next forwards belong to it."""
         if (step, number) != (self._step, self._micro_batch):
             self._step = step
             self._micro_batch = number
             self._forwards = 0
 
     def remove(self) -> None:
-        """Have the modules draw from torch's generators as these are."""
+        """Have the modules draw from torch's generators again."""
         for handle in self._handles:
             handle.remove()
 
@@ -84,10 +85,13 @@ class RandomStreams:
             _go_back(self._before.pop()[1], self._device)
 
     def _number(self, name: str, part: str) -> int | None:
-        """What a module's stream starts from; None where no forward of the model is under way.
+        """Return the seed of a module's stream; None if no forward of the model is running.
 
-        In a backward, a forward that is repeated finds the generators as they were before it, and in them the number of
-        the stream around it.
+        A forward that is recomputed in backward finds the generators in their states before the first run. Their seed
+        is that of the surrounding stream.
+
+        Raises:
+            PartitaError: a checkpoint recomputes a module that one forward calls several times.
         """
         around, task = torch.initial_seed(), torch._C._current_graph_task_id()
         if not name and task == -1:
@@ -113,12 +117,12 @@ class RandomStreams:
         return _hashed(around, name, call, part)
 
 
-# Of the host's generator, and of the device's where it has one.
+# The states of the CPU generator, and of the device's generator if it has one.
 States = tuple[Tensor, Tensor | None]
 
 
 def _start(number: int, device: torch.device) -> States:
-    """Have torch's generators begin anew; returns where they were."""
+    """Seed torch's generators, and return their earlier states."""
     of_device = accelerator.random_state(device) if accelerator.has_streams(device) else None
     before = torch.get_rng_state(), of_device
     torch.default_generator.manual_seed(number)
@@ -136,7 +140,9 @@ def _go_back(states: States, device: torch.device) -> None:
 
 @contextmanager
 def drawn_apart(part: str, device: torch.device) -> Iterator[None]:
-    """Inside it torch's generators give other numbers for each ``part``, and after it the same for all."""
+    """Have torch's generators draw other numbers for each ``part`` inside the block. After it they continue alike for
+    all parts.
+    """
     before = _start(_hashed(int(torch.randint(1 << 31, (), device="cpu")), part), device)
     try:
         yield
@@ -150,7 +156,9 @@ def _hashed(*key: object) -> int:
 
 
 def _with_streams(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The model, its blocks, the largest modules beside them, and all that do nothing but drop out."""
+    """Yield the modules that have a stream: the model, its blocks, the outermost modules outside the blocks, and every
+    module that only applies dropout.
+    """
     around = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
     for name, module in model.named_modules():
         beside = name not in around and name.rpartition(".")[0] in {"", *around}
@@ -159,8 +167,10 @@ def _with_streams(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator
 
 
 def agreed_seed(seed: int | None, mesh: MeshShape, all_ranks: Group) -> int | None:
-    """The config's seed; without one, where ranks compute one model together, a number that rank 0 draws; else None:
-    the ranks draw from torch's generators as these are. Called on all ranks.
+    """Return the config's seed, or a seed that all ranks share. All ranks must call this.
+
+    Without a seed in the config, rank 0 draws one if several ranks compute one model together. Otherwise the result is
+    None: the ranks draw from torch's generators.
     """
     if seed is not None or mesh.num_ranks == mesh.data:
         return seed

@@ -1,4 +1,7 @@
-"""That ranks which compute one model together are fed the same samples: otherwise they would train on, unnoticed."""
+"""Batch check: ranks that compute one model together must be fed the same samples.
+
+Otherwise they would continue training, and nobody would notice.
+"""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +16,16 @@ from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.sharding.pytree import tensors_in
 
-# Of the ranks that are fed the same samples.
+# The axes along which ranks are fed the same samples.
 SAMPLE_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)
-# A comparison waits for the inputs, and for the other ranks: the first forwards are compared, later every so many.
+# A comparison waits for the inputs and the other ranks: after the first forwards, only every EVERY-th is compared.
 NUM_FIRST, EVERY = 8, 64
 
 Print = tuple[str, tuple[int, ...], int]
 
 
 class SameSamples:
-    """Compares what the ranks of ``group`` are fed. ``data``: their coordinate on the data axis."""
+    """Comparison of the inputs of the ranks of ``group``. ``data``: their coordinate on the data axis."""
 
     def __init__(self, group: SeveralAxes, data: int) -> None:
         self._group = group
@@ -30,10 +33,10 @@ class SameSamples:
         self._number = 0
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare a forward's arguments.
+        """Compare a forward's arguments with those of the other ranks.
 
         Raises:
-            PartitaError: on all ranks: they differ. It names the input and two ranks.
+            PartitaError: on all ranks: they differ. The message names the input and two ranks.
         """
         number, self._number = self._number, self._number + 1
         if self._group.size == 1 or (number >= NUM_FIRST and number % EVERY):
@@ -56,7 +59,7 @@ class SameSamples:
 
 
 def _prints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Print]:
-    """Name, shape and checksum of each tensor."""
+    """Yield the name, shape and checksum of each tensor."""
     named = [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]
     for name, value in named:
         for tensor in tensors_in(value):

@@ -1,1 +1,1 @@
-"""Pure arithmetic: where each training state rests, how it moves, how it is laid out. No devices, no process groups."""
+"""Pure arithmetic of states: where each is stored, how it moves and is laid out. No devices, no process groups."""

@@ -1,7 +1,7 @@
-"""Which groups of ranks span several nodes, and what a layer sends along each axis.
+"""Groups of ranks that span several nodes, and the elements that a layer sends along each axis.
 
-Ranks are numbered node by node, and the mesh's innermost axis is tensor: what sends most in a layer stays within a node
-where its size lets it, then sequence, data, and pipeline, which sends least.
+Ranks are numbered node by node, and the mesh's innermost axis is tensor: the axis that sends most in a layer stays
+within a node if its size allows it, then sequence, data, and pipeline, which sends least.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ _WITHIN_NODES = (("tensor", ()), ("sequence", ("tensor",)))
 
 @dataclass(frozen=True)
 class Crossing:
-    """The groups along ``axis`` of ``size`` ranks that span nodes of ``ranks_per_node``: ``num_crossing`` of
-    ``num_groups``, each up to ``num_nodes`` nodes. ``sizes``: those of the axis with which none would.
+    """The groups along ``axis``, of ``size`` ranks each, that span several nodes of ``ranks_per_node``.
+
+    These are ``num_crossing`` of ``num_groups``, each on up to ``num_nodes`` nodes. ``sizes``: the sizes of the axis
+    with which no group would span nodes.
     """
 
     axis: str
@@ -46,7 +48,7 @@ class Crossing:
 
 
 def needless_crossings(mesh: MeshShape, ranks_per_node: int | None) -> list[Crossing]:
-    """The groups along tensor that span nodes, and those along sequence that would not have to."""
+    """Return the groups along tensor that span nodes, and those along sequence that span nodes needlessly."""
     found = []
     if ranks_per_node is None or ranks_per_node >= mesh.num_ranks:
         return []
@@ -63,8 +65,8 @@ def needless_crossings(mesh: MeshShape, ranks_per_node: int | None) -> list[Cros
 
 
 def sent_elements(axis: str, size: int, tokens: int, width: int) -> float:
-    """Return the elements that each rank sends of one transformer layer and step along ``axis``, for ``tokens`` per
-    replica; of a pipeline, what it sends for all of its layers together.
+    """Return the elements that each rank sends along ``axis`` for one transformer layer and step, with ``tokens`` per
+    replica; along pipeline, for all of its layers together.
 
     Raises:
         ValueError: for another axis than tensor, data and pipeline.
@@ -80,5 +82,5 @@ def sent_elements(axis: str, size: int, tokens: int, width: int) -> float:
 
 
 def crossing_tokens(width: int) -> int:
-    """Tokens per replica and step above which tensor sends more than data, over as many ranks: 3 times the width."""
+    """Return the tokens per replica and step above which tensor sends more than data: 3 times the width."""
     return _LAYER_MATRICES * width // _TENSOR_SUMS

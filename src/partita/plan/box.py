@@ -22,7 +22,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes the box out of a tensor, as a view."""
+        """The index that selects the box from a tensor, as a view."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def meet(self, other: "Box") -> "Box | None":
@@ -35,11 +35,11 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: "Box") -> "Box":
-        """This box, with its place counted from the beginning of one that contains it."""
+        """Return this box with offsets relative to the beginning of ``outer``, which contains it."""
         return Box(tuple(mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def placed_in(self, outer: "Box") -> "Box":
-        """The opposite: this box, whose place is counted from the beginning of ``outer``, in what that is a box of."""
+        """Return this box, whose offsets are relative to ``outer``, in the coordinates of ``outer``."""
         return Box(tuple(mine + theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def _ends(self) -> tuple[int, ...]:

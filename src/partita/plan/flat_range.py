@@ -1,9 +1,9 @@
 """The flat ranges that ranks hold of a global parameter, as rectangles in its own coordinates.
 
 A rank holds elements ``[start, stop)`` of a local tensor in the order in which they lie in memory. In the global
-tensor's own coordinates that is, of each of the ranges that the local tensor consists of, a part of a row, whole rows,
-and a part of a row, and so on inwards: of n dimensions at most 2n - 1 boxes, each of which is contiguous in the range.
-So nothing that is written down about a state needs to know of ranks.
+tensor's coordinates this is, for each of the ranges that the local tensor consists of, a part of a row, full rows, and
+a part of a row, and the same for each part of a row: for n dimensions at most 2n - 1 boxes, each contiguous in the
+range. So states can be described without reference to ranks.
 """
 
 import math
@@ -17,15 +17,15 @@ from partita.plan.place import Place
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a dense tensor, from the one whose steps are widest in memory to the narrowest."""
+    """Return the dimensions of a dense tensor, from the one with the largest stride to the one with the smallest."""
     return tuple(sorted(range(len(stride)), key=lambda dim: (-stride[dim], dim)))
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """Elements ``[start, stop)``, as they lie in memory, of the local tensor at a ``place`` of a global one.
+    """Elements ``[start, stop)``, in memory order, of the local tensor at a ``place`` of a global one.
 
-    ``order``: the local tensor's dimensions, from the one whose steps are widest in memory to the narrowest.
+    ``order``: the local tensor's dimensions, from the one with the largest stride to the one with the smallest.
     """
 
     place: Place
@@ -35,13 +35,13 @@ class FlatRange:
 
     @classmethod
     def row_major(cls, shape: Sequence[int], start: int = 0, stop: int | None = None) -> "FlatRange":
-        """A range (None: to the end) of a whole, contiguous tensor."""
+        """Return a range (``stop`` None: to the end) of a full, contiguous tensor."""
         end = math.prod(shape) if stop is None else stop
         return cls(Place(tuple(shape)), tuple(range(len(shape))), start, end)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The global tensor's."""
+        """The shape of the global tensor."""
         return self.place.shape
 
     @property
@@ -50,12 +50,12 @@ class FlatRange:
 
     @property
     def is_row_major(self) -> bool:
-        """Return whether a box's elements lie in memory in the order of its own coordinates."""
+        """True if a box's elements lie in memory in the order of its own coordinates."""
         return self.order == tuple(range(len(self.order)))
 
     def boxes(self, most: int = 2**63) -> Iterator[tuple[Box, slice]]:
-        """Its boxes in the global tensor, of at most ``most`` elements, each with its place in the range. A tensor
-        without elements is one box.
+        """Yield the range's boxes in the global tensor, of at most ``most`` elements, each with its slice of the range.
+        A tensor without elements is one box.
         """
         for first, there in self.place.in_memory():
             low, high = max(self.start - first, 0), min(self.stop - first, there.num_elements)
@@ -65,7 +65,7 @@ class FlatRange:
                 yield (box.placed_in(there) if moved else box), slice(at, at + box.num_elements)
 
     def _boxes_of(self, sizes: tuple[int, ...], low: int, high: int, most: int) -> Iterator[tuple[Box, int]]:
-        """The boxes of elements ``[low, high)`` of a dense tensor, each with the flat place of its first element."""
+        """Yield the boxes of elements ``[low, high)`` of a dense tensor, each with its flat offset."""
         if 0 in sizes:
             yield Box.whole(sizes), self.start
         elif low == 0 and high == math.prod(sizes) <= most:
@@ -77,18 +77,18 @@ class FlatRange:
                 yield Box(offsets, tuple(box.sizes[at] for at in self._own_order)), place
 
     def shaped(self, flat: Tensor, box: Box) -> Tensor:
-        """A box's elements, given as they lie in memory, in its own coordinates; a view."""
+        """Return a box's elements, given in memory order, in the box's own shape; a view."""
         inner = flat.view([box.sizes[dim] for dim in self.order])
         return inner.permute(self._own_order)
 
     @property
     def _own_order(self) -> tuple[int, ...]:
-        """The place of each dimension among those in memory order."""
+        """The position of each dimension in memory order."""
         return tuple(self.order.index(dim) for dim in range(len(self.order)))
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int, most: int, base: int = 0) -> Iterator[tuple[Box, int]]:
-    """The boxes of a range of a row-major tensor; places are counted from ``base``."""
+    """Yield the boxes of a range of a row-major tensor, each with its flat offset, counted from ``base``."""
     if start >= stop:
         return
     if not shape:

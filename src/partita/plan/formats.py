@@ -7,8 +7,7 @@ from partita.plan.residence import Encoding
 
 
 class Format(ABC):
-    """A format in which values travel. The core sends them as they are (:data:`FULL`); optional packages add other
-    formats.
+    """A format in which values travel. The core sends them as they are (:data:`FULL`); optional packages add others.
 
     Subclasses are immutable and comparable: rows of the table that use equal formats are equal.
     """

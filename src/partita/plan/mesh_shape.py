@@ -26,12 +26,12 @@ _STAGES = "pipeline:"
 
 
 def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """``axes`` with ``data`` written as its parts, ``node`` and ``local``."""
+    """Return ``axes`` with ``data`` replaced by its parts, ``node`` and ``local``."""
     return tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
 
 
 def part_of_pipeline(stages: tuple[int, ...]) -> str:
-    """The axis that some stages of the pipeline are, in this order: ``pipeline:0,3``."""
+    """Return the name of the axis along which these stages of the pipeline are, in this order: ``pipeline:0,3``."""
     return _STAGES + ",".join(map(str, stages))
 
 
@@ -41,7 +41,7 @@ def is_part_of_pipeline(axis: str) -> bool:
 
 
 def _stages_of(axis: str) -> tuple[int, ...] | None:
-    """The stages that an axis made by :func:`part_of_pipeline` consists of."""
+    """Return the stages of an axis that :func:`part_of_pipeline` made; None for another axis."""
     return tuple(map(int, axis.removeprefix(_STAGES).split(","))) if is_part_of_pipeline(axis) else None
 
 
@@ -71,7 +71,9 @@ class MeshShape:
         return self.pipeline * self.data * self.sequence * self.tensor
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one axis (of :data:`AXES`, ``node``, ``local``, or a :func:`part_of_pipeline`)."""
+        """Return the number of ranks along an axis (of :data:`AXES`, ``node``, ``local``, or a
+        :func:`part_of_pipeline`).
+        """
         if axis == "local":
             return self.data // self.node
         if (stages := _stages_of(axis)) is not None:
@@ -86,12 +88,13 @@ class MeshShape:
         return self.named(AXES)
 
     def active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """``axes`` without those of size 1, with data as its parts."""
+        """Return ``axes`` without those of size 1, with data replaced by its parts."""
         return tuple(axis for axis in expand(axes) if self.size(axis) > 1)
 
     def named(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """``axes`` as messages and counts name them: without those of size 1, and the parts of data, where all that are
-        larger are there in their order, as ``data``. Two ways to write one communicator are named alike.
+        """Return ``axes`` as messages and counts name them: without those of size 1, and with the parts of data as
+        ``data``, if all of them that are larger are there in their order. Two ways to write one communicator get the
+        same name.
         """
         axes, parts = self.active(axes), self.active(DATA_PARTS)
         for at in range(len(axes)):
@@ -100,14 +103,14 @@ class MeshShape:
         return axes
 
     def group_size(self, axes: tuple[str, ...]) -> int:
-        """Number of ranks in a communicator over several axes together."""
+        """Return the number of ranks in a communicator over several axes together."""
         product = 1
         for axis in axes:
             product *= self.size(axis)
         return product
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of a rank along one axis.
+        """Return the position of a rank along one axis.
 
         Raises:
             ConfigError: there is no such rank.
@@ -126,22 +129,22 @@ class MeshShape:
         return rank // inner % size
 
     def group_index(self, rank: int, axes: tuple[str, ...]) -> int:
-        """Position of a rank inside its communicator over ``axes`` (the first axis varies slowest)."""
+        """Return the position of a rank inside its communicator over ``axes`` (the first axis varies slowest)."""
         index = 0
         for axis in axes:
             index = index * self.size(axis) + self.coordinate(rank, axis)
         return index
 
     def is_first_replica(self, rank: int, shard_axes: tuple[str, ...] = ()) -> bool:
-        """Return whether a rank has coordinate 0 on every axis over which a state that is split over ``shard_axes`` is
-        whole: of all that hold the same part of it, one rank is that.
+        """Return whether a rank has coordinate 0 on every axis over which a state is replicated, if it is sharded over
+        ``shard_axes``. This is true of exactly one of the ranks that hold the same part.
         """
         whole = (axis for axis in expand(AXES) if axis not in expand(shard_axes))
         return all(self.coordinate(rank, axis) == 0 for axis in whole)
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
-        """All communicators over ``axes``: lists of ranks in the order of :meth:`group_index`. Ranks of stages that
-        ``axes`` leave out are in none.
+        """Return all communicators over ``axes``: lists of ranks in the order of :meth:`group_index`. Ranks of stages
+        that are not on ``axes`` are in none.
         """
         stages = next((found for axis in axes if (found := _stages_of(axis)) is not None), None)
         named = expand(axes) if stages is None else ("pipeline", *expand(axes))

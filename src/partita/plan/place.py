@@ -13,9 +13,11 @@ from partita.plan.box import Box
 
 @dataclass(frozen=True)
 class Place:
-    """The local tensor is, of a global tensor of ``shape``, the ``ranges`` ``[start, stop)`` of ``dim``, one after the
-    other (None: all of it). They need not be in order or next to each other: of fused weights a rank has a range of
-    each part. One range that is all of the dim is written as None.
+    """The position of a local tensor in a global tensor of ``shape``.
+
+    The local tensor consists of the ``ranges`` ``[start, stop)`` of ``dim``, one after the other (None: all of it).
+    They need not be in order or next to each other: of fused weights a rank has a range of each part. A single range of
+    all of the dim is stored as None.
 
     Raises:
         ValueError: a range is empty, or outside the dim.
@@ -51,7 +53,7 @@ class Place:
         return math.prod(self.sizes)
 
     def pieces(self) -> Iterator[tuple[Box, Box]]:
-        """Each range as a box of the local tensor and the box of the global one that it is."""
+        """Yield each range as a pair: its box in the local tensor, and its box in the global one."""
         if self.ranges is None:
             yield Box.whole(self.shape), Box.whole(self.shape)
             return
@@ -61,9 +63,7 @@ class Place:
             at += stop - start
 
     def in_memory(self) -> Iterator[tuple[int, Box]]:
-        """Each contiguous piece of the local tensor's memory: its first element's place, and the box of the global
-        tensor that it is.
-        """
+        """Yield each contiguous piece of the local tensor's memory: its offset, and its box in the global tensor."""
         first = 0
         for _, there in self.pieces():
             yield first, there
@@ -76,7 +76,7 @@ class Place:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The local tensor's, as :meth:`take` makes it of a contiguous one."""
+        """The local tensor's strides, as :meth:`take` creates it from a contiguous tensor."""
         sizes, strides, step = self.sizes, [0] * len(self.shape), 1
         dims = range(len(sizes))
         inner = [dim for dim in dims if dim != self.dim] if self.is_apart else list(dims)
@@ -86,7 +86,7 @@ class Place:
 
     @property
     def is_apart(self) -> bool:
-        """True if the local tensor is several ranges, of which the dim is outermost in memory."""
+        """True if the local tensor consists of several ranges; the dim is then outermost in memory."""
         return self.ranges is not None and len(self.ranges) > 1
 
     def _slab(self, start: int, length: int) -> Box:
@@ -95,8 +95,8 @@ class Place:
         return Box(tuple(offsets), (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def take(self, whole: Tensor) -> Tensor:
-        """A copy of what the local tensor is of a global one. Of several ranges the dim is outermost in memory, so that
-        each of them is contiguous there.
+        """Return a copy of the local tensor's elements of a global one. If there are several ranges, the dim is
+        outermost in memory, so that each of them is contiguous there.
         """
         if self.ranges is None:
             return whole.clone()
@@ -106,14 +106,14 @@ class Place:
         return local
 
     def put(self, local: Tensor, whole: Tensor) -> None:
-        """The opposite: write a local tensor into the global one."""
+        """Write a local tensor into the global one: the inverse of :meth:`take`."""
         for own, place in self.pieces():
             whole[place.slices] = local[own.slices]
 
 
 def even(num: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """``[start, stop)`` of each of ``parts`` parts of ``num`` elements, in multiples of ``unit``; the first have one
-    more where it does not divide. The last may be empty.
+    """Return ``[start, stop)`` of each of ``parts`` parts of ``num`` elements, in multiples of ``unit``; the first
+    parts are one unit longer if it does not divide evenly. The last may be empty.
     """
     base, more = divmod(num // unit, parts)
     stops = [((part + 1) * base + min(part + 1, more)) * unit for part in range(parts)]

@@ -1,6 +1,6 @@
 """A model on paper: the layout of each unit with its rows of the table.
 
-The runtime is built from it, and the estimates are computed from it: what follows from a row is said here, once.
+The runtime is built from it, and the estimates are computed from it. What follows from a row is defined here only.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from partita.plan.strategies import PublishPlan
 
 @dataclass(frozen=True)
 class PlannedSegment:
-    """A flat buffer of a unit, its row of the table, and the mesh over which the row's axes are."""
+    """A flat buffer of a unit, its row of the table, and the mesh to which the row's axes refer."""
 
     layout: SegmentLayout
     row: StatePlan
@@ -56,12 +56,12 @@ class PlannedSegment:
 
     @cached_property
     def publication(self) -> tuple[Step, ...]:
-        """From updated master weights to the stored parameters, as the table says."""
+        """The operations from updated master weights to the stored parameters, as the table defines them."""
         return steps(self.row.master, self.row.param_rest, self.mesh)
 
     @cached_property
     def update_is_gathered(self) -> bool:
-        """True if bringing updated master weights into the stored parameters takes the other ranks."""
+        """True if publishing updated master weights in the stored parameters takes an all-gather."""
         return any(isinstance(op, AllGather) for op in self.publication)
 
     @cached_property
@@ -76,7 +76,7 @@ class PlannedSegment:
 
     @cached_property
     def unshards(self) -> tuple[Step, ...]:
-        """From the stored parameters to those in compute."""
+        """The operations from the stored parameters to those in compute."""
         return self.row.strategies.unshard(steps(self.row.param_rest, self.row.param_compute, self.mesh))
 
     @cached_property
@@ -86,7 +86,7 @@ class PlannedSegment:
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """Device memory that unsharding and publishing need beside the parameters."""
+        """Device memory that unsharding and publishing need besides the parameters."""
         gathered = [op for op in self.unshards if isinstance(op, AllGather)]
         needed = [op.format.gather_scratch_bytes(self.layout.padded) for op in gathered]
         needed += [publish.scratch_bytes(self) for publish in self.publishes]
@@ -94,27 +94,30 @@ class PlannedSegment:
 
     @cached_property
     def gradients(self) -> PlannedGradients:
-        """The segment's gradients on paper."""
+        """The plan of the segment's gradients."""
         return PlannedGradients(self.layout, self.row, self.mesh)
 
     def is_first_copy(self, rank: int) -> bool:
-        """Return whether ``rank`` saves its part, of the ranks that have the same."""
+        """Return whether ``rank`` is the one that saves its part, among the ranks that hold the same part."""
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.alike_axes, *self.row.copies.axes))
 
     def is_first_of_replica(self, rank: int) -> bool:
-        """The same among the ranks of one replica, where these train apart: each measures its own gradients."""
+        """Return whether ``rank`` is the first in its replica to hold its part.
+
+        Replicas that train separately measure their gradients separately.
+        """
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
 
     def num_shards(self, residence: Residence) -> int:
-        """Ranks among which ``residence`` splits a state."""
+        """Return the number of ranks over which ``residence`` shards a state."""
         return self.mesh.group_size(residence.shard_axes)
 
     def held_bytes(self, residence: Residence) -> int:
-        """Bytes that a rank holds under ``residence``, with the padding."""
+        """Return the bytes that a rank holds under ``residence``, with the padding."""
         return residence.num_bytes(self.layout.padded, self.mesh)
 
     def spans_of(self, residence: Residence, rank: int) -> tuple[Span, ...]:
-        """The spans of what ``rank`` holds under ``residence``, with offsets counted from its start."""
+        """Return the spans that ``rank`` holds under ``residence``, with offsets counted from the start of its part."""
         num = residence.num_elements(self.layout.padded, self.mesh)
         return self.layout.cut(self.mesh.group_index(rank, residence.shard_axes) * num, num)
 
@@ -155,5 +158,5 @@ class PlannedUnit:
 
 
 def reduction_order(units: Sequence[PlannedUnit]) -> list[PlannedSegment]:
-    """The segments that train, last unit first: the order in which backward finishes them."""
+    """Return the segments that train, last unit first: the order in which backward finishes them."""
     return [segment for unit in reversed(units) for segment in unit.segments if segment.trains]

@@ -1,4 +1,4 @@
-"""Buckets on paper: which gradients are collected and reduced together."""
+"""Buckets on paper: groups of gradients that are collected and reduced together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class PlannedBucket:
 
     @property
     def mesh(self) -> MeshShape:
-        """The mesh over which the row's axes are."""
+        """The mesh to which the row's axes refer."""
         return self.segments[0].mesh
 
     @property
     def gradients(self) -> PlannedGradients:
-        """The gradients on paper: where they are collected, and how they are summed."""
+        """The plan of the gradients: where they are collected, and how they are summed."""
         return self.segments[0].gradients
 
     @property
@@ -75,9 +75,9 @@ class PlannedBucket:
 def share_buckets(segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
     """Return the buckets of the segments, in the order in which they are reduced.
 
-    Neighbours share one while they are stored alike, with copies along the same axes, and fit in ``max_bytes``; those
-    of which other stages have copies do not, as other stages have other neighbours. A gradient that the optimizer sees
-    whole has a bucket of its own, so that it keeps its parameter's shape.
+    Adjacent segments share a bucket if they are stored alike, have copies along the same axes, and fit in
+    ``max_bytes``. Segments of which other stages have copies share none, because other stages have other neighbours. A
+    gradient that is not sharded has a bucket of its own, so that it keeps its parameter's shape.
     """
     groups: list[list[PlannedSegment]] = []
     room, before = 0, None

@@ -1,4 +1,4 @@
-"""The gradients of a segment on paper: where they are collected, and how they are summed."""
+"""The plan of a segment's gradients: where they are collected, and how they are summed."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from partita.plan.strategies import SyncPlan
 
 @dataclass(frozen=True)
 class PlannedGradients:
-    """The gradients of one segment, by its layout, its row of the table and the mesh."""
+    """The plan of one segment's gradients, derived from its layout, its row of the table and the mesh."""
 
     layout: SegmentLayout
     row: StatePlan
@@ -45,7 +45,7 @@ class PlannedGradients:
 
     @property
     def sums_tier(self) -> Tier | None:
-        """The tier of the buffer pool that the sums go through; None: they rest."""
+        """The tier of the buffer pool that reduced gradients pass through; None if gradients are stored."""
         return None if self.row.gradients_rest else self.row.grad_step.tier
 
     @property
@@ -57,7 +57,7 @@ class PlannedGradients:
 
     @cached_property
     def exact(self) -> SyncPlan:
-        """The sum by the table's operations, with all values as they are."""
+        """The plan of the sum by the table's operations, with uncompressed values."""
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
@@ -65,12 +65,12 @@ class PlannedGradients:
 
     @cached_property
     def syncs(self) -> tuple[SyncPlan, ...]:
-        """The plans of their sums: in the warm-up, if that differs, and later."""
+        """The plans of the sums: in the warm-up, if that differs, and later."""
         return self.row.strategies.syncs(self)
 
     @property
     def sync(self) -> SyncPlan:
-        """The plan of their sums after the warm-up."""
+        """The plan of the sums after the warm-up."""
         return self.syncs[-1]
 
     @cached_property
@@ -80,7 +80,7 @@ class PlannedGradients:
 
     @cached_property
     def copy_steps(self) -> tuple[Step, ...]:
-        """From the sums that a rank measures to those over all copies."""
+        """The operations from the sums that a rank measures to the sums over all copies."""
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         return in_phases(steps(replace(summed, partial_axes=self.row.copies.axes), summed, self.mesh))
 

@@ -15,13 +15,15 @@ Needs = Mapping[tuple[str, ...], frozenset[str]]
 
 
 def all_purposes(axes: tuple[str, ...]) -> frozenset[str]:
-    """Return every purpose that the ranks along ``axes`` may have: activations along single axes alone."""
+    """Return every purpose that the ranks along ``axes`` may have; activations are exchanged along single axes only."""
     has_activations = len(axes) == 1 and axes[0] in ACTIVATION_AXES
     return frozenset(PURPOSES if has_activations else (*BULK_PURPOSES[:2], "control"))
 
 
 def purposes_of_all_ranks(shape: MeshShape) -> frozenset[str]:
-    """Return the purposes of the group of all ranks: of what is summed over all, if it is no smaller group, too."""
+    """Return the purposes of the group of all ranks: gradients and control, and more if it is also the group of one
+    axis, or of data and sequence.
+    """
     axes = shape.all_axes
     is_smaller_group = len(axes) == 1 or axes == shape.named(STATE_AXES)
     return all_purposes(axes) if is_smaller_group else frozenset({"gradients", "control"})

@@ -1,6 +1,4 @@
-"""The residence of a training state: split over which mesh axes, summed or partial, in what encoding, in which
-memory.
-"""
+"""The residence of a training state: the axes it is sharded over or partial over, its encoding and its memory."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +7,7 @@ from partita.plan.mesh_shape import MeshShape, expand
 
 
 class Tier(Enum):
-    """The memories a state can rest in."""
+    """The memories in which a state can be stored."""
 
     DEVICE = "device"
     HOST = "host"
@@ -22,8 +20,9 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Encoding:
-    """The form in which values are stored: ``itemsize`` bytes per value, and ``block_bytes`` more for each block of
-    ``BLOCK``.
+    """The form in which values are stored.
+
+    ``itemsize`` is in bytes per value; each block of ``BLOCK`` values takes ``block_bytes`` more.
     """
 
     name: str
@@ -46,9 +45,9 @@ ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
 
 @dataclass(frozen=True)
 class Residence:
-    """The resting place of one state of one unit.
+    """The storage of one state of one unit.
 
-    ``shard_axes``: the axes it is split over, outermost first; a rank holds the part of its
+    ``shard_axes``: the axes it is sharded over, outermost first; a rank holds the part of its
     :meth:`MeshShape.group_index`. ``partial_axes``: the axes over which the ranks' values still have to be added up.
 
     Raises:
@@ -66,9 +65,9 @@ class Residence:
             raise ValueError(f"a state is sharded or partial over an axis once at most (data: node, local): {self}")
 
     def num_elements(self, padded: int, mesh: MeshShape) -> int:
-        """Elements a rank holds of a padded flat buffer of ``padded`` elements."""
+        """Return the elements that a rank holds of a padded flat buffer of ``padded`` elements."""
         return padded // mesh.group_size(self.shard_axes)
 
     def num_bytes(self, padded: int, mesh: MeshShape) -> int:
-        """Bytes a rank holds of a padded flat buffer of ``padded`` elements."""
+        """Return the bytes that a rank holds of a padded flat buffer of ``padded`` elements."""
         return self.encoding.num_bytes(self.num_elements(padded, mesh))

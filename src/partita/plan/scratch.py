@@ -1,4 +1,4 @@
-"""Scratch memory of operations: what a reduce-scatter receives, and values in other formats."""
+"""Scratch memory of operations: for what a reduce-scatter receives, and for values in other formats."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,18 @@ PIECE_BYTES, NUM_AWAITED = 1 << 20, 4
 
 
 def received_elements(sent: int, itemsize: int, num_ranks: int, *, in_pieces: bool) -> int:
-    """Elements that a sum of ``sent`` elements of ``itemsize`` bytes over some ranks receives at a time.
+    """Return the number of elements that a sum of ``sent`` elements over some ranks receives at a time.
 
-    ``in_pieces``: ranks send each other their parts, and whoever sums them up takes each piece as it has come from all
-    (those that compute on the host); elsewhere the backend sums up, and one rank's part of the sum is received.
+    ``itemsize`` is in bytes. ``in_pieces``: ranks send each other their parts, and the rank that sums them takes each
+    piece once it has come from all ranks (on ranks that compute on the host). Otherwise the backend sums, and one
+    rank's part of the sum is received.
     """
     part = sent // num_ranks
     return (num_ranks - 1) * min(part, NUM_AWAITED * PIECE_BYTES // itemsize) if in_pieces else part
 
 
 def scratch_bytes(ops: Sequence[Step], num_elements: int, itemsize: int, mesh: MeshShape, *, in_pieces: bool) -> int:
-    """The most that one of ``ops``, one after the other from ``num_elements`` of ``itemsize`` bytes on, needs."""
+    """Return the most bytes that one of ``ops``, run in order from ``num_elements`` of ``itemsize`` bytes on, needs."""
     most = 0
     for op in in_phases(ops):
         if isinstance(op, ReduceScatter):

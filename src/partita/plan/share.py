@@ -1,4 +1,4 @@
-"""A rank's share of one parameter under the axes beside data, and how its gradient becomes the global one."""
+"""A rank's share of one parameter under the axes other than data, and how its gradient becomes the global one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Copies:
         averaged: the copies' gradients are equal up to rounding. Their mean is taken at the step, so that copies do not
             drift.
         summed: the copies' gradients are parts of the true one, and are summed at the step.
-        distinct: of the axes over which gradients are summed, those along which ranks have other parameters (experts).
-            Gradients are summed over the remaining axes, and their mean is over all of them: each rank's gradient has
-            the samples of the ranks along these axes already.
+        distinct: of the axes over which gradients are averaged, those along which ranks have other parameters
+            (experts). Gradients are summed over the remaining axes only, but divided by the number of ranks along all
+            of them: each rank's gradient already includes the samples of the ranks along these axes.
     """
 
     averaged: tuple[str, ...] = ()
@@ -26,11 +26,11 @@ class Copies:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which others have copies, outermost first: of the pipeline, then of tensor."""
+        """The axes along which other ranks have copies, outermost first: of the pipeline, then of tensor."""
         return tuple(sorted((*self.averaged, *self.summed), key=lambda axis: not is_part_of_pipeline(axis)))
 
     def on(self, mesh: MeshShape) -> "Copies":
-        """Without the axes along which there is one rank."""
+        """Return the copies without the axes along which there is one rank."""
         return Copies(mesh.active(self.averaged), mesh.active(self.summed), mesh.active(self.distinct))
 
     @property
@@ -46,12 +46,12 @@ class Share:
     Beyond the mean over data and sequence, gradients are averaged over the ranks along ``averaged`` (they are equal up
     to rounding: norm weights under tensor), or summed over those along ``summed`` (they are parts of the true one:
     query norms applied to own heads, key heads that several ranks use). ``stages`` are the pipeline coordinates of all
-    ranks that hold the parameter, where there are several (tied embeddings): gradients are summed over them. Along
+    ranks that hold the parameter, if there are several (tied embeddings): gradients are summed over them. Along
     ``distinct`` axes, of data and sequence, ranks hold other places of the parameter (experts): see :class:`Copies`.
 
-    A parameter without a share is whole, held by this stage alone, and averaged over tensor. Whoever applies an axis
-    leaves the parameter as it was: whole, with its values. When the engine is built every rank is given rank 0's
-    values, and the same object becomes the local tensor.
+    A parameter without a share is not split, is held by this stage alone, and is averaged over tensor. Code that
+    applies an axis leaves the parameter as it was: unsharded, with its values. When the engine is built, every rank
+    receives rank 0's values, and the same object becomes the local tensor.
     """
 
     place: Place
@@ -62,7 +62,7 @@ class Share:
 
     @property
     def copies(self) -> Copies:
-        """The axes along which others have the same."""
+        """The axes along which other ranks have copies of this share."""
         stages = (part_of_pipeline(self.stages),) if len(self.stages) > 1 else ()
         return Copies(self.averaged, (*stages, *self.summed), self.distinct)
 

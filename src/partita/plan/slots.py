@@ -1,4 +1,4 @@
-"""Numbers and sizes of the buffer pools' slots: for units that are unsharded, and gradients on their way.
+"""Numbers and sizes of the buffer pools' slots: for units that are unsharded, and for gradients that are being reduced.
 
 Buffer pools (:mod:`partita.memory.buffer_pool`) are built from these numbers, and the estimates computed from them.
 """
@@ -21,8 +21,8 @@ SENDING, RECEIVING, SUMMED = 2, 1, 2
 class PlannedPool:
     """A buffer pool for tensors of the given ``sizes`` in bytes.
 
-    ``depth``: slots in a class of sizes; those whose sizes are ``lasting``, too, keep their slot while others come and
-    go: each adds one.
+    ``depth``: slots per size class. A tensor whose size is also in ``lasting`` keeps its slot while others come and go:
+    each adds one slot.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class PlannedPool:
         return sum(size * num for size, num in self.slots().items())
 
     def slots(self) -> dict[int, int]:
-        """Return the number of slots by size: no more in a class than it serves of the ``sizes``."""
+        """Return the number of slots by size: in each class at most one for each of the ``sizes`` that it serves."""
         classes = list[int]()
         for size in sorted(self.sizes, reverse=True):
             if not classes or size < CLASS_SHARE * min(classes):
@@ -50,13 +50,13 @@ class PlannedPool:
 
 
 def class_of(classes: Sequence[int], num_bytes: int) -> int | None:
-    """The smallest class that serves ``num_bytes``."""
+    """Return the smallest class that serves ``num_bytes``; None if there is none."""
     return min((size for size in classes if size >= num_bytes), default=None)
 
 
 def bytes_ahead(units: Sequence[PlannedUnit], prefetch: int | str) -> int:
-    """Bytes gathered ahead of their use, as ``zero.prefetch_bytes`` says; ``auto``: one unit (the largest but the root,
-    which is whole throughout), or all where each has a slot of its own.
+    """Return the bytes gathered ahead of their use, as ``zero.prefetch_bytes`` says. ``auto``: one unit (the largest
+    except the root, which is unsharded throughout), or all units if each has a slot of its own.
     """
     if isinstance(prefetch, int):
         return prefetch
@@ -68,9 +68,10 @@ def bytes_ahead(units: Sequence[PlannedUnit], prefetch: int | str) -> int:
 
 
 def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
-    """The buffer pool of the units that do not rest whole. One that others lie inside of keeps its slot meanwhile.
+    """Return the buffer pool of the units that have to be unsharded.
 
-    In backward a unit is opened before the one that follows it in forward is closed: two slots at the least.
+    A unit that contains others keeps its slot while they run. In backward a unit is unsharded before the one that
+    follows it in forward is resharded: there are at least two slots.
     """
     gathered = _gathered(units)
     sizes = tuple(unit.num_bytes for unit in gathered)
@@ -83,8 +84,8 @@ def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
 
 @dataclass(frozen=True)
 class BucketPools:
-    """The buffer pools of buckets: of gradients that are collected and sent (``sending``), of what is received into
-    them, and by tier of reduced gradients that rest nowhere (``summed``).
+    """The buffer pools of buckets: for gradients that are collected and sent (``sending``), for what is received into
+    them, and, by tier, for reduced gradients that are not stored (``summed``).
     """
 
     sending: PlannedPool
@@ -110,7 +111,7 @@ def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> Bucket
 
 
 def _sum_bytes(buckets: Sequence[PlannedBucket], tier: Tier) -> Iterator[int]:
-    """Bytes of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
+    """Yield the bytes of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
     return (bucket.num_bytes // bucket.num_parts for bucket in buckets if bucket.gradients.sums_tier is tier)
 
 

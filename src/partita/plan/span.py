@@ -1,10 +1,10 @@
-"""The layout of a unit: which range of which flat buffer holds which parameter.
+"""The layout of a unit: the range of a flat buffer that holds each parameter.
 
-A unit's parameters are held in *segments*, one for each encoding, for parameters that train or do not when the layout
-is made, and for those of which other ranks have copies or have not. A segment is a flat buffer cut into equal parts,
-one per rank of those that sum its gradients. Every parameter starts, and every part ends, at a multiple of
-:data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels meet the same tails
-wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
+A unit's parameters are held in *segments*: one for each encoding, separately for parameters that train and those that
+do not when the layout is made, and for parameters with and without copies on other ranks. A segment is a flat buffer
+cut into equal parts, one for each of the ranks that sum its gradients. Every parameter starts, and every part ends, at
+a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels have the
+same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class Entry:
     Attributes:
         shape: of the global parameter, of which the local tensor is at ``place`` (None: all of it).
         copies: the ranks along these axes have copies of it.
-        frozen_master: a frozen parameter that keeps its values in fp32, beside those in 16 bits.
+        frozen_master: True for a frozen parameter that keeps its values in fp32, besides those in 16 bits.
     """
 
     fqn: str
@@ -64,8 +64,10 @@ class Entry:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Parameters of one kind share a segment. Those of several stages do not: their other stages, too, have a
-        segment that is laid out like this one.
+        """The key of the parameter's segment: parameters of one kind share a segment.
+
+        A parameter that several pipeline stages hold has a segment of its own, so that it is laid out alike on all of
+        them.
         """
         tied = self.fqn if self.copies.is_tied else None
         return self.trainable, self.frozen_master, self.encoding, self.copies, tied
@@ -85,7 +87,7 @@ class SegmentLayout:
 
     @property
     def has_master(self) -> bool:
-        """True if there are master weights from the start: of parameters that train, and of frozen ones that keep fp32
+        """True if there are master weights from the start: of trained parameters, and of frozen ones that keep fp32
         values.
         """
         return self.trainable or self.frozen_master
@@ -99,11 +101,11 @@ class SegmentLayout:
         return self.padded * self.encoding.itemsize
 
     def part(self, index: int) -> tuple[Span, ...]:
-        """The spans of part ``index``, with offsets counted from its start."""
+        """Return the spans of part ``index``, with offsets counted from its start."""
         return self.cut(index * self.part_elements, self.part_elements)
 
     def cut(self, begin: int, num_elements: int) -> tuple[Span, ...]:
-        """The spans of the ``num_elements`` from ``begin`` on, with offsets counted from there."""
+        """Return the spans of the ``num_elements`` from ``begin`` on, with offsets counted from there."""
         found = (span.within(begin, begin + num_elements) for span in self.spans)
         return tuple(span for span in found if span is not None)
 
@@ -114,8 +116,8 @@ def lay_out(
     """Lay the parameters of one unit out in flat segments, in the order given.
 
     Args:
-        num_parts: the number of shards, where it depends on ``copies``.
-        num_copies: the number of ranks that have the same part, and can cut it evenly among them.
+        num_parts: the number of shards; a function if it depends on ``copies``.
+        num_copies: the number of ranks that have the same part, which can be cut evenly among them.
     """
     grouped: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:

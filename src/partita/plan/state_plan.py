@@ -1,9 +1,9 @@
-"""The table: one row of residences says how a unit's states are kept through a training step.
+"""The table: one row of residences defines how a unit's states are stored through a training step.
 
 Rows are the presets users name by a ZeRO stage (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ;
-the replicated row: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2, hybrid sharding). The
-planner, the simulator and the runtime read this very table; nothing else decides where a state rests.
+Trillion Parameter Models", 2020, section 5; the hierarchical row: Wang et al., "ZeRO++", 2023, section 3.2, hpZ; the
+replicated row: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2, hybrid sharding). The planner, the simulator and the
+runtime read this table; nothing else decides where a state is stored.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ WITHIN_LOCAL = (*LOCAL, "node")
 
 @dataclass(frozen=True)
 class Encodings:
-    """The encoding of parameters in compute, master weights, gradients (at rest and on the wire) and moments."""
+    """The encodings of parameters in compute, master weights, gradients (stored and communicated) and moments."""
 
     compute: Encoding = FP32
     master: Encoding = FP32
@@ -35,10 +35,12 @@ class Encodings:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memory that each state rests in (Ren et al., "ZeRO-Offload", and Rajbhandari et al., "ZeRO-Infinity", 2021).
+    """The memory in which each state is stored.
 
-    ``optimizer`` is where master weights and moments are, and where the update is computed. ``gradients`` are None
-    where they rest nowhere: the update takes place in backward, as soon as they are reduced.
+    ``optimizer`` is where master weights and moments are stored, and where the update is computed. ``gradients`` is
+    None if they are not stored: the update runs in backward, as soon as they are reduced.
+
+    Sources: Ren et al., "ZeRO-Offload", and Rajbhandari et al., "ZeRO-Infinity", 2021.
     """
 
     parameters: Tier = Tier.DEVICE
@@ -50,13 +52,22 @@ class Tiers:
 class StatePlan:
     """One row of the table: the residence of each state at each phase of a step.
 
-    ``param_rest`` between steps; ``param_compute`` inside a unit's forward or backward; ``param_between`` from the end
-    of the unit's forward to the start of its backward; ``grad_arrival`` as autograd leaves it; ``grad_between`` between
-    micro-batches; ``grad_step`` when the optimizer runs; ``master`` and ``moments`` always. Without ``gradients_rest``
-    the optimizer runs in backward, and gradients are in ``grad_step`` only until it has. ``copies``: the axes over
-    which the gradients in ``grad_step`` are still to be added up, once, before they are measured. ``strategies``: how
-    the states travel. ``separate_axes``: those along which replicas train separately, and average their weights every
-    so many steps; all other axes of the row are then of one replica.
+    Attributes:
+        param_rest: parameters between steps.
+        param_compute: parameters inside a unit's forward or backward.
+        param_between: parameters from the end of the unit's forward to the start of its backward.
+        grad_arrival: gradients as autograd leaves them.
+        grad_between: gradients between micro-batches.
+        grad_step: gradients when the optimizer runs.
+        master: master weights, at all times.
+        moments: moments, at all times.
+        gradients_rest: False if the optimizer runs in backward; gradients are then in ``grad_step`` only until it has
+            run.
+        copies: the axes over which the gradients in ``grad_step`` are still to be added up, once, before they are
+            measured.
+        strategies: how the states are communicated.
+        separate_axes: the axes along which replicas train separately, and average their weights every so many steps;
+            all other axes of the row are then of one replica.
     """
 
     name: str
@@ -102,8 +113,8 @@ class StatePlan:
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """The axes over which segments are cut into parts: each rank of such a group has one whose gradients it sums
-        up, measures and saves. Ranks that are summed over but apart from it have the same part.
+        """The axes over which segments are cut into parts: each rank of such a group has one, whose gradients it sums,
+        measures and saves. Ranks of the sum that are in different groups have the same part.
         """
         return self.grad_step.shard_axes or self.summed_axes
 
@@ -114,21 +125,21 @@ class StatePlan:
 
     @property
     def rest_alike_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks hold the same of the parameters at rest."""
+        """The axes along which ranks store the same part of the parameters."""
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_rest.shard_axes))
 
     @property
     def alike_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have the same part where replicas do not train separately, or have just averaged
-        their weights: of these the first counts in looks and checkpoints.
+        """The axes along which ranks have the same part, if replicas do not train separately or have just averaged
+        their weights. The first rank along them counts for inspection and checkpoints.
         """
         return (*self.separate_axes, *self.replica_axes)
 
     def hops(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
         """Return the groups by which all ranks along ``axes`` are reached, one after the other, for rare messages.
 
-        It is one group where the row communicates over that in every step. Else it is that of the axes of a node, and
-        that of the nodes, so that there need not be a group of both.
+        This is one group if the row communicates over it in every step. Otherwise it is the group of the axes within a
+        node, then that of the nodes, so that no group of both is needed.
         """
         moved = {mesh.named(each) for each in chain(*self._moved(mesh))}
         parts = mesh.active(axes)
@@ -137,7 +148,7 @@ class StatePlan:
         return tuple(axis for axis in parts if axis != "node"), ("node",)
 
     def _moved(self, mesh: MeshShape) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Return the axes of gathers of weights, and those of gradients' reductions and gathers."""
+        """Return the axes of all-gathers of weights, and those of the reductions and all-gathers of gradients."""
         weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         gathered, reduced = (
@@ -148,8 +159,8 @@ class StatePlan:
         return gathered, reduced
 
     def groups(self, mesh: MeshShape) -> dict[tuple[str, ...], frozenset[str]]:
-        """The axes of each group that training communicates over, and the purposes: those of the moves between its
-        residences, of its copies, of what reduces together, of the batch and of the modules, and all.
+        """Return the axes of each group that training communicates over, and its purposes: the groups of the moves
+        between residences, of copies, of what is reduced together, of the batch and of the modules, and of all ranks.
         """
         gathered, reduced = self._moved(mesh)
         states, control = frozenset({"parameters", "gradients"}), frozenset({"control"})
@@ -167,7 +178,7 @@ class StatePlan:
 
 @dataclass(frozen=True)
 class _Row:
-    """A preset: the shard axes of each column. ``partial`` gradients are summed at the step, not before."""
+    """A preset: the shard axes of each column. If ``partial``, gradients are summed at the step, not before."""
 
     rest: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
@@ -201,10 +212,10 @@ def preset(
     mesh: MeshShape = ONE_RANK,
     copies: Copies = NO_COPIES,
 ) -> StatePlan:
-    """The row called ``name`` (a key of :data:`PRESETS`) with the given encodings and tiers.
+    """Return the row called ``name`` (a key of :data:`PRESETS`) with the given encodings and tiers.
 
-    Partial sums over the ranks of ``mesh`` stay on the device, where they are added up. Parameters that rest whole in
-    another tier go back there between forward and backward, unless the row keeps them.
+    Partial sums over the ranks of ``mesh`` stay on the device, where they are added up. Parameters that are stored
+    unsharded in another tier go back there between forward and backward, unless the row keeps them.
     """
     row, e = PRESETS[name], encodings
     kept, rest = bool(row.rest) and not row.between, tiers.gradients is not None
@@ -241,8 +252,8 @@ def preset_name(
     replicated: bool = False,
     changes: bool = False,
 ) -> str:
-    """The preset that a ZeRO stage and its variants stand for. ``replicated``: every node has all states;
-    ``changes``: parameters travel between nodes as codes of their changes.
+    """Return the preset of a ZeRO stage and its variants. ``replicated``: every node has all states; ``changes``:
+    parameters are communicated between nodes as encoded deltas.
     """
     chosen = {
         "zero3-once": keep_gradients,
@@ -255,18 +266,18 @@ def preset_name(
 
 
 def further_stages(name: str) -> list[tuple[int, str]]:
-    """(stage, preset) of the stages that split more than the preset called ``name`` does."""
+    """Return (stage, preset) of the stages that shard more than the preset called ``name``."""
     last = len(_STAGES) - 1
     own = _STAGES.index(name) if name in _STAGES else last
     return [(stage, _STAGES[stage]) for stage in range(own + 1, last + 1)]
 
 
 def lower_stages(name: str) -> list[tuple[int, str]]:
-    """(stage, preset) of the stages that split less than the preset called ``name``, if that is a stage."""
+    """Return (stage, preset) of the stages that shard less than the preset called ``name``, if that is a stage."""
     own = _STAGES.index(name) if name in _STAGES else 0
     return list(enumerate(_STAGES))[:own]
 
 
 def neighbouring_stages(stage: int) -> list[int]:
-    """The stages that split one state less and one more."""
+    """Return the stages that shard one state less and one more."""
     return [other for other in (stage - 1, stage + 1) if other in range(len(_STAGES))]

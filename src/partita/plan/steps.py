@@ -1,8 +1,8 @@
-"""The operations that take a state from one residence to another: the only place that knows how a state moves.
+"""The operations that take a state from one residence to another: no other module knows how a state moves.
 
 The order is always the same: read from disk, slice where nothing has to be communicated before, re-encode (so that the
-wire carries the destination's encoding), copy to the device if anything is communicated, communicate, copy to the
-destination's tier, write to disk. Axes of size 1 take part in nothing: there a shard *is* the whole, and the list of
+destination's encoding is communicated), copy to the device if anything is communicated, communicate, copy to the
+destination's tier, write to disk. Axes of size 1 are left out: a shard over them is the full state, and the list of
 operations is empty.
 """
 
@@ -50,26 +50,26 @@ class Slice:
 
 @dataclass(frozen=True)
 class Encode:
-    """The values in another encoding."""
+    """A conversion of the values to another encoding."""
 
     encoding: Encoding
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Between device and host."""
+    """A copy between device and host."""
 
     tier: Tier
 
 
 @dataclass(frozen=True)
 class Read:
-    """Disk to host."""
+    """A read from disk to host."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """Host to disk."""
+    """A write from host to disk."""
 
 
 Communicating = AllGather | ReduceScatter | AllReduce
@@ -77,9 +77,9 @@ Step = Communicating | Slice | Encode | Copy | Read | Write
 
 
 def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
-    """``ops`` with each all-reduce as the two that it consists of: every rank sums up its part, then gathers all.
+    """Return ``ops`` with each all-reduce as a reduce-scatter and an all-gather.
 
-    Between them a part can be measured and scaled where it is summed; the result is the same.
+    Between the two, a part can be measured and scaled on the rank that sums it; the result is the same.
     """
     phases = list[Step]()
     for op in ops:
@@ -90,7 +90,7 @@ def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def in_formats(ops: Iterable[Step], summed: Format, gathered: Format) -> tuple[Step, ...]:
-    """Return ``ops`` with these formats of what is summed and of what is gathered."""
+    """Return ``ops`` with these formats for sums and for all-gathers."""
     found = list[Step]()
     for op in ops:
         match op:
@@ -106,11 +106,11 @@ def in_formats(ops: Iterable[Step], summed: Format, gathered: Format) -> tuple[S
 
 @cache
 def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
-    """The ordered operations from ``src`` to ``dst``; empty when nothing has to move.
+    """Return the ordered operations from ``src`` to ``dst``; empty if nothing has to move.
 
-    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``. Each
-    is over axes in the mesh's order, in which ranks are numbered. Where shard axes have another one there are several:
-    gathers from the innermost axes on, sums from the outermost.
+    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``. The
+    axes of each operation are in the mesh's order, in which ranks are numbered. If shard axes are in another order,
+    there are several operations: gathers from the innermost axes on, sums from the outermost.
 
     Raises:
         ValueError: ``dst`` is partial over an axis over which ``src`` is not (a sum cannot be undone).
@@ -145,7 +145,10 @@ def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
 
 
 def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...], mesh: MeshShape) -> list[Step]:
-    """From shards over ``src``, to be summed over ``reduced``, to shards over ``dst``; encodings and tiers aside."""
+    """Return the operations from shards over ``src``, to be summed over ``reduced``, to shards over ``dst``.
+
+    Encodings and tiers are left out.
+    """
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(src, dst, strict=False)))
     gathered, cut = src[common:], dst[common:]
     moves = list[Step]()
@@ -163,7 +166,7 @@ def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...],
 
 
 def _in_order(axes: tuple[str, ...], mesh: MeshShape) -> list[tuple[str, ...]]:
-    """``axes``, outermost first, cut into the longest runs that are in the mesh's order."""
+    """Return ``axes``, outermost first, cut into the longest runs that are in the mesh's order."""
     runs, order = list[list[str]](), expand(AXES)
     for axis in axes:
         if runs and order.index(runs[-1][-1]) < order.index(axis):

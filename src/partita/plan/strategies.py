@@ -25,11 +25,11 @@ Operations = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state that a strategy keeps of one segment between steps, beside parameters, gradients and moments.
+    """A state that a strategy keeps of one segment between steps, besides parameters, gradients and moments.
 
     Attributes:
         name: its row in the memory report.
-        residence: whose tier it is kept in.
+        residence: its tier is the one that the state is stored in.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Operations from ``source`` on, that a strategy performs for one segment outside the steps of the table."""
+    """Operations that a strategy performs for one segment outside the steps of the table, from ``source`` on."""
 
     operations: Operations
     source: Residence
@@ -62,14 +62,14 @@ class SyncPlan:
     Attributes:
         sums: from gradients as they are collected (on the device, in the encoding that they are stored in) to the sums,
             of which each rank measures and scales its part.
-        gathers: from that part, once the norm is known, to where the optimizer works on more of it.
+        gathers: from that part, once the norm is known, to the larger part that the optimizer works on.
     """
 
     sums: Operations
     gathers: Operations
 
     def messages(self, bucket: "PlannedBucket") -> Iterable[Message]:
-        """Return what a reduction of the bucket sends beside, or in place of, :attr:`sums`."""
+        """Return the messages that a reduction of the bucket sends besides, or in place of, :attr:`sums`."""
         return ()
 
     def kept(self, gradients: "PlannedGradients") -> Iterable[KeptState]:
@@ -106,11 +106,11 @@ class Strategies:
         return operations
 
     def syncs(self, gradients: "PlannedGradients") -> tuple[SyncPlan, ...]:
-        """Return how a segment's gradients are summed: in the warm-up, if it differs, and later."""
+        """Return the plans by which a segment's gradients are summed: in the warm-up, if it differs, and later."""
         return (gradients.exact,)
 
     def publishes(self, segment: "PlannedSegment") -> tuple[PublishPlan, ...]:
-        """Return how a segment's updated weights are published: in the warm-up, if it differs, and later."""
+        """Return the plans by which updated weights are published: in the warm-up, if it differs, and later."""
         return (PublishPlan(segment.publication),)
 
     def groups_of_sum(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
@@ -122,7 +122,7 @@ class Strategies:
         return ()
 
     def of_round(self, segment: "PlannedSegment", *, is_warming_up: bool) -> Iterable[Transfer]:
-        """Return what the end of a round sends, where replicas train separately."""
+        """Return the transfers at the end of a round, if replicas train separately."""
         return ()
 
 

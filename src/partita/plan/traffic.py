@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrafficKey:
-    """``purpose`` says what for: parameters, gradients, buffers, control (flags and norms), start (initialization)."""
+    """The key of a count. ``purpose`` is what the messages are for: parameters, gradients, activations, buffers,
+    control (flags and norms), start (initialization), and others.
+    """
 
     collective: str
     axes: tuple[str, ...]
@@ -32,7 +34,7 @@ class TrafficReport:
     rows: dict[TrafficKey, TrafficCount]
 
     def sent_bytes(self, purpose: str | None = None) -> int:
-        """Bytes sent by this rank, for one purpose or for all."""
+        """Return the bytes sent by this rank, for one purpose or for all."""
         return sum(count.sent_bytes for key, count in self.rows.items() if purpose in (None, key.purpose))
 
     def since(self, earlier: "TrafficReport") -> "TrafficReport":
@@ -56,7 +58,7 @@ class TrafficMeter:
         self._lock = threading.Lock()
 
     def add(self, key: TrafficKey, sent_bytes: int, calls: int = 1) -> None:
-        """Note ``calls`` calls that send ``sent_bytes`` together."""
+        """Count ``calls`` calls that send ``sent_bytes`` together."""
         with self._lock:
             self._rows[key] = self._rows.get(key, TrafficCount()) + TrafficCount(calls, sent_bytes)
 

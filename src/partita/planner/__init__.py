@@ -1,1 +1,1 @@
-"""What will be trained how, before anything runs: a model's units on paper, and what they hold, need and send."""
+"""The planner: a model's units on paper, and the memory, time and traffic that they need, before anything runs."""

@@ -1,7 +1,7 @@
-"""The blueprint: a model's units on paper. It is made of the model (on any device, also ``meta``), the settings, the
-mesh's shape and the memory that there is; nothing is allocated, changed or sent.
+"""The blueprint: the planned units of a model. It is computed from the model (on any device, including ``meta``), the
+settings, the mesh's shape and the available memory; nothing is allocated, changed or sent.
 
-The engine is built from it, and the estimates read it.
+The engine is built from it, and the estimates are computed from it.
 """
 
 from collections import Counter
@@ -38,8 +38,11 @@ ON_DEVICE = Tiers()
 
 @dataclass(frozen=True)
 class Blueprint:
-    """``units`` in the model's order, the root unit first. ``num_moments``: tensors that the optimizer keeps beside a
-    parameter.
+    """The planned units of a model under its resolved settings.
+
+    Attributes:
+        units: in the model's order, the root unit first.
+        num_moments: the number of values that the optimizer keeps per element of a parameter.
     """
 
     resolved: Resolved
@@ -52,26 +55,30 @@ class Blueprint:
 
     @property
     def groups(self) -> Needs:
-        """The axes of each group that training communicates over, and the purposes."""
+        """The axes of each process group that training communicates over, with the purposes of its messages."""
         rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
         return united(row.groups(self.resolved.mesh) for row in [row_of(self.resolved), *rows])
 
     def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
-        """Of units under these settings (:func:`~partita.planner.working.working_bytes`)."""
+        """Return the working memory of ``units`` in bytes, by tier (:func:`~partita.planner.working.working_bytes`)."""
         prefetch, on_host = self.config.zero.prefetch_bytes, self.resolved.on_host
         return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
 
     @cached_property
     def buckets(self) -> list[PlannedBucket]:
-        """Which gradients are reduced together, in the order in which they are reduced."""
+        """The buckets of gradients that are reduced together, in the order in which they are reduced."""
         return share_buckets(reduction_order(self.units))
 
 
 def row_of(
     resolved: Resolved, tiers: Tiers = ON_DEVICE, compute: Encoding | None = None, copies: Copies = NO_COPIES
 ) -> StatePlan:
-    """The row of the table for states in these tiers, of parameters that compute in another encoding than most, or of
-    which other ranks have copies.
+    """Return the row of the table for the states of a segment.
+
+    Args:
+        tiers: the memories in which the states are stored.
+        compute: the compute encoding, if it is not that of most parameters.
+        copies: the axes along which other ranks have copies of the parameters.
     """
     zero, precision = resolved.config.zero, resolved.config.precision
     compute = compute or ENCODINGS[resolved.param_dtype]
@@ -102,15 +109,15 @@ def make_blueprint(
     budget: MemoryBudget | None = None,
     shares: Shares = NO_SHARES,
 ) -> Blueprint:
-    """Group the model's parameters, lay every unit out, and choose where its states rest.
+    """Group the model's parameters into units, lay every unit out, and choose the tiers of its states.
 
     Args:
-        budget: what may be used of each memory, where the config leaves the tiers open; None: plenty.
-        shares: what this rank has of parameters of which it has a part, or of which others have copies.
+        budget: bytes that may be used of each memory, where the config leaves the tiers open; None: unlimited.
+        shares: this rank's shares of parameters that are split, or of which other ranks have copies.
 
     Raises:
         ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not
-            fit into the memory that there is.
+            fit into memory.
     """
     zero = resolved.config.zero
     specs, entries = unit_entries(model, resolved, shares)
@@ -134,7 +141,7 @@ def make_blueprint(
 def layouts_of(
     entries: Sequence[Entry], resolved: Resolved, row: Callable[[Copies], StatePlan]
 ) -> tuple[SegmentLayout, ...]:
-    """Return the segments of one unit, of which ``row(copies)`` are the rows."""
+    """Return the segment layouts of a unit; ``row(copies)`` returns the row of the table for such parameters."""
     size = resolved.mesh.group_size
 
     def num_copies(copies: Copies) -> int:
@@ -144,10 +151,10 @@ def layouts_of(
 
 
 def _checked(unit: PlannedUnit) -> PlannedUnit:
-    """Return a unit whose segments are unsharded together.
+    """Return the unit if its segments are unsharded together.
 
     Raises:
-        ConfigError: some of its parameters are sharded over ranks, and others of its ranks' own are not.
+        ConfigError: only some of its parameters are sharded.
     """
     odd = next(
         (s for s in unit.segments if (s.rests_whole, s.stays_whole) != (unit.rests_whole, unit.stays_whole)), None
@@ -164,7 +171,7 @@ def _checked(unit: PlannedUnit) -> PlannedUnit:
 def unit_entries(
     model: nn.Module, resolved: Resolved, shares: Shares = NO_SHARES
 ) -> tuple[list[UnitSpec], list[list[Entry]]]:
-    """The model's units, and the parameters of each as a layout sees them.
+    """Return the model's units, and the layout's entries for the parameters of each.
 
     Raises:
         ConfigError: as :func:`make_blueprint`.
@@ -190,7 +197,7 @@ def _check(holdings: list[Holding], resolved: Resolved) -> None:
 
 
 def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Shares) -> Iterator[Entry]:
-    """The unit's parameters with their compute encodings."""
+    """Yield the layout's entries for the unit's parameters, with their compute encodings."""
     for holding in spec.holdings:
         param, encoding = holding.param, compute_encoding(holding, resolved, kept)
         share = shares.get(id(param)) or Share(Place(tuple(param.shape)), averaged=("tensor",))
@@ -206,7 +213,7 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Sh
 
 
 def compute_encoding(holding: Holding, resolved: Resolved, kept: FullPrecision) -> Encoding:
-    """The encoding of a parameter as it is gathered and given to the model; ``kept``: what stays in fp32."""
+    """Return the encoding in which a parameter is all-gathered and given to the model; ``kept``: what stays in fp32."""
     if not holding.param.is_floating_point():
         return encoding_of(holding.param.dtype)
     return FP32 if id(holding.param) in kept.params else ENCODINGS[resolved.param_dtype]

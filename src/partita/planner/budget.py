@@ -1,4 +1,4 @@
-"""What the states and the working memory of a rank may take of each memory."""
+"""The memory budget of a rank: the bytes of each memory that its states and its working memory may use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from partita.plan.residence import Tier
 class MemoryBudget:
     """Bytes that a rank may use of each memory, for states and working memory.
 
-    ``one_memory``: the device is the host's own processor; what rests on either counts towards ``device``.
+    ``one_memory``: the device is the host's own processor; states on either tier count towards ``device``.
     """
 
     device: int
@@ -20,7 +20,7 @@ class MemoryBudget:
     one_memory: bool = False
 
     def lacking(self, used: Counter[Tier]) -> list[Tier]:
-        """The memories that ``used`` is more than there is of."""
+        """Return the memories of which ``used`` exceeds the budget."""
         if self.one_memory:
             used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})
         return [tier for tier in Tier if used[tier] > self.of(tier)]
@@ -29,12 +29,14 @@ class MemoryBudget:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
 
     def shared(self, num_ranks: int) -> "MemoryBudget":
-        """The share of a rank on a node with so many: of all but a device of its own."""
+        """Return the budget of one of ``num_ranks`` ranks on a node. They divide all memories evenly, except a device
+        that each rank has for itself.
+        """
         device = self.device // num_ranks if self.one_memory else self.device
         return MemoryBudget(device, self.host // num_ranks, self.disk // num_ranks, self.one_memory)
 
     @staticmethod
     def least(budgets: Sequence["MemoryBudget"]) -> "MemoryBudget":
-        """What every one of them has."""
+        """Return the minimum of several budgets, for each memory."""
         device, host, disk = (min(budget.of(tier) for budget in budgets) for tier in Tier)
         return MemoryBudget(device, host, disk, budgets[0].one_memory)

@@ -1,4 +1,4 @@
-"""Seconds that a job takes by its size, as they were measured at some sizes."""
+"""Seconds that a job takes as a function of its size, from measurements at some sizes."""
 
 import math
 from bisect import bisect_left
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Curve:
-    """``points`` are (size, seconds), sizes above 0 and rising. Between them, logarithms are interpolated; a smaller
-    job takes as long as the smallest, a larger one has the rate of the largest.
+    """Measured ``points`` (size, seconds), with positive, increasing sizes.
+
+    Between points, logarithms are interpolated linearly. A job below the smallest size takes as long as the smallest;
+    one above the largest size runs at the rate of the largest.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, size: float) -> float:
-        """Of one job."""
+        """Return the seconds that one job of this size takes."""
         sizes = [each for each, _ in self.points]
         at = bisect_left(sizes, size)
         if at == 0:
@@ -27,5 +29,5 @@ class Curve:
 
     @property
     def best_rate(self) -> float:
-        """Of size in a second."""
+        """The highest measured rate, in size per second."""
         return max(size / seconds for size, seconds in self.points)

@@ -1,4 +1,4 @@
-"""Parameters of the model that this rank does not hold: another stage of the pipeline does."""
+"""Parameters that this rank does not hold because they belong to another pipeline stage."""
 
 import torch
 from torch import nn
@@ -7,8 +7,8 @@ from torch import nn
 class Elsewhere(nn.Parameter):
     """The class of a parameter that only other stages hold. It is in no unit and no optimizer of this rank.
 
-    Whoever marks it leaves its values in place: rank 0's are given to whoever holds it when the engine is built. From
-    then on it is on the ``meta`` device. What computing with it means is for a subclass to say.
+    A parameter keeps its values when it is marked: when the engine is built, rank 0's values are sent to the ranks that
+    hold it. From then on it is on the ``meta`` device. Subclasses define what happens when it is computed with.
     """
 
 
@@ -17,8 +17,10 @@ def is_elsewhere(param: torch.Tensor) -> bool:
 
 
 def modules_here(model: nn.Module) -> set[str]:
-    """The names of the modules that this rank runs: of whose parameters it holds some. One without any runs where the
-    module around it does.
+    """Return the names of the modules that this rank runs.
+
+    This rank runs a module if it holds some of the module's parameters. A module without parameters runs where the
+    module around it runs.
     """
     here = set[str]()
     for path, module in model.named_modules(remove_duplicate=False):

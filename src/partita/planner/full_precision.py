@@ -18,7 +18,7 @@ _KERNELS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 @dataclass(frozen=True)
 class FullPrecision:
-    """What stays in fp32, by id.
+    """The parameters and modules that stay in fp32, by ``id``.
 
     Attributes:
         params: parameters that are stored and sent in fp32.
@@ -34,10 +34,10 @@ class FullPrecision:
 def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
     """Find the parts of a model that stay in fp32.
 
-    These are the modules of ``precision.keep_fp32``, batch norms, what a model of transformers lists in
-    ``_keep_in_fp32_modules`` (fp16) and ``_keep_in_fp32_modules_strict`` (fp16 and bf16), and the modules of a model
-    in 16 bits that were left in fp32 (a router). The adapters of PEFT are none of these: PEFT makes them in fp32 for
-    the sake of the optimizer, which has fp32 master weights here.
+    These are the modules that ``precision.keep_fp32`` names; batch norms; the modules that a transformers model lists
+    in ``_keep_in_fp32_modules`` (fp16) and ``_keep_in_fp32_modules_strict`` (fp16 and bf16); and the fp32 parameters of
+    a model that is otherwise in 16 bits (a router). PEFT's adapters are not among them: PEFT creates them in fp32 for
+    the optimizer, which has fp32 master weights here.
 
     Raises:
         ConfigError: a pattern of ``precision.keep_fp32`` matches no module.
@@ -62,7 +62,9 @@ def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
 
 
 def outermost(model: nn.Module, modules: frozenset[int]) -> list[nn.Module]:
-    """Return those of ``modules`` that are called by other modules; containers without a forward are looked into."""
+    """Return those of ``modules`` that are inside no other; in place of a ``ModuleList`` or ``ModuleDict``, which has
+    no forward, its children are searched.
+    """
 
     def search(module: nn.Module) -> Iterator[nn.Module]:
         if id(module) in modules and not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -80,7 +82,7 @@ def _named(model: nn.Module, resolved: Resolved) -> Iterator[nn.Module]:
 
 
 def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iterator[Holding]:
-    """The parameters in the lists that a model of transformers has of names which stay in fp32."""
+    """Yield the parameters whose names a transformers model lists as staying in fp32."""
     names = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if compute == "fp16":
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -92,7 +94,7 @@ def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iter
 
 
 def _left_in_fp32(model: nn.Module, holdings: Iterable[Holding]) -> Iterator[Holding]:
-    """The fp32 parameters of a model whose other parameters are in 16 bits."""
+    """Yield the fp32 parameters, except adapters, of a model that also has parameters in 16 bits."""
     with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also of what other stages hold
         if not any(holding.param.dtype in _HALF for holding in holdings):
             return
@@ -103,7 +105,7 @@ def _left_in_fp32(model: nn.Module, holdings: Iterable[Holding]) -> Iterator[Hol
 
 
 def _adapter_params(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of PEFT's adapters: its layers name the attributes that have them."""
+    """Yield the parameters of PEFT's adapters: PEFT's layers list the attributes that hold them."""
     for module in model.modules():
         for name in getattr(module, "adapter_layer_names", ()):
             found = getattr(module, name, None)

@@ -1,9 +1,9 @@
-"""Which parameters are gathered and released together: a model's units.
+"""Units: the groups of a model's parameters that are all-gathered and resharded together.
 
-With ``units: auto`` every repeated block is a unit (a child of a ``ModuleList`` or ``Sequential`` that has a sibling of
-its class), and so is a large embedding or linear layer outside the blocks; the root unit takes the rest. A tied
-parameter lives in the deepest unit that contains every place it is used from. Units come in the order of the model's
-modules, which is as a rule that of its forward: reductions go through them backwards.
+With ``units: auto`` every repeated block is a unit (a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that
+has a sibling of its class), and so is a large embedding or linear layer outside the blocks; the root unit takes the
+remaining parameters. A tied parameter belongs to the deepest unit that contains every module that holds it. Units are
+in the order of the model's modules, which is usually that of its forward; reductions go through them backwards.
 """
 
 import fnmatch
@@ -22,7 +22,7 @@ LEAF_SHARE = 0.5
 
 @dataclass
 class UnitSpec:
-    """A unit to be: its module, its parameters in the model's order, and the names of the units around it.
+    """A unit before its layout: its module, its parameters in the model's order, and the names of the units around it.
 
     The root unit is called ``""``.
     """
@@ -34,7 +34,7 @@ class UnitSpec:
 
 
 def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[UnitSpec]:
-    """The units of a model, in the order of its modules, the root unit first.
+    """Return the units of a model, in the order of its modules, the root unit first.
 
     Args:
         choice: ``"auto"``, or module class names and patterns of names (see :func:`modules_like`).
@@ -59,12 +59,12 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
 
 
 def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
-    """The modules of class ``pattern``, and those whose fully qualified name matches it (``layers.*``, ``*.norm``).
+    """Return the modules of class ``pattern``, and those whose full name matches it (``layers.*``, ``*.norm``).
 
-    A name inside a name that matches is left out: ``layers.*`` are the layers, not what is in them.
+    A name match inside another one is left out: ``layers.*`` returns the layers, not their submodules.
 
     Raises:
-        ConfigError: there are none; ``key`` is the config's key that names them.
+        ConfigError: no module matches; ``key`` is the key of the config that the message names.
     """
     found, outer = list[nn.Module](), ""
     for name, module in model.named_modules():
@@ -84,7 +84,7 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
 
 
 def _outer_paths(fqn: str) -> Iterator[str]:
-    """The names of the modules around a parameter, outermost first; the model's own is empty."""
+    """Yield the names of the modules around a parameter, outermost first; the model's own name is empty."""
     yield ""
     parts = fqn.split(".")
     for end in range(1, len(parts)):
@@ -121,7 +121,7 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost repeated children of module containers, by name, in the order of the modules."""
+    """Yield the outermost repeated children of module containers, with their names, in the order of the modules."""
     children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
     classes = Counter(type(child) for _, child in children)
     repeated = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)

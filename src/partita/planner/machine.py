@@ -1,4 +1,4 @@
-"""A machine on paper: what each memory holds, and how fast its GPUs compute, copy and send."""
+"""Machines on paper: the size of each memory, and how fast their GPUs compute, copy and send."""
 
 import difflib
 from collections.abc import Mapping
@@ -27,17 +27,19 @@ DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.94, 0.9, 0.95
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of ``gpus`` GPUs, of as many as there are. Bytes, and bytes per second of one direction.
+    """A node with ``gpus`` GPUs; a job may run on any number of such nodes. Sizes are in bytes, rates in bytes per
+    second of one direction.
 
-    ``memory`` of a GPU; ``host_memory`` and ``disk`` of a node. ``tflops`` of a GPU's 16-bit products (``tflops_fp32``:
-    of 32-bit ones), ``memory_rate`` of its memory, ``node_link`` between GPUs of a node, ``host_link`` between a GPU
-    and its host; ``network``, ``host_rate`` (memory) and ``disk_rate`` are of the node. ``reached``: the share of all
-    rates that training reaches. ``one_memory``: the device is the host's own processor.
+    A GPU has ``memory``, ``tflops`` of 16-bit matrix products (``tflops_fp32``: of 32-bit ones), ``memory_rate`` of its
+    memory, ``node_link`` to the node's other GPUs and ``host_link`` to its host. A node has ``host_memory``, ``disk``,
+    ``network``, ``host_rate`` (of its memory) and ``disk_rate``. ``reached``: the share of all rates that training
+    reaches. ``one_memory``: the device is the host's own processor.
 
-    ``curves`` are of a machine that was measured: (kind, (size, seconds) at each size), of one job of a kind. Sizes are
-    FLOPs of the kinds in :data:`BY_FLOPS`; bytes read and written by an ``element`` operator, by a ``function`` (an
-    exponential, a norm, of each element), by a ``batch_norm``, its backward, a ``pool`` and an ``update``; bytes that a
-    rank sends in a ``gather`` and in a ``reduce``. They count where there are any, and the rates above do not.
+    ``curves`` are the measurements of a machine: pairs of a kind of job and a :class:`~partita.planner.curve.Curve`.
+    Sizes are FLOPs for the kinds in :data:`BY_FLOPS`; bytes read and written for an ``element`` operator, a
+    ``function`` (an exponential, a norm, of each element), a ``batch_norm``, its backward, a ``pool`` and an
+    ``update``; bytes that a rank sends for a ``gather`` and a ``reduce``. Where there is a curve, it is used in place
+    of the rates above.
     """
 
     name: str
@@ -69,24 +71,24 @@ class Machine:
                 raise ConfigError(f"machine '{self.name}': {name}: expected more than 0; got {getattr(self, name):g}")
 
     def curve(self, kind: str) -> Curve | None:
-        """As it was measured, if it was."""
+        """Return the measured curve of this kind of job; None if there is none."""
         return next((curve for name, curve in self.curves if name == kind), None)
 
     @property
     def compute_dtype(self) -> str:
-        """That training computes in here."""
+        """The dtype in which training computes on this machine."""
         return "fp32" if self.one_memory else "bf16" if self.bf16 else "fp16"
 
     def flops_per_s(self, dtype: str) -> float:
-        """Of matrix products."""
+        """Return the FLOPs per second that matrix products in ``dtype`` reach."""
         return 1e12 * self.reached * (self.tflops_fp32 if dtype == "fp32" else self.tflops)
 
     def gpus_on_node(self, num_gpus: int) -> int:
-        """Of so many in all, those that share a host."""
+        """Return the number of GPUs that share a host, of ``num_gpus`` in all."""
         return min(self.gpus, num_gpus)
 
     def budget(self, num_gpus: int) -> MemoryBudget:
-        """What a rank may use of each memory."""
+        """Return the memory budget of one rank of ``num_gpus``."""
         num = self.gpus_on_node(num_gpus)
         host, disk = int(HOST_SHARE * self.host_memory / num), int(DISK_SHARE * self.disk / num)
         if self.one_memory:
@@ -94,10 +96,11 @@ class Machine:
         return MemoryBudget(int(DEVICE_SHARE * self.memory), host, disk)
 
     def group_rate(self, axes: tuple[str, ...], mesh: MeshShape, num_gpus: int) -> float:
-        """Bytes per second that each rank of a group over ``axes`` can send, while all groups over them do.
+        """Return the bytes per second that each rank of a group over ``axes`` can send, while all groups over them
+        send.
 
-        Ranks are on nodes in the mesh's order, tensor innermost. In a ring over several nodes one rank of a group sends
-        from each node to the next; the groups that a node is in share its network.
+        Ranks are placed on nodes in the mesh's order, tensor innermost. In a ring over several nodes one rank of a
+        group sends from each node to the next; all groups that have ranks on a node share its network.
         """
         on_node, members = self.gpus_on_node(num_gpus), set(expand(axes))
         span, inside, reach = 1, 1, 1
@@ -114,13 +117,13 @@ class Machine:
 
 @cache
 def machines() -> Mapping[str, Machine]:
-    """Those that partita knows, by name."""
+    """Return the machines that partita knows, by name."""
     text = files("partita.planner").joinpath("machines.yaml").read_text(encoding="utf-8")
     return {name: _machine(name, row) for name, row in yaml.safe_load(text).items()}
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
-    """Of a row of a machine file."""
+    """Return the machine that a row of a machine file describes."""
     figures = {key: value for key, value in row.items() if key not in ("from", "curves")}
     points = {kind: tuple((size, seconds) for size, seconds in of) for kind, of in row.get("curves", {}).items()}
     curves = tuple((kind, Curve(of)) for kind, of in points.items())
@@ -128,10 +131,10 @@ def _machine(name: str, row: Mapping[str, Any]) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """The one that a file in the format of ``machines.yaml`` is of.
+    """Read the machine that a file in the format of ``machines.yaml`` describes.
 
     Raises:
-        ConfigError: the file cannot be read, or is of no machine, or of several.
+        ConfigError: the file cannot be read, or does not describe exactly one machine.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -147,7 +150,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def plain_machine(machine: Machine) -> dict[str, dict[str, Any]]:
-    """By its name, all figures: what a file of one machine holds."""
+    """Return all figures of a machine by its name: the content of a file of one machine."""
     row = asdict(machine)
     name, row["from"] = row.pop("name"), row.pop("source")
     row["curves"] = {kind: [list(point) for point in curve.points] for kind, curve in machine.curves}
@@ -155,13 +158,13 @@ def plain_machine(machine: Machine) -> dict[str, dict[str, Any]]:
 
 
 def machine_of(plain: Mapping[str, Mapping[str, Any]]) -> Machine:
-    """The one that :func:`plain_machine` was of."""
+    """Return the machine that :func:`plain_machine` was given."""
     ((name, row),) = plain.items()
     return _machine(name, row)
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """As :func:`read_machine` reads it.
+    """Write a machine to a file, for :func:`read_machine`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -173,11 +176,11 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def machine_named(name: str, **changed: float | None) -> Machine:
-    """One of :func:`machines`, or that of a file, with what is given in place of its own: ``host_memory``, ``disk``,
-    ``network``, ...
+    """Return one of :func:`machines`, or that of a file, with the given figures in place of its own: ``host_memory``,
+    ``disk``, ``network``, ...
 
     Raises:
-        ConfigError: there is none of that name, or a figure is none.
+        ConfigError: there is no machine of that name, or a figure is out of range.
     """
     is_file = name.endswith((".yaml", ".yml"))
     found = read_machine(Path(name)) if is_file else machines().get(name.lower())

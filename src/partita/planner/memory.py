@@ -1,8 +1,8 @@
-"""Bytes of model states that a rank holds, straight from the table: the ledger's figures before anything is allocated.
+"""Bytes of model states that a rank holds, computed from the table: the ledger's figures before anything is allocated.
 
-For 16-bit compute and gradients, 32-bit master weights and Adam, P parameters on N ranks, this is 16P, 4P + 12P/N,
-2P + 14P/N and 16P/N bytes at stages 0 to 3, up to padding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
-Training Trillion Parameter Models", 2020, section 3.1 and figure 1).
+For 16-bit compute and gradients, 32-bit master weights and Adam, P parameters on N ranks, this is 16P, 4P + 12P/N, 2P +
+14P/N and 16P/N bytes at stages 0 to 3, up to padding (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", 2020, section 3.1 and figure 1).
 """
 
 from collections import Counter
@@ -17,14 +17,14 @@ ADAM_MOMENTS = 2
 def model_state_bytes(
     units: Sequence[PlannedUnit], rank: int | None, num_moments: int = ADAM_MOMENTS
 ) -> dict[tuple[str, str], int]:
-    """Bytes that ``rank`` holds for each state, by (state, tier), once every parameter that trains has been updated.
+    """Return the bytes that ``rank`` holds of each state, by (state, tier), after every trained parameter was updated.
 
-    Without a ``rank``: the most that any of them may hold, so that what follows from it is the same on all.
+    Without a ``rank``: the most that any rank may hold, so that decisions based on it are the same on all ranks.
 
     The states are ``parameters``, ``gradients``, those that strategies keep (of compression: ``feedback``, ``momentum``
     and ``outer``), ``master`` (only where it has memory of its own) and ``moments``, of which the optimizer keeps
-    ``num_moments`` for each element. Padding is included. Gradients that are stored nowhere else are counted where
-    autograd leaves them, as large as their parameters, from backward to the step.
+    ``num_moments`` for each element. Padding is included. Gradients that stay where autograd leaves them are counted
+    there, as large as their parameters; they exist from backward to the step.
     """
     held = Counter[tuple[str, str]]()
     for unit in units:
@@ -35,13 +35,13 @@ def model_state_bytes(
 
 
 def gradient_bytes_in_place(units: Sequence[PlannedUnit], rank: int) -> int:
-    """Bytes of the gradients that rest where autograd leaves them, on ``rank``: they are made within a step."""
+    """Return the bytes of the gradients that stay where autograd leaves them, on ``rank``. A step allocates them."""
     segments = [segment for unit in units for segment in unit.segments if segment.trains and segment.gradients.in_place]
     return sum(_value_bytes(segment, segment.row.grad_arrival, rank) for segment in segments)
 
 
 def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
-    """Bytes by (state, tier), as :func:`model_state_bytes` gives them, added up for each tier."""
+    """Add up the bytes by (state, tier) that :func:`model_state_bytes` returns, for each tier."""
     sums = Counter[Tier]()
     for (_, tier), num_bytes in held.items():
         sums[Tier(tier)] += num_bytes
@@ -49,7 +49,7 @@ def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
 
 
 def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iterator[tuple[str, Residence, int]]:
-    """(state, residence, bytes) for everything that a segment keeps."""
+    """Yield (state, residence, bytes) for everything that a segment stores."""
     row = segment.row
     yield "parameters", row.param_rest, segment.held_bytes(row.param_rest)
     if segment.has_second:
@@ -71,7 +71,7 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
 
 
 def _value_bytes(segment: PlannedSegment, residence: Residence, rank: int | None) -> int:
-    """Bytes of the values themselves, without padding, that ``rank`` holds under ``residence``."""
+    """Return the bytes that ``rank`` holds under ``residence``, without padding (``rank`` None: with padding)."""
     if rank is None:
         return segment.held_bytes(residence)
     return sum(residence.encoding.num_bytes(span.num_elements) for span in segment.spans_of(residence, rank))

@@ -1,4 +1,4 @@
-"""A model's parameters, each once, and what they must be like to be held in flat buffers."""
+"""The parameters of a model, each once, and the checks that they can be stored in flat buffers."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,25 +21,24 @@ class Holding:
 
 
 def find_holdings(model: nn.Module) -> list[Holding]:
-    """Every parameter that units of this rank hold once, with all its names and owners, in the order of
-    ``named_parameters``.
-    """
+    """Return every parameter in units of this rank once, with its names and owners, in ``named_parameters``' order."""
     return [holding for holding in find_everywhere(model) if not is_elsewhere(holding.param)]
 
 
 def find_everywhere(model: nn.Module) -> list[Holding]:
-    """The parameters that units of some rank hold, also those that are elsewhere; as :func:`find_holdings`."""
+    """Return the parameters in units of any rank, including other stages', as :func:`find_holdings` does."""
     return [holding for holding in _every_holding(model) if not is_quantized(holding.param)]
 
 
 def find_quantized(model: nn.Module) -> list[Holding]:
-    """The parameters that stay as they are, outside units, in the same order."""
+    """Return the quantized parameters, which stay as they are outside units, in the same order."""
     return [holding for holding in _every_holding(model) if is_quantized(holding.param)]
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Whether a frozen parameter keeps its values in a form of its class's own, which nothing can be cut out of: the
-    parameters of bitsandbytes, which are bytes, and tensors that consist of several (torchao).
+    """Return whether a frozen parameter stores its values in a format of its class that cannot be split.
+
+    These are the parameters of bitsandbytes, which are bytes, and tensors that consist of several tensors (torchao).
     """
     if param.requires_grad or nn.parameter.is_lazy(param) or is_elsewhere(param):
         return False
@@ -48,16 +47,16 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def inner_names(param: Tensor) -> list[str]:
-    """The attributes that are the tensors which a tensor consists of; none of a plain one."""
+    """Return the attributes that hold the tensors which a tensor consists of; none for a plain tensor."""
     flatten = getattr(param, "__tensor_flatten__", None)
     return [] if flatten is None else list(flatten()[0])
 
 
 def check_quantized(holdings: Sequence[Holding], device: torch.device) -> None:
-    """Refuse quantized parameters that do not lie where they are computed with.
+    """Check that quantized parameters are on the device that computes.
 
     Raises:
-        ConfigError: names the first.
+        ConfigError: one is not; the message names the first.
     """
     for holding in holdings:
         if holding.param.device != device:
@@ -82,7 +81,11 @@ def _every_holding(model: nn.Module) -> list[Holding]:
 
 
 def check_supported(holding: Holding) -> None:
-    """Refuse, by name, parameters whose memory cannot be a view of a flat buffer."""
+    """Check that a parameter's memory can be a view of a flat buffer.
+
+    Raises:
+        ConfigError: it cannot; the message names the parameter.
+    """
     param, name = holding.param, holding.fqns[0]
     if nn.parameter.is_lazy(param):
         raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
@@ -99,10 +102,10 @@ def check_supported(holding: Holding) -> None:
 
 
 def check_apart(holdings: Sequence[Holding]) -> None:
-    """Refuse parameters that are two objects over one memory: each would get values of its own.
+    """Check that no two parameters are separate objects over the same memory: each would be trained separately.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: two are; the message names both.
     """
     by_storage = defaultdict[int, list[Holding]](list)
     for holding in holdings:
@@ -123,14 +126,16 @@ def check_apart(holdings: Sequence[Holding]) -> None:
 
 
 def _reach(tensor: Tensor) -> range:
-    """The bytes of its storage from the first to the last that it has an element in."""
+    """Return the range of bytes in its storage from a tensor's first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first, itemsize = tensor.storage_offset(), tensor.element_size()
     return range(first * itemsize, (first + last + 1) * itemsize)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors that reach into each other have an element in common: strides may interleave."""
+    """Return whether two tensors with overlapping ranges of memory share an element: strides may interleave. Tensors
+    with different element sizes are taken to do so.
+    """
     if one.element_size() != other.element_size():
         return True
     first = min(one.storage_offset(), other.storage_offset())

@@ -1,16 +1,16 @@
-"""Which tier each unit's states rest in: what the config names, and for ``auto`` as much as fits in each memory.
+"""The tiers of each unit's states: those that the config names, and for ``auto`` as much as fits in each memory.
 
-Who gets the device first is decided by the bytes that move in a step for a byte that is held elsewhere: parameters are
-read for forward and for backward of every micro-batch and written once; master weights and moments are read and written
-once at the most (on the host they do not move at all: the update is computed there). So the parameters of all units
-come first, then the optimizer states of all units, with which their gradients go.
+States get device memory in the order of the bytes that a step moves for each byte stored elsewhere. Parameters are read
+for forward and for backward of every micro-batch and written once; master weights and moments are read and written once
+at most (on the host they do not move at all: the update is computed there). So the parameters of all units come first,
+then the optimizer states of all units, together with their gradients.
 
-Among units, those that the model uses first come first: in the next forward nothing hides the way of their states,
-while that of later units' is hidden by the computation before them. The root unit spans all others and is in use from
-end to end, so it is the very first.
+Among units, those that the model uses first come first: at the start of the next forward no computation hides the
+transfer of their states, while transfers for later units are hidden by the computation before them. The root unit
+contains all others and is in use throughout, so it is the very first.
 
-Tiers never come nearer along this order. That costs a gap at the end of a memory, and makes the placement monotone:
-more memory brings no state further away.
+Along this order tiers never get closer to the device. This leaves a gap at the end of a memory, but makes the placement
+monotone: more memory moves no state further away.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimi
 
 
 def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
-    """A unit's tiers as the config has them, with those of ``auto`` where it leaves the choice."""
+    """Return a unit's tiers: those that the config names, and those of ``auto`` where it leaves the choice."""
     optimizer = TIERS.get(offload.optimizer, auto.optimizer)
     gradients = None
     if auto.gradients is not None:
@@ -49,7 +49,8 @@ def leaves_a_choice(offload: Offload) -> bool:
 class Placement:
     """The choice of tiers for a model's units.
 
-    ``planned(number, tiers)`` is the unit of that number with its states in these tiers; ``names`` are the units'.
+    ``planned(number, tiers)`` returns the unit of that number with its states in these tiers; ``names`` are the units'
+    names.
     """
 
     names: Sequence[str]
@@ -61,10 +62,10 @@ class Placement:
     _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Counter[Tier]]] = field(default_factory=dict)
 
     def tiers(self, budget: MemoryBudget) -> list[Tiers]:
-        """The tiers of each unit.
+        """Return the tiers of each unit.
 
         Raises:
-            ConfigError: the states and the working memory do not fit, wherever they are.
+            ConfigError: the states and the working memory do not fit in any placement.
         """
         order = sorted(range(len(self.names)), key=lambda number: bool(self.names[number]))
         wanted = [state for state in STATES if getattr(self.offload, state) == "auto"]
@@ -88,7 +89,9 @@ class Placement:
         return tiers
 
     def _divided(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
-        """The first ``near`` items on the device, those before ``far`` on the host, the rest on disk."""
+        """Return each unit's tiers: the first ``near`` items are on the device, those before ``far`` on the host,
+        others on disk.
+        """
         chosen = [Tiers() for _ in self.names]
         for place, (number, state) in enumerate(items):
             tier = Tier.DEVICE if place < near else Tier.HOST if place < far else Tier.DISK
@@ -96,7 +99,7 @@ class Placement:
         return [chosen_tiers(self.offload, tiers) for tiers in chosen]
 
     def _needed(self, tiers: Sequence[Tiers]) -> tuple[Counter[Tier], Counter[Tier]]:
-        """Bytes of states, and of working memory."""
+        """Return the bytes of states, and of working memory, by tier."""
         units, states = list[PlannedUnit](), Counter[Tier]()
         for number, chosen in enumerate(tiers):
             if (number, chosen) not in self._units:
@@ -132,7 +135,7 @@ def _too_large(
 
 
 def describe_placement(held: Mapping[tuple[str, str], int]) -> str:
-    """Bytes by state and tier (as :func:`model_state_bytes` gives them) in a line: where the states of a rank rest."""
+    """Describe in one line where a rank's states are stored, from the bytes that :func:`model_state_bytes` returns."""
     sums = Counter[tuple[str, str]]()
     for (state, tier), num_bytes in held.items():
         sums[SHOWN[state], tier] += num_bytes

@@ -1,6 +1,6 @@
-"""What to change in the config when memory has run out, ranked by the bytes that each change frees per rank.
+"""Changes to the config that free memory, ranked by the bytes that each frees per rank.
 
-States are counted by the table as it is and as it would be, with the working memory of either.
+States are computed from the table before and after a change, together with the working memory of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,11 @@ class Remedy:
 
 
 def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_bytes: int, most: int = 3) -> list[Remedy]:
-    """The changes that free most of the memories that are ``short`` (on a CPU the device and the host are one), of
-    each kind the best one.
+    """Return the best change of each kind, ranked by the bytes that it frees.
 
     Args:
-        activation_bytes: what the forward kept for backward, as far as it is known.
+        short: the memories that ran out (on a CPU the device and the host are one).
+        activation_bytes: bytes that the forward kept for backward, as far as they are known.
     """
     before = _held(blueprint.units, blueprint, short)
     best = list[Remedy]()
@@ -49,8 +49,8 @@ def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_byt
 
 
 def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -> list[str]:
-    """The changes of stage and tiers with which states and working memory fit, those that change least first. On one
-    rank all stages are the same.
+    """Return the changes of stage and tiers with which states and working memory fit, the smallest changes first. On
+    one rank all stages are the same, so none is suggested.
     """
     name, offload = blueprint.units[0].row.name, blueprint.config.zero.offload
     splits = any(segment.mesh.num_ranks > 1 for unit in blueprint.units for segment in unit.segments)
@@ -71,9 +71,11 @@ def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -
 
 
 def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
-    """A line that names a lower stage which sends fewer bytes in a step and needs less than half of the ``budget``; the
-    rest is for activations. None where there is none, or where more than the stage would count: states off the device,
-    codes on the wire, replicas that train apart.
+    """Return a line that names a lower stage which sends fewer bytes in a step and needs less than half of the
+    ``budget``; the other half is for activations.
+
+    None if there is no such stage, or if the choice depends on more than the stage: states off the device, compressed
+    communication, replicas that train separately.
     """
     segments = [segment for unit in blueprint.units for segment in unit.segments]
     row, shape = blueprint.units[0].row, StepShape(blueprint.resolved.batch.accumulate)
@@ -111,9 +113,9 @@ def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet
 
 
 def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tuple[str, list[PlannedUnit]]]]:
-    """The changes of each kind, as (what to write, the units then); of equals the one that costs less comes first.
+    """Yield the changes of each kind, as (text for the config, the changed units); of equals the cheaper is first.
 
-    Gradients that go where the optimizer states are have no setting of their own.
+    Gradients that are stored with the optimizer states have no setting of their own.
     """
     offload, name = blueprint.config.zero.offload, blueprint.units[0].row.name
     yield [
@@ -130,7 +132,7 @@ def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tupl
 
 
 def changed_units(units: Sequence[PlannedUnit], name: str, offload: Offload) -> list[PlannedUnit]:
-    """The units under the preset called ``name``, with the tiers of ``offload`` where it names them."""
+    """Return the units under the preset called ``name``, with the tiers of ``offload`` where it names them."""
     changed = []
     for unit in units:
         segments = [

@@ -1,8 +1,8 @@
-"""Seconds of a training step on one rank: what runs beside what, and what the device waits for.
+"""The predicted timeline of a training step on one rank: the jobs that overlap, and the waits of the device.
 
-Each thing that works one job after the other is a resource with a clock: the device, the links to other ranks and to
-the host, the host's cores, the disk. Updates of a step are made in the order of the next forward, which waits for each
-unit's; in the long run a step takes as long as that forward, all other forwards and backwards, and the last sum.
+Everything that does one job after the other is a resource with a clock: the device, the links to other ranks and to the
+host, the host's cores, the disk. The updates of a step are made in the order of the next forward, which waits for each
+unit's; in the long run a step takes as long as that forward, all other forwards and backwards, and the last reduction.
 """
 
 from collections import defaultdict
@@ -16,11 +16,23 @@ FOLLOWED = 3
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Of one unit, seconds of each job. ``forward`` and ``backward`` on the device; ``gather`` from other ranks, before
-    each (0: it stays whole in between: ``gather_again``); ``fetch`` from the host, before each, ``read`` from disk;
-    ``reduce`` among the ranks and ``stow`` on the host of a gradient; the ``update`` by the resource ``updated_by``,
-    with ``swap`` on disk, and the new parameters' way to the device (``bring``) and to all ranks (``publish``).
-    ``leave``: of what it was given, on its way by ``leaves_by`` to where it rests until backward, and back before that.
+    """Seconds of each job of one unit.
+
+    Attributes:
+        forward: on the device.
+        backward: on the device.
+        gather: all-gather from other ranks, before forward.
+        gather_again: all-gather before backward; 0 if the unit stays unsharded in between.
+        fetch: copy from the host, before forward and before backward.
+        read: read from disk, before forward and before backward.
+        reduce: reduction of the gradient over the ranks.
+        stow: copy of the reduced gradient to the host.
+        update: the optimizer's update, by the resource ``updated_by``.
+        swap: reads and writes on disk for the update.
+        bring: copy of the updated parameters to the device.
+        publish: communication of the updated parameters to all ranks.
+        leave: transfer of the unit's offloaded inputs by the resource ``leaves_by`` after forward, and again before
+            backward.
     """
 
     forward: float
@@ -42,21 +54,23 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """``total_s`` of a step, of which the device computes ``compute_s`` and waits for each resource ``waits_s``."""
+    """Seconds of a step: in total (``total_s``), of computation on the device, and of its waits by resource."""
 
     total_s: float
     compute_s: float
     waits_s: dict[str, float]
 
     def with_bubble(self, num_micros: int, num_stages: int) -> "StepTime":
-        """In a pipeline of stages that take as long: each waits for the others' first and last micro-batches."""
+        """Return the time in a pipeline of equally slow stages: each waits for the others' first and last work."""
         bubble = self.total_s * (num_stages - 1) / num_micros
         return StepTime(self.total_s + bubble, self.compute_s, {**self.waits_s, "pipeline": bubble})
 
 
 @dataclass(frozen=True)
 class Job:
-    """``what`` is done for the ``unit`` of that number, by a resource; in seconds from the step's beginning."""
+    """A job in the timeline: ``what`` a resource does for the ``unit`` of that number. Seconds count from the step's
+    start.
+    """
 
     what: str
     unit: int
@@ -66,7 +80,7 @@ class Job:
 
 
 class _Clocks:
-    """When each resource is free; what the device waited for. ``jobs``: what it did, told as it is found."""
+    """The time at which each resource is free, and the waits of the device. ``jobs``, if given, receives every job."""
 
     def __init__(self, ranks: str = RANKS, jobs: list[Job] | None = None) -> None:
         self.ranks = ranks
@@ -76,7 +90,7 @@ class _Clocks:
         self.busy = 0.0
 
     def run(self, job: tuple[str, int], resource: str, seconds: float, after: float = 0.0) -> float:
-        """A job (what, for which unit) that may begin at ``after``; its end."""
+        """Run a job (what, for which unit) on a resource, starting at ``after`` at the earliest; return its end."""
         if not seconds:
             return after
         start = max(self.free[resource], after)
@@ -89,7 +103,7 @@ class _Clocks:
             self._jobs.append(Job(*job, resource, start, stop))
 
     def compute(self, job: tuple[str, int], seconds: float, needed: Sequence[tuple[str, float]]) -> float:
-        """On the device, once all that is needed is there: (who brings it, when)."""
+        """Run a job on the device once all inputs in ``needed``, (resource, arrival), are there; return its end."""
         who, when = max(needed, key=lambda each: each[1], default=(DEVICE, 0.0))
         if when > self.free[DEVICE]:
             self.waits[who] += when - self.free[DEVICE]
@@ -109,12 +123,12 @@ def step_time(
     ranks: str = RANKS,
     jobs: list[Job] | None = None,
 ) -> StepTime:
-    """Follow a step of ``num_micros`` micro-batches through the units, in their order.
+    """Simulate a step of ``num_micros`` micro-batches through the units, in their order.
 
     Args:
-        reduces_each: gradients are summed after each micro-batch; otherwise after the last.
+        reduces_each: gradients are reduced after each micro-batch; otherwise after the last.
         ranks: the resource that sends and receives.
-        jobs: gets what is done in the micro-batches that are followed one by one.
+        jobs: receives the jobs of the micro-batches that are simulated one by one.
     """
     clocks = _Clocks(ranks, jobs)
     updated = [_update(clocks, number, unit) for number, unit in enumerate(units)]
@@ -141,7 +155,7 @@ def step_time(
 
 
 def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
-    """Who makes the unit's parameters new, the last of all, and when they are."""
+    """Run the jobs of a unit's update; return the resource of the last one, and its end."""
     jobs = (
         ("update", unit.updated_by, unit.update),
         ("swap", DISK, unit.swap),
@@ -163,7 +177,9 @@ def _pass(
     backward: bool,
     reduces: bool = False,
 ) -> float:
-    """One forward or backward; when the last gradient is where it rests. One unit is brought ahead of its use."""
+    """Run one forward or backward; return the time at which the last gradient is stored. Transfers for a unit start at
+    the earliest with the computation of the unit before it.
+    """
     order = range(len(units) - 1, -1, -1) if backward else range(len(units))
     begun, end = [clocks.free[DEVICE]] * 2, 0.0
     for at in order:

@@ -1,9 +1,9 @@
-"""Bytes that a rank sends in a step, straight from the table: what the traffic report will count.
+"""Bytes that a rank sends in a step, computed from the table: what the traffic report will count.
 
 With P the padded bytes of the parameters on N ranks, data parallelism sends 2P (N-1)/N per rank and step, and so do
-stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters are kept whole between forward and backward
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 7). Beside
-them go control messages of some bytes each, which are counted here as well.
+stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters stay unsharded between forward and backward
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 7). Control
+messages of a few bytes each are counted as well.
 """
 
 from collections import Counter
@@ -26,15 +26,18 @@ LOSS_BYTES = 4
 
 @dataclass(frozen=True)
 class StepShape:
-    """What happens in a step.
+    """The properties of a step that determine its traffic.
 
-    ``accumulate``: micro-batches, each a forward of every unit and a backward through every unit, in so many ``chunks``
-    (stages of a pipeline that a rank has). ``num_reduced``: after how many backwards gradients that rest split are
-    reduced (if after none of them, then at the step); None: after each, as without ``no_sync``. ``returns_loss``: the
-    mean loss over the ranks is asked for, as ``train_batch`` does (which also has the ranks tell each other what they
-    have drawn).
-    ``announced``: a unit's number is exchanged beside each gather, as it is on accelerators. ``ends_round``: replicas
-    that train separately average their weights. ``is_warming_up``: the step belongs to the warm-up.
+    Attributes:
+        accumulate: micro-batches, each a forward and a backward of every unit.
+        num_reduced: the number of backwards after which sharded gradients are reduced (if 0, they are reduced at the
+            step); None: all of them, as without ``no_sync``.
+        returns_loss: the mean loss over the ranks is computed, as ``train_batch`` does; the ranks then also exchange
+            the numbers of micro-batches that they have drawn.
+        announced: a unit's number is exchanged with each all-gather, as on accelerators.
+        ends_round: replicas that train separately average their weights.
+        is_warming_up: the step belongs to the warm-up.
+        chunks: stages of a pipeline that a rank has; each runs its own forwards and backwards.
     """
 
     accumulate: int = 1
@@ -47,14 +50,15 @@ class StepShape:
 
     @property
     def num_backwards(self) -> int:
-        """Of all chunks."""
+        """The number of backwards in a step, over all chunks."""
         return self.accumulate * self.chunks
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
-    """What one rank sends in a step in which every parameter that trains gets a gradient. The ranks send the same.
+    """Return the traffic of a rank in a step in which every trained parameter gets a gradient. It is equal on all
+    ranks.
 
-    Buffers that the forward changes (running statistics) come on top: they are no part of the plan.
+    Buffers that the forward changes (running statistics) are not included: they are not part of the plan.
     """
     phase = 0 if shape.is_warming_up else -1
     sent = _Sent(units[0].segments[0].mesh)
@@ -93,7 +97,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
 
 
 def collected_gradients(row: StatePlan) -> Residence:
-    """Return where gradients are before they are summed: on the device, in the encoding that they are stored in."""
+    """Return the residence of gradients before they are reduced: on the device, in the encoding of their storage."""
     return replace(row.grad_arrival, encoding=row.grad_step.encoding)
 
 
@@ -105,7 +109,7 @@ class _Sent:
         self._mesh = mesh
 
     def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
-        """A unit's gathers for forward and backward, of each micro-batch so many."""
+        """Add a unit's all-gathers for forward and backward, ``times`` of each per micro-batch."""
         num_gathers = times * shape.accumulate * (1 if unit.stays_whole else 2)
         if shape.announced:
             self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
@@ -117,8 +121,8 @@ class _Sent:
                 self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
 
     def reductions(self, bucket: PlannedBucket, num_reduced: int, phase: int) -> None:
-        """The reductions of one bucket: after a micro-batch, if gradients are stored in parts until the step, else at
-        the step. Of gradients that are stored nowhere, the norms and which were used are summed there, too.
+        """Add the reductions of one bucket: after a micro-batch, if gradients are stored in parts until the step, else
+        at the step. For gradients that are not stored, norms and the flags of used parameters are summed there, too.
         """
         row, num_elements, sync = bucket.row, bucket.num_elements, bucket.gradients.syncs[phase]
         calls = 1 if self._mesh.active(row.grad_between.partial_axes) else num_reduced
@@ -134,17 +138,17 @@ class _Sent:
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
     def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
-        """Messages of ``num_bytes`` that every rank of a group sends to every other."""
+        """Add messages of ``num_bytes`` that every rank of a group sends to every other."""
         if named := self._mesh.named(axes):
             num = self._mesh.group_size(named)
             self.meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)
 
     def move(self, src: Residence, dst: Residence, padded: int, purpose: str, calls: int = 1) -> None:
-        """The table's steps from ``src`` to ``dst`` for a flat buffer of ``padded`` elements, ``calls`` times."""
+        """Add the operations from ``src`` to ``dst`` on a flat buffer of ``padded`` elements, ``calls`` times."""
         self.count(steps(src, dst, self._mesh), src, padded, purpose, calls)
 
     def count(self, ops: Sequence[Step], src: Residence, padded: int, purpose: str, calls: int = 1) -> None:
-        """``ops`` from ``src`` on, ``calls`` times."""
+        """Add ``ops`` on a flat buffer of ``padded`` elements, from ``src`` on, ``calls`` times."""
         for collective, axes, num_bytes in sent_by_steps(ops, src, padded, self._mesh):
             self.meter.add(TrafficKey(collective, axes, purpose), calls * num_bytes, calls)
 
@@ -152,9 +156,9 @@ class _Sent:
 def sent_by_steps(
     ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShape
 ) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """(collective, axes, bytes that one rank sends) for ``ops`` from ``src`` on, of ``padded`` elements.
+    """Yield (collective, axes, bytes that one rank sends) for ``ops`` on ``padded`` elements, from ``src`` on.
 
-    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    An all-reduce counts as a reduce-scatter, and an all-gather once the norm is known.
     """
     num_elements, encoding = src.num_elements(padded, mesh), src.encoding
     for op in in_phases(ops):

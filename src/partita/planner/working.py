@@ -1,6 +1,6 @@
-"""Bytes that a rank needs beside its model states, at the most: slots, staging memory, what is on its way.
+"""Working memory: an upper bound of the bytes for slots, staging and transfers that a rank needs besides its states.
 
-What autograd keeps for backward is not in it.
+Activations that autograd keeps for backward are not included.
 """
 
 from collections import Counter
@@ -30,7 +30,12 @@ STAGED_GRADIENTS = 2
 def working_bytes(
     units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
 ) -> Counter[Tier]:
-    """Bytes by tier. ``prefetch`` is ``zero.prefetch_bytes``; ``on_host``: the host's processors compute."""
+    """Return the working memory in bytes by tier.
+
+    Args:
+        prefetch: ``zero.prefetch_bytes``.
+        on_host: the host's processors compute.
+    """
     pools = bucket_pools(share_buckets(reduction_order(units)), in_pieces=on_host)
     passing = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
     passing[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
@@ -40,8 +45,8 @@ def working_bytes(
 def most_working_bytes(
     units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
 ) -> Counter[Tier]:
-    """A bound of :func:`working_bytes` that does not depend on which small gradients share a bucket: units that rest in
-    other tiers than before change nothing in that of the others.
+    """Return an upper bound of :func:`working_bytes` that does not depend on which small gradients share a bucket:
+    moving a unit to another tier does not change the share of the other units.
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     passing = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
@@ -54,7 +59,7 @@ def most_working_bytes(
 def _beside_gradients(
     units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
 ) -> Counter[Tier]:
-    """All but the buffer pools of gradients."""
+    """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + unshard_scratch_bytes(units)
     device += _held_bytes(trained) + (0 if on_host else _publish_bytes(trained))
@@ -62,12 +67,12 @@ def _beside_gradients(
 
 
 def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """Return what a reduction needs on the device for states of its sync that are kept elsewhere."""
+    """Return the device memory that a reduction needs for states of its sync that are stored in another tier."""
     return max((segment.gradients.sync.working_bytes(segment.gradients) for segment in trained), default=0)
 
 
 def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
-    """The gradients of one unit as autograd leaves them, where they do not stay there."""
+    """Return the bytes of the largest unit's gradients as autograd leaves them, without those that stay there."""
     moved = (
         sum(
             segment.layout.padded * segment.row.grad_arrival.encoding.itemsize
@@ -80,7 +85,7 @@ def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
 
 
 def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
-    """Slots of reduced gradients that rest nowhere."""
+    """Return the bytes of the slots for reduced gradients that are not stored."""
     passing = [segment for segment in trained if segment.gradients.sums_tier is tier]
     if not passing:
         return 0
@@ -89,8 +94,8 @@ def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
 
 
 def _shared_slots(sizes: Sequence[int], depth: int) -> int:
-    """Slots of the buckets that segments of these sizes are in. Whatever small ones share, a bucket of theirs has at
-    most ``BUCKET_BYTES``, and the classes of such buckets are a falling geometric series.
+    """Return the bytes of the slots for the buckets of segments of these sizes. However small segments share buckets, a
+    bucket of theirs has at most ``BUCKET_BYTES``, and the size classes of such buckets are a falling geometric series.
     """
     large = tuple(size for size in sizes if size > BUCKET_BYTES)
     small = sum(size for size in sizes if size <= BUCKET_BYTES)
@@ -99,7 +104,7 @@ def _shared_slots(sizes: Sequence[int], depth: int) -> int:
 
 
 def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """A segment made whole on the device on its way to where it rests whole, after an update."""
+    """Return the bytes of the largest segment that is all-gathered on the device and then stored in another tier."""
     return max(
         (
             segment.held_bytes(segment.row.param_rest)
@@ -111,10 +116,10 @@ def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
 
 
 def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
-    """Host memory that what rests on disk passes through.
+    """Return the host memory that states on disk pass through.
 
-    Staging memory grows as it is asked for, so sizes that are close to each other may all come to have slots. A unit's
-    update reads the whole bucket that holds its gradients, also what other units have in it.
+    Staging memory grows on demand, so sizes that are close to each other may all get slots. A unit's update reads the
+    full bucket that holds its gradients, including those of other units.
     """
     parameters = Counter[int]()
     gradients = Counter[int]()
@@ -146,7 +151,7 @@ def _slots_of_each(sizes: Counter[int], depth: int) -> int:
 
 
 def _update_bytes(units: Sequence[PlannedUnit]) -> int:
-    """The gradients of a unit that is updated off the device, as the optimizer asks for them."""
+    """Return the bytes of the largest unit's gradients in the optimizer's form, of units updated off the device."""
     away = (
         sum(segment.held_bytes(segment.row.master) for segment in unit.segments if segment.trains)
         for unit in units

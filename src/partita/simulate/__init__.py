@@ -1,1 +1,1 @@
-"""The real engine as a rank of a cluster that is not there: what it holds, and what it sends."""
+"""Simulation of a cluster with the real engine: the memory that a rank holds, and the messages that it sends."""

@@ -1,4 +1,4 @@
-"""A cluster on paper: each role of its ranks, one after the other."""
+"""Simulation of a cluster: one rank of each role, one after the other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """``num_ranks`` processes with a device of a ``kind`` each, ``ranks_per_node`` of them on a node."""
+    """A cluster of ``num_ranks`` processes, ``ranks_per_node`` of them on a node, each with a device of a ``kind``."""
 
     num_ranks: int
     kind: str = accelerator.USUAL_KIND
@@ -31,7 +31,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What was simulated, and a report of each role."""
+    """The resolved config of a simulation, and a report of each role."""
 
     resolved: Resolved
     ranks: tuple[RankReport, ...]
@@ -46,12 +46,12 @@ def simulate(
     """Train as some ranks of a cluster with the real engine, on tensors without values.
 
     Args:
-        config: what :func:`partita.initialize` takes.
-        ranks: None: an example of each distinct role.
+        config: the config, as for :func:`partita.initialize`.
+        ranks: the ranks to simulate; None: an example of each distinct role.
 
     Raises:
         ConfigError: the configuration does not fit the cluster, or leaves the placement open; there is no such rank.
-        PartitaError: the model's forward asks for values.
+        PartitaError: the model's forward reads values.
     """
     settings = load_config(config)
     _check_kind(cluster.kind)
@@ -60,7 +60,7 @@ def simulate(
     mesh = resolved.mesh
     roles = distinct_roles(mesh) if ranks is None else [role_of(rank, mesh) for rank in ranks]
     requests = Requests()
-    if ranks is not None and mesh.pipeline > 1:  # the last stage tells what the others are asked for
+    if ranks is not None and mesh.pipeline > 1:  # the requests of the last stage determine those of the others
         simulate_rank(subject, resolved, role_of(mesh.num_ranks - 1, mesh), cluster.kind, requests)
     found = dict[Role, RankReport]()
     for role in sorted(roles, key=lambda role: -mesh.coordinate(role.rank, "pipeline")):

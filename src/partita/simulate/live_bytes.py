@@ -1,4 +1,4 @@
-"""What autograd and the model's operators keep on a simulated device."""
+"""Memory that autograd and the model's operators hold on a simulated device."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the memory that operators have taken since it was entered and not given back, and the ``peak`` of that.
+    """Bytes that operators have allocated and not freed since this mode was entered (``now``), and their ``peak``.
 
-    Memory that was there before is none of it, also where a tensor is laid over it anew. Nor is what a kernel takes
-    within a call: oneDNN's copies of what a convolution reads, in blocks of channels, follow from the processor and the
-    number of threads that train, which are not those of a simulation.
+    Memory that existed before is not counted, even if a new tensor is laid over it. Memory that a kernel takes within a
+    call is not counted, either: oneDNN's copies of a convolution's arguments, in blocks of channels, depend on the
+    processor and on the number of threads that train, which are not those of a simulation.
     """
 
     def __init__(self) -> None:

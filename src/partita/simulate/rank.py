@@ -30,8 +30,10 @@ LossFn = Callable[[Any, Any], Tensor] | None
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained. ``build`` makes the model, ``batch`` a micro-batch of so many samples, both on the ``meta``
-    device; ``loss_fn`` is what :func:`partita.initialize` takes.
+    """The training to simulate.
+
+    ``build`` makes the model, ``batch`` a micro-batch of that many samples, both on the ``meta`` device. ``loss_fn`` is
+    as for :func:`partita.initialize`.
     """
 
     build: Callable[[], nn.Module]
@@ -41,7 +43,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a rank's."""
+    """One collective call of a rank."""
 
     key: TrafficKey
     sent_bytes: int
@@ -49,12 +51,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank holds and sends.
+    """The memory and the traffic of one rank.
 
-    ``memory`` is the ledger's after a step; ``activation_bytes`` the most that autograd and the model's operators took
-    beside it in a step (of the memory that the model computes in); ``traffic`` is that of a step, and ``collectives``
-    its calls in their order. ``planned_bytes`` and ``planned_traffic`` are the closed forms of the model states
-    (:mod:`partita.planner`), which do not know what axes beside data exchange of activations.
+    ``memory`` is the ledger's report after a step. ``activation_bytes``: the peak of what autograd and the model's
+    operators held in a step that is not in the ledger (in the memory that the model computes in). ``traffic`` is that
+    of a step, and ``collectives`` are its calls in their order. ``planned_bytes`` and ``planned_traffic`` are the
+    closed forms of the model states (:mod:`partita.planner`), without the activations that are exchanged along axes
+    other than data.
     """
 
     role: Role
@@ -67,14 +70,14 @@ class RankReport:
 
     @property
     def bytes_by_tier(self) -> dict[Tier, int]:
-        """The most of each memory that is in use at a time."""
+        """Peak bytes in use, by tier."""
         found = {tier: sum(num for (_, name), num in self.memory.peak.items() if name == tier.value) for tier in Tier}
         found[Tier.DEVICE] += self.activation_bytes
         return {tier: num for tier, num in found.items() if num}
 
 
 class _Listener(Watcher):
-    """Notes what is sent."""
+    """Watcher that records the messages that are sent."""
 
     def __init__(self) -> None:
         self.heard = list[Collective]()
@@ -87,14 +90,16 @@ class _Listener(Watcher):
 
 
 def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
-    """Build the engine as this rank on devices of a ``kind`` (``cpu``, ``cuda``), and train two steps. In the first
-    one, optimizers make their states and the order of gathers is learned; the second is as all that follow.
+    """Build the engine as this rank on devices of a ``kind`` (``cpu``, ``cuda``), and train two steps.
+
+    In the first step, optimizers allocate their states and the order of gathers is learned. The second step is like all
+    later ones; the report is of that one.
 
     Args:
-        requests: of stages that were simulated before (:class:`~partita.comm.simulated.SimulatedRanks`).
+        requests: those of stages that were simulated before (:class:`~partita.comm.simulated.SimulatedRanks`).
 
     Raises:
-        PartitaError: what the engine raises; or the model asks for values.
+        PartitaError: the engine raised it, or the model reads values.
     """
     with accelerator.simulating(kind), _quietly(), _values_refused():
         with accelerator.SIMULATED:
@@ -103,7 +108,7 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
         given = Given(None, None, subject.loss_fn, None)
         with without_values(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
-            for group in engine.optimizer.param_groups:  # torch's fused kernels want memory
+            for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
             _train(engine, subject)
             listener, before = _Listener(), engine.traffic_report()
@@ -126,7 +131,7 @@ def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, 
     return RankReport(
         role,
         engine.memory_report(),
-        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # which the ledger has, too
+        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # the ledger has these, too
         engine.traffic_report().since(before),
         tuple(heard),
         engine.planned_bytes,
@@ -136,7 +141,7 @@ def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without warnings of a run that is none."""
+    """Suppress warnings, which do not apply to a simulated run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -144,7 +149,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _values_refused() -> Iterator[None]:
-    """Raises PartitaError: the model asks for a tensor's values."""
+    """Raise PartitaError if the model reads a tensor's values."""
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:

@@ -14,7 +14,7 @@ class Role:
 
 
 def role_of(rank: int, mesh: MeshShape) -> Role:
-    """The role of one rank.
+    """Return the role of one rank.
 
     Raises:
         ConfigError: there is no such rank.
@@ -24,8 +24,10 @@ def role_of(rank: int, mesh: MeshShape) -> Role:
 
 
 def distinct_roles(mesh: MeshShape) -> list[Role]:
-    """For each stage of the pipeline and the first and the last tensor coordinate, the first and the last of the ranks
-    that share the states: those between hold what the first does, and the last may hold less.
+    """Return the roles of ranks that may differ.
+
+    For each stage of the pipeline, and for the first and the last tensor coordinate, these are the first and the last
+    of the ranks that share the states. Ranks between them hold the same as the first; the last may hold less.
     """
     shares = mesh.group_size(STATE_AXES)
     ranks = [

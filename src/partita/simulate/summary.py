@@ -7,14 +7,17 @@ from partita.plan.residence import Tier
 from partita.simulate.cluster import Simulation
 from partita.simulate.rank import Collective, RankReport
 
-# Calls that are looked at for one that comes again and again: a gather with its announcement, and a sum between them.
+# The longest series of calls whose repetitions are found: a gather with its announcement, and a sum between them.
 LONGEST_CYCLE = 6
 
 Row = tuple[str, ...]
 
 
 def bytes_rows(simulation: Simulation) -> Iterator[tuple[Row, list[int]]]:
-    """Of each role: its rank and place; bytes on device, host and disk, of these activations, and sent in a step."""
+    """Yield the rank and place of each role, with its bytes.
+
+    The bytes are: on the device, on the host, on disk, those of activations among them, and those sent in a step.
+    """
     for rank in simulation.ranks:
         found = rank.bytes_by_tier
         held = [found.get(tier, 0) for tier in Tier]
@@ -25,14 +28,14 @@ def bytes_rows(simulation: Simulation) -> Iterator[tuple[Row, list[int]]]:
 
 
 def state_rows(rank: RankReport) -> Iterator[tuple[Row, int]]:
-    """State and tier, and the most bytes of it."""
+    """Yield (state, tier) and the peak bytes of each, the largest first."""
     peak = {**rank.memory.peak, ("activations", Tier.DEVICE.value): rank.activation_bytes}
     for key in sorted((key for key in peak if peak[key]), key=lambda key: -peak[key]):
         yield key, peak[key]
 
 
 def sequence(calls: Sequence[Collective]) -> Iterator[tuple[int, tuple[Collective, ...]]]:
-    """The calls in their order, what comes several times in a row once: how often, and what."""
+    """Yield the calls in their order as (repetitions, calls): calls that repeat in a row are yielded once."""
     at = 0
     while at < len(calls):
         length, times = max(
@@ -45,7 +48,7 @@ def sequence(calls: Sequence[Collective]) -> Iterator[tuple[int, tuple[Collectiv
 
 
 def _times(calls: Sequence[Collective], at: int, length: int) -> int:
-    """How often ``length`` calls from ``at`` on come one after the other."""
+    """Return how many times the ``length`` calls from ``at`` on occur in a row."""
     cycle, times = calls[at : at + length], 1
     while len(cycle) == length and calls[at + times * length : at + (times + 1) * length] == cycle:
         times += 1
@@ -53,7 +56,7 @@ def _times(calls: Sequence[Collective], at: int, length: int) -> int:
 
 
 def plain(simulation: Simulation) -> dict[str, Any]:
-    """All of it, of numbers, texts, lists and mappings."""
+    """Return the simulation as numbers, strings, lists and mappings."""
     mesh = simulation.resolved.mesh
     axes = {axis: mesh.size(axis) for axis in ("pipeline", "data", "sequence", "tensor")}
     return {"mesh": axes, "ranks": [_plain_rank(rank) for rank in simulation.ranks]}

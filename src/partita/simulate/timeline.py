@@ -1,4 +1,4 @@
-"""The calls of a simulated rank as rows of a trace, with the seconds that each would take on a machine."""
+"""Collectives of a simulated rank as rows of a trace, with the seconds that each would take on a machine."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from partita.simulate.rank import RankReport
 
 
 def collective_rows(rank: RankReport, mesh: MeshShape, rates: Rates) -> list[dict[str, Any]]:
-    """One after the other in their order, as if the rank did nothing else: a row for the axes of each. What runs beside
-    them is the plan's to say.
+    """Return the calls as trace rows, one row for each combination of axes.
+
+    The calls follow each other as if the rank did nothing else. The plan's trace shows what they overlap with.
     """
     spans, start_ns = list[Span](), 0
     for call in rank.collectives:

@@ -1,1 +1,1 @@
-"""The ready-made trainer: a job file in; metrics, a plot, a sample and trained weights out."""
+"""The ready-made trainer: reads a job file, and writes metrics, a plot, a sample and trained weights."""

@@ -1,8 +1,8 @@
-"""Text as one row of tokens, a part of it held out, and batches cut from it.
+"""Text as one row of tokens, with a held-out part, and batches cut from it.
 
-Invariants: the held-out regions are never trained on; the split depends on the text, the share and the seed alone; the
-batch of a step is a pure function of (seed, step, data rank), so a data position needs no state, and the samples of a
-step are the same set for every micro x accumulate x ranks that make the same total.
+Invariants: the held-out regions are never trained on. The split depends only on the text, the share and the seed. The
+batch of a step is a pure function of (seed, step, data rank), so the data position needs no state. The samples of a
+step are the same set for every micro x accumulate x ranks with the same total.
 """
 
 import sysconfig
@@ -18,7 +18,7 @@ from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
 
-# Longer texts are cut into regions of this many bytes, so that the held-out part of one long text is many places of it.
+# Longer texts are cut into regions of this many bytes, so that held-out regions are spread over a long text.
 LARGEST_REGION_BYTES = 2**18
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -27,20 +27,20 @@ Encode = Callable[[bytes], Tensor]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two rows of tokens, [length] each: what is trained on, and what is only evaluated on."""
+    """Two rows of tokens, [length] each: the training text and the held-out text."""
 
     train: Tensor
     held_out: Tensor
 
     @property
     def digest(self) -> str:
-        """Tells this text and its split from others."""
+        """A hash that identifies this text and its split."""
         parts = (self.train, self.held_out)
         return " ".join(xxhash.xxh3_64(part.contiguous().view(torch.uint8).numpy().data).hexdigest() for part in parts)
 
 
 def bytes_to_tokens(text: bytes) -> Tensor:
-    """Each byte is a token: [length], uint8."""
+    """Convert each byte into a token: [length], uint8."""
     return (
         torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if text
@@ -49,10 +49,10 @@ def bytes_to_tokens(text: bytes) -> Tensor:
 
 
 def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
-    """Reads the text and splits it.
+    """Read the text and split it.
 
     Raises:
-        ConfigError: nothing to read there, or too little text for one sample on either side of the split.
+        ConfigError: there is nothing to read, or too little text for one sample on either side of the split.
     """
     documents = _read_stdlib() if data.corpus == "stdlib" else _read_files(Path(data.corpus), data.pattern)
     train_text, held_out_text = split(documents, data.held_out, data.seed)
@@ -68,7 +68,7 @@ def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
 
 
 def split(documents: Sequence[bytes], share: float, seed: int) -> tuple[bytes, bytes]:
-    """The text to train on and the held-out text: contiguous regions (whole documents where they are short enough).
+    """Return the training text and the held-out text: contiguous regions (complete documents if they are short enough).
 
     Regions are held out in an order drawn from ``seed`` until they are at least ``share`` of the bytes. Both sides keep
     the order of the text.
@@ -104,7 +104,7 @@ class Batches:
         return self.batch.total * self.data.sequence
 
     def train(self, step: int) -> Iterator[Tensor]:
-        """The ``accumulate`` micro-batches of a step: windows at random places of the training text."""
+        """Yield the ``accumulate`` micro-batches of a step: windows at random places of the training text."""
         text = self.corpus.train
         # torch's generator takes 32 bits of its seed; neighbouring seeds give unrelated numbers.
         generator = torch.Generator().manual_seed(self.data.seed * 1_000_003 + step)
@@ -112,9 +112,9 @@ class Batches:
         return self._micro_batches(text, starts)
 
     def held_out(self, num_batches: int) -> Iterator[Tensor]:
-        """This rank's part of ``num_batches`` whole batches: windows spread evenly over the held-out text.
+        """Yield this rank's part of ``num_batches`` full batches: windows spread evenly over the held-out text.
 
-        They are the same every time, and for every micro x accumulate x ranks that make the same total.
+        They are the same every time, and for every micro x accumulate x ranks with the same total.
         """
         text = self.corpus.held_out
         num_windows = num_batches * self.batch.total
@@ -128,7 +128,7 @@ class Batches:
 
 
 def _read_stdlib() -> list[bytes]:
-    """The modules of Python's standard library, without its tests, in the order of their paths."""
+    """Return the modules of Python's standard library, without its tests, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
     documents = [path.read_bytes() for path in sorted(paths)]

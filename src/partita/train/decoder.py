@@ -1,7 +1,7 @@
 """A compact decoder-only transformer in plain PyTorch: RMSNorm, rotary positions, SwiGLU, grouped queries.
 
-It knows nothing of partita. Every module that owns parameters has ``reset_parameters``, which draws from torch's global
-generator, so the model can be built on the ``meta`` device and filled later.
+It does not depend on partita. Every module with parameters of its own has ``reset_parameters``, which draws from
+torch's global generator, so the model can be built on the ``meta`` device and initialized later.
 """
 
 import math
@@ -37,7 +37,7 @@ class DecoderShape:
 
     @property
     def residual_std(self) -> float:
-        """The same for what is added to the residual stream, twice a layer (Radford et al., 2019, section 2.3)."""
+        """Standard deviation for layers that write to the residual stream (Radford et al., 2019, section 2.3)."""
         return self.init_std / math.sqrt(2 * self.layers)
 
 
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020): the gate and the value are one matrix."""
+    """SwiGLU (Shazeer, 2020), with the gate and the value in one matrix."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -116,9 +116,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, vocab], or, given targets [batch, length], to their mean loss.
+    """A decoder from tokens [batch, length] to logits [batch, length, vocab], or, given targets, to their mean loss.
 
-    The loss is in nats. The length is free: positions are relative.
+    Targets are [batch, length]; the loss is in nats. Any length works: positions are relative.
     """
 
     def __init__(self, shape: DecoderShape) -> None:
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Tensor:
-    """Cosines and sines of each position's angles: [2, length, head_dim / 2], fp32."""
+    """Return cosines and sines of each position's angles: [2, length, head_dim / 2], fp32."""
     pair = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     position = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(position, ROTARY_BASE ** (-pair / head_dim))
@@ -151,7 +151,7 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> Tensor:
 
 
 def rotate(heads: Tensor, table: Tensor) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of [batch, heads, length, head_dim] by the angles of ``table``."""
+    """Rotate the pairs (i, i + head_dim / 2) of [batch, heads, length, head_dim] by the angles of ``table``."""
     cos, sin = table.to(heads.dtype)
     left, right = heads.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)

@@ -1,4 +1,4 @@
-"""Signals as wishes: the step in progress is finished first, and all ranks act after the same step."""
+"""Signals as requests: the step in progress is finished first, and all ranks act after the same step."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class Wish(IntEnum):
-    """What is asked for; the greater one wins."""
+    """A request to the training loop; the greater one wins."""
 
     NOTHING = 0
     SAVE = 1
@@ -17,12 +17,12 @@ class Wish(IntEnum):
 
 
 class Interruption:
-    """While the block runs, a first SIGINT only sets ``wish`` to STOP; a second one is Python's own KeyboardInterrupt.
+    """A context in which a first SIGINT only sets ``wish`` to STOP; a second one raises Python's KeyboardInterrupt.
 
-    Where there are checkpoints (``saves``), SIGTERM stops, too, and SIGUSR1, which job schedulers send ahead of a
-    pre-emption, asks for one. ``agreed`` is for the loop: the greatest wish of any rank.
+    With checkpoints (``saves``), SIGTERM also stops, and SIGUSR1, which job schedulers send before a preemption, asks
+    for a checkpoint. The loop sets ``agreed``: the greatest wish of any rank.
 
-    Outside the main thread signals are not ours to handle, and nothing is changed.
+    Outside the main thread, signals cannot be handled, and nothing is changed.
     """
 
     def __init__(self, *, saves: bool = False) -> None:
@@ -48,6 +48,6 @@ class Interruption:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def saved(self) -> None:
-        """The wish for a checkpoint is granted."""
+        """Clear a request for a checkpoint, because it was saved."""
         if self.wish is Wish.SAVE:
             self.wish = Wish.NOTHING

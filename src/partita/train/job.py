@@ -1,6 +1,6 @@
-"""A training job: which model, on which text, for how long, with which engine.
+"""A training job: its model, its text, its length and its engine.
 
-The ``engine`` section is the whole configuration of :func:`partita.initialize`; the others are the trainer's own.
+The ``engine`` section is the full configuration of :func:`partita.initialize`; the others are the trainer's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ class SampleSection(Section):
 
 
 class TrainSection(Section):
-    """How long to train, and what to write down on the way."""
+    """Length of the training, and its outputs."""
 
     steps: Count = Field(1000, description="optimizer steps")
     log_every: Count = Field(10, description="steps between two rows of metrics; a row is the mean over them")
@@ -93,7 +93,7 @@ class TrainSection(Section):
 
 
 class Job(Section):
-    """A whole job. Build one with :func:`load_job`, which also says where a wrong key was written."""
+    """A full job. Build one with :func:`load_job`, which also says where a wrong key was written."""
 
     model: ModelSection = Field(ModelSection(), description="what to train")
     data: DataSection = Field(DataSection(), description="what to train on")
@@ -108,20 +108,21 @@ class Job(Section):
 
     @property
     def sinks(self) -> tuple[SinkName, ...]:
-        """What shows the metrics."""
+        """The sinks that show the metrics."""
         if self.train.metrics == "auto":
             return ("tensorboard",) if installed("tensorboard") else ()
         return self.train.metrics
 
 
 def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str] = ()) -> Job:
-    """The job in ``source`` (the path of a YAML or JSON file, or a mapping), with overrides such as "train.steps=10".
+    """Return the job in ``source``, with overrides such as "train.steps=10".
 
-    Where a schedule needs ``engine.schedule.total_steps`` and does not have it, it is ``train.steps``.
+    ``source`` is the path of a YAML or JSON file, or a mapping. If a schedule needs ``engine.schedule.total_steps`` and
+    it is not set, it is ``train.steps``.
 
     Raises:
-        ConfigError: the source cannot be read, or says something wrong; each key is named with where it was written.
-            A library that ``train.metrics`` names is missing.
+        ConfigError: the source cannot be read, or has wrong values (the message names each key and where it was
+            written); or a library that ``train.metrics`` names is missing.
     """
     sections, where = read_sections(source, overrides)
     engine = sections.pop("engine", None)
@@ -151,7 +152,7 @@ def _engine_config(engine: object, steps: int, where: Where) -> Config:
 
 
 def _model_problems(model: ModelSection) -> list[Problem]:
-    """What pydantic cannot see: how the sizes of the decoder fit together."""
+    """Return the problems that pydantic cannot see: sizes that do not fit together, and keys without effect."""
     found: dict[str, tuple[str, str]] = {}
     heads, kv_heads = model.heads, model.kv_heads
     if model.huggingface is not None:

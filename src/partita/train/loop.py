@@ -1,9 +1,9 @@
-"""The training loop of a job, and everything it leaves in ``job.out``.
+"""The training loop of a job, and everything it writes to ``job.out``.
 
 All ranks run the same loop in step: each evaluates, stops and exports after the same steps. Only the first rank writes.
-``metrics.jsonl``, and what the sinks of ``train.metrics`` show, grow while training; ``job.yaml``, ``loss.png``,
-``sample.txt`` and the weights in ``model/`` are there when it ends, by itself or (less the sample) by Ctrl-C. With
-``engine.checkpoint.dir`` a run that was stopped goes on where its newest checkpoint is.
+``metrics.jsonl``, and what the sinks of ``train.metrics`` show, grow during training; ``job.yaml``, ``loss.png``,
+``sample.txt`` and the weights in ``model/`` are written when it ends, by itself or (without the sample) by Ctrl-C. With
+``engine.checkpoint.dir`` a run that was stopped resumes from its newest checkpoint.
 """
 
 import math
@@ -37,15 +37,19 @@ from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.watched_steps import WatchedSteps
 
-# In a checkpoint: the batches between the one of a step and the one that it would have had.
+# Key in a checkpoint: the number of batches left out so far, by which a step's batch is later than the step.
 LEFT_OUT = "batches_left_out"
-# In a checkpoint: the digest of the text.
+# Key in a checkpoint: the digest of the text.
 CORPUS = "corpus"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the number of steps, whether by Ctrl-C, the last held-out loss in nats per token, the folder."""
+    """Result of a run.
+
+    ``interrupted`` is True if a signal ended it; ``held_out_loss`` is the last one, in nats per token; ``out`` is the
+    folder.
+    """
 
     steps: int
     interrupted: bool
@@ -62,21 +66,21 @@ class _Meter:
 
 
 def train(job: Job, console: Console) -> Outcome:
-    """Runs the job on this rank, among the others of the launcher; shows progress on ``console`` on the first rank.
+    """Run the job on this rank, with the other ranks of the launcher; the first rank shows progress on ``console``.
 
     Raises:
         ConfigError: the job does not fit this number of ranks, its text or its model.
         PartitaError: the loss is not finite, or ``job.out`` cannot be written.
     """
     ready = build_model(job.model, job.data)
-    num_parameters = sum(param.numel() for param in ready.module.parameters())  # before each rank has a share of them
+    num_parameters = sum(param.numel() for param in ready.module.parameters())  # before they are sharded
     corpus = load_corpus(job.data, ready.encode)
     with notices_on(console), initialize(ready.module, config=job.engine) as engine:
         return _Run(job, ready, corpus, engine, console).run(num_parameters)
 
 
 def explain(job: Job, console: Console) -> None:
-    """Shows on ``console``, on the first rank, how the parallel axes split the job's model (:meth:`Engine.explain`).
+    """Show on ``console``, on the first rank, how the parallel axes split the job's model (:meth:`Engine.explain`).
 
     Raises:
         ConfigError: the job does not fit this number of ranks, or its model.
@@ -104,7 +108,7 @@ class _Run:
         self._watched = WatchedSteps(engine, job.out, job.train.profile, self._start, job.train.steps)
 
     def _open_writer(self) -> MetricsWriter | None:
-        """On the first rank; what stands in its way ends all ranks."""
+        """Open the metrics writer on the first rank; its error is raised on all ranks."""
         job, writer, error = self._job, None, None
         if self._is_first:
             try:
@@ -134,7 +138,7 @@ class _Run:
         return self._job.engine.checkpoint.dir is not None
 
     def _resume(self) -> int:
-        """Go on from the newest checkpoint, if there is one; returns the number of steps that were done."""
+        """Load the newest checkpoint, if there is one; return the number of steps that are done."""
         folder, digest = self._job.engine.checkpoint.dir, self._batches.corpus.digest
         if folder is None or not self._engine.any(bool(complete(Path(folder)))):
             self._engine.extra[CORPUS] = digest
@@ -151,7 +155,7 @@ class _Run:
         return restored.step
 
     def _train(self, interruption: Interruption) -> int:
-        """Returns the number of steps done."""
+        """Run the steps; return the number of steps that are done."""
         plan = self._job.train
         if self._start % plan.eval_every == 0 or self._start == plan.steps:
             self._evaluate(self._start)
@@ -179,12 +183,12 @@ class _Run:
         return step
 
     def _was_due(self, step: int) -> bool:
-        """Whether the engine itself has saved the step that was just done."""
+        """Return whether the engine itself has saved the step that was just done."""
         every_steps = self._job.engine.checkpoint.every_steps
         return every_steps is not None and step % every_steps == 0 and self._engine.last_step.stepped
 
     def _take_step(self, step: int, meter: _Meter) -> int:
-        """Train on the next batch; returns the step that is done, an earlier one where training went back."""
+        """Train on the next batch; return the step that is done, an earlier one if training was rewound."""
         extra = self._engine.extra
         number = step + extra.get(LEFT_OUT, 0)
         loss = self._engine.train_batch(self._micro_batches(self._batches.train(number)))
@@ -228,8 +232,10 @@ class _Run:
             )
 
     def _find_utilization(self) -> Utilization | None:
-        """None where the peak of a rank's device is not known (all ranks count, or none), and where none has the whole
-        model.
+        """Return the meter of utilization.
+
+        Returns None if the peak of any rank's device is not known (all ranks count, or none), and if no rank has the
+        full model.
         """
         engine, batch = self._engine, self._batches.batch
         if engine.mesh.size("pipeline") > 1:
@@ -245,7 +251,7 @@ class _Run:
         return Utilization(micro_flops * batch.accumulate, sum(peaks) / len(peaks))
 
     def _memory_of_ranks(self) -> tuple[int, ...]:
-        """Peak bytes of each rank: of the device's allocator where there is one, else of the whole process."""
+        """Return the peak bytes of each rank: of the device's allocator if there is one, else of the process."""
         report = self._engine.memory_report()
         mine = report.device_peak_bytes or report.process_peak_bytes
         return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))

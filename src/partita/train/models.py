@@ -1,4 +1,4 @@
-"""The models that a job can name: how to feed each, and how text becomes tokens and back."""
+"""The models that a job can name: their inputs, and how text becomes tokens and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from partita.train.decoder import Decoder, DecoderShape
 from partita.train.job import DataSection, ModelSection
 
 NUM_BYTES = 256
-# Code that comes with a model is not run, and nobody is asked whether it may be.
+# Code that comes with a model is never run, and the user is not asked to allow it.
 _NO_CODE = {"trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -41,11 +41,11 @@ class OwnDecoder:
         return bytes(tokens).decode(errors="replace")
 
     def save_config(self, folder: Path) -> None:
-        """Nothing: the job that the loop writes down has all sizes."""
+        """Do nothing: the job that the loop writes has all sizes."""
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers: with its folder's tokenizer, or on bytes where there is none."""
+    """A causal language model of transformers, with its folder's tokenizer, or on bytes if there is none."""
 
     def __init__(self, module: nn.Module, tokenizer: Any = None) -> None:
         self.module = module
@@ -76,14 +76,16 @@ class HuggingFaceModel:
             self._tokenizer.save_pretrained(folder)
 
 
-# A causal language model. `inputs` makes of windows, tokens [micro, sequence + 1], what the forward takes to return the
-# mean loss of micro x sequence predictions; `logits` are [batch, length, vocab], of tokens [batch, length].
+# A causal language model. `inputs` turns windows, tokens [micro, sequence + 1], into arguments with which the forward
+# returns the mean loss of micro x sequence predictions; `logits` turns tokens [batch, length] into
+# [batch, length, vocab].
 ReadyModel = OwnDecoder | HuggingFaceModel
 
 
 def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool = True) -> ReadyModel:
-    """The model of a job, with weights drawn from ``model.seed`` (or read from the folder, where it has some, and they
-    are wanted).
+    """Build the model of a job, with weights drawn from ``model.seed``.
+
+    With ``reads_weights``, they are read from the model's folder, if it has some.
 
     Raises:
         ConfigError: no such folder, not a causal language model, or a context shorter than ``data.sequence``.
@@ -95,7 +97,7 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
 
 
 def decoder_shape(model: ModelSection) -> DecoderShape:
-    """The sizes of the partita decoder; the feed-forward width is rounded up to a multiple of 16."""
+    """Return the sizes of the partita decoder; the feed-forward width is rounded up to a multiple of 16."""
     return DecoderShape(
         layers=model.layers,
         width=model.width,
@@ -132,7 +134,7 @@ def _build_huggingface(source: str | Mapping[str, Any], data: DataSection, reads
 
 
 def _attempt(build: Callable[[], Any], source: str | Mapping[str, Any]) -> Any:
-    """What ``build`` returns; what transformers says against it, as the user's error."""
+    """Return the result of ``build``; an error of transformers is raised as the user's error."""
     try:
         return build()
     except Exception as error:  # transformers raises whatever its many parts raise

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and that no other run replaces it unasked."""
+"""Files that a run writes to its folder, and the check that no other run replaces them unasked."""
 
 from partita.config.launchers import launch_environment
 from partita.errors import ConfigError
@@ -12,8 +12,8 @@ WEIGHTS, JOB_FILE = "model", "job.yaml"
 def check_out(job: Job, *, resumes: bool) -> None:
     """Refuse a folder that holds the results of another run.
 
-    A run that goes on from a checkpoint keeps its folder. So does one that is started again before its first
-    checkpoint: by its launcher, or by hand where it has a folder for checkpoints and has not ended.
+    A run that resumes from a checkpoint keeps its folder. So does one that is restarted before its first checkpoint: by
+    its launcher, or by hand if it has a folder for checkpoints and has not ended.
 
     Raises:
         ConfigError: there are results in ``train.out``, and ``train.overwrite`` is off.

@@ -35,7 +35,7 @@ class _Link:
 
 
 class _Chain:
-    """An attribute of a module that is called, inside its wrappers; the latest one is outermost.
+    """A callable attribute of a module inside its wrappers, of which the latest is outermost.
 
     Copies of the module (``copy.deepcopy``, pickles) have the attribute without wrappers.
     """
@@ -52,7 +52,7 @@ class _Chain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._outermost(*args, **kwargs)
 
-    # What libraries ask a model's forward for. ``__wrapped__`` would have some of them take the wrappers off.
+    # Attributes that libraries read from a model's forward. ``__wrapped__`` is not set: some would unwrap the forward.
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.own)
@@ -79,7 +79,7 @@ class _Chain:
             self.leave()
 
     def leave(self) -> None:
-        """Give the module what it had before."""
+        """Restore the earlier value of the module's attribute."""
         _restore(self.module, self.name, self, self.before)
 
     def connect(self) -> None:
@@ -92,7 +92,7 @@ class _Chain:
 
 
 class _CallChain(_Chain):
-    """A module's call inside its wrappers. ``module.compile()`` compiles what is inside them."""
+    """A module's call inside its wrappers. ``module.compile()`` compiles the call, and not the wrappers."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any]) -> None:
         super().__init__(module, _CALL, own)
@@ -111,7 +111,7 @@ class _CallChain(_Chain):
 
 
 class _Compile:
-    """``module.compile`` of a module whose call is wrapped. Copies of the module have their class's."""
+    """``module.compile`` of a module whose call is wrapped. Copies of the module have the method of their class."""
 
     def __init__(self, chain: _CallChain) -> None:
         self._chain = chain
@@ -124,7 +124,7 @@ class _Compile:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``module.compile()`` has compiled the module's call."""
+    """Return whether ``torch.compile`` or ``module.compile()`` has compiled the module's call."""
     call = vars(module).get(_CALL)
     if isinstance(call, _CallChain):
         return call.own != module._call_impl
@@ -132,7 +132,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def forward_wrappers(module: nn.Module) -> list[object]:
-    """The active wrappers of a module's forward, outermost first."""
+    """Return the active wrappers of a module's forward, outermost first."""
     chain = vars(module).get(_FORWARD)
     links = reversed(chain.links) if isinstance(chain, _Chain) else ()
     return [link.wrapper for link in links if not link.num_suspended]
@@ -155,7 +155,7 @@ class ModuleTransforms:
         self._changes.append(_Wrapped(chain, wrapper))
 
     def wrap_call(self, module: nn.Module, wrapper: Wrapper) -> None:
-        """Wrap the module's call, outside its hooks. A compiled call is innermost, also one compiled later."""
+        """Wrap the module's call, outside its hooks. The compiled call stays innermost, even if compiled later."""
         chain = vars(module).get(_CALL)
         if not isinstance(chain, _CallChain):
             chain = _CallChain(module, chain or module._call_impl)
@@ -166,12 +166,12 @@ class ModuleTransforms:
         self._changes.append(_Attribute(module, name, value))
 
     def on_undo(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` in its turn, for example a hook's ``remove``."""
+        """Have :meth:`undo` call ``undo`` in the order of the changes, for example a hook's ``remove``."""
         self._changes.append(_Other(undo))
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Undo everything if the block raises."""
+        """Undo all changes if the block raises."""
         try:
             yield
         except BaseException:
@@ -184,7 +184,7 @@ class ModuleTransforms:
             self._changes.pop().undo()
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
-        """Undo the changes to these modules; what was given to :meth:`on_undo` stays."""
+        """Undo the changes to these modules. Functions given to :meth:`on_undo` stay registered."""
         chosen = self._on({id(module) for module in modules})
         self._changes = [change for change in self._changes if change not in chosen]
         for change in reversed(chosen):
@@ -245,7 +245,7 @@ class _Wrapped(_Change):
 
 
 class _Attribute(_Change):
-    """An attribute of a module; undone only if it still has the value that was set."""
+    """An attribute of a module. Undoing restores it only if it still has the value that was set."""
 
     def __init__(self, module: nn.Module, name: str, value: object) -> None:
         self.module: nn.Module = module
@@ -272,7 +272,7 @@ class _Attribute(_Change):
 
 
 class _Other(_Change):
-    """A change that this package did not make."""
+    """A change made elsewhere, of which only the function that undoes it is known."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -288,7 +288,7 @@ class _Other(_Change):
 
 
 def _restore(module: nn.Module, name: str, value: object, before: object) -> None:
-    """Give an attribute its earlier value, unless somebody else has replaced ``value``."""
+    """Restore an attribute's earlier value, unless other code has replaced ``value``."""
     if vars(module).get(name) is not value:
         return
     if before is _ABSENT:

@@ -1,1 +1,1 @@
-"""A plan refined by short measured trials."""
+"""Tuning: a plan, refined by short measured trials."""

@@ -1,4 +1,4 @@
-"""What trials have found, in a file of JSON lines: the first says of what they are, each other is one trial."""
+"""Results of trials in a file of JSON lines: the first line says what was tuned, each further line is one trial."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from partita.planner.machine import Machine, machine_of, plain_machine
 from partita.tune.space import key_of
 from partita.tune.trial import Outcome
 
-# What the first line says, and what to call it in messages.
+# Keys of the first line, and their names in messages.
 _WHAT = {
     "model": "the model",
     "parameters": "its parameters",
@@ -26,8 +26,9 @@ _WHAT = {
 
 @dataclass
 class Results:
-    """The outcomes so far, by config. ``path``: None keeps them in memory alone. ``machine``: the one that predictions
-    were made for.
+    """The outcomes so far, by config.
+
+    ``path``: the file; None: outcomes are kept in memory only. ``machine``: the one that predictions were made for.
     """
 
     path: Path | None
@@ -37,10 +38,10 @@ class Results:
 
     @staticmethod
     def open(path: Path | None, subject: Mapping[str, Any]) -> "Results":
-        """Those of an earlier run, if the file is there. A last line that was cut off is left out.
+        """Read the results of an earlier run, if the file exists. A truncated last line is ignored.
 
         Raises:
-            ConfigError: the file is of something else than ``subject``, or cannot be read.
+            ConfigError: the file is of another ``subject``, or cannot be read.
         """
         results = Results(path, json.loads(json.dumps(dict(subject))))
         if path is None or not path.exists():
@@ -72,7 +73,7 @@ class Results:
                 )
 
     def begin(self, machine: Machine) -> None:
-        """Write the first line where there is none, and everything again that was read.
+        """Write the file anew: the first line, and the outcomes that were read.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -83,11 +84,11 @@ class Results:
         self._write("".join(json.dumps(row) + "\n" for row in rows), anew=True)
 
     def of(self, config: dict[str, Any]) -> Outcome | None:
-        """What a trial of this config has found, if there was one."""
+        """Return the outcome of a trial of this config, if there was one."""
         return self._found.get(key_of(config))
 
     def add(self, config: dict[str, Any], outcome: Outcome) -> None:
-        """Keep what a trial has found.
+        """Add the outcome of a trial.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -96,7 +97,7 @@ class Results:
         self._write(json.dumps({"config": config, "outcome": asdict(outcome)}) + "\n", anew=False)
 
     def _write(self, text: str, *, anew: bool) -> None:
-        """What was there stays until all of it is written anew."""
+        """Append ``text`` to the file. With ``anew``, ``text`` replaces the file once all of it is written."""
         if self.path is None:
             return
         part = self.path.with_name(self.path.name + ".part")

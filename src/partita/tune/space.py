@@ -1,4 +1,4 @@
-"""The configurations that may be tried: a plan's, and those that differ from one by a single setting."""
+"""The search space of a tuning: configs of plans, and configs that differ from one of these by a single setting."""
 
 import json
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from partita.plan.state_plan import neighbouring_stages
 from partita.planner.group_units import find_blocks
 from partita.planner.machine import Machine
 
-# A plan in which a step is predicted to take so many times as long is not tried: predictions are within a fourth.
+# A candidate whose predicted step takes this many times as long is not tried: predictions are within a fourth.
 HOPELESS = 1.5
-# What every trial sets: what a config says of it is where the search may begin, and no more.
+# Settings that every trial sets: their values in a config are only where the search may begin.
 _SEARCHED = {"batch": ("micro", "accumulate", "total"), "activations": ("checkpoint", "offload")}
 _SEARCHED_ZERO = ("stage", "units", "prefetch_bytes", "keep_gathered")
 _SEARCHED_TIERS = ("parameters", "optimizer", "gradients")
@@ -28,7 +28,10 @@ _SEARCHED_TIERS = ("parameters", "optimizer", "gradients")
 
 @dataclass(frozen=True)
 class Variant:
-    """What a plan leaves open: ``zero.prefetch_bytes``, ``zero.keep_gathered`` and ``zero.units`` (none: auto)."""
+    """Settings that a plan leaves open: prefetching, keeping parameters gathered, and units.
+
+    They are ``zero.prefetch_bytes``, ``zero.keep_gathered`` and ``zero.units`` (empty: auto).
+    """
 
     prefetch: int | str = "auto"
     keeps: bool = False
@@ -42,8 +45,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with a variant of it, the ``config`` of both, and what is predicted of it; ``move`` says by what it
-    differs from the one that it was made of.
+    """A plan with a variant, the ``config`` of both, and its forecast.
+
+    ``move`` says how it differs from the candidate that it was made from.
     """
 
     choice: Choice
@@ -54,12 +58,12 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for the same config."""
+        """A string that is the same for the same config."""
         return key_of(self.config)
 
     @property
     def seconds(self) -> float:
-        """Of a step, as predicted."""
+        """Predicted seconds of a step."""
         assert self.forecast.time is not None, "it fits"
         return self.forecast.time.total_s
 
@@ -70,9 +74,11 @@ def key_of(config: dict[str, Any]) -> str:
 
 @dataclass
 class Space:
-    """Of ``source`` on ``num_ranks`` of ``machine`` (devices of a ``kind``), ``base`` is what the user says of the
-    engine. ``samples`` of a step stay the same, and so does the precision: a lean form of the states is tried where
-    none that is more exact fits. ``refused``: what was said last of a plan that is no config together with ``base``.
+    """The search space for ``source`` on ``num_ranks`` devices of a ``kind`` of ``machine``.
+
+    ``base`` is the user's config. The ``samples`` of a step stay the same, and so does the precision: a leaner
+    precision of the states is tried if no more exact one fits. ``refused``: the last error of a plan that is no valid
+    config together with ``base``.
     """
 
     source: Source
@@ -91,7 +97,7 @@ class Space:
 
     @cached_property
     def forecasts(self) -> list[Forecast]:
-        """Of all plans."""
+        """Forecasts of all plans."""
         return self._search(Variant(units=self._units)).run()
 
     @property
@@ -100,8 +106,10 @@ class Space:
         return () if isinstance(units, str) else tuple(units)
 
     def starts(self) -> list[Candidate]:
-        """The plans that fit, the fastest as predicted first, in the most exact form that any of them has: of each mesh
-        and way for the states to rest one, as the others are moves away from it.
+        """Return plans that fit, those with the fastest prediction first, in the most exact precision that any of them
+        has.
+
+        There is one for each mesh and setting of the states, because the others are moves away from it.
         """
         fitting = [each for each in self.forecasts if each.fits and each.time is not None]
         order = [form.name for form in forms(self._search(Variant(units=self._units)).dtype)]
@@ -116,8 +124,10 @@ class Space:
         return list(found.values())
 
     def as_given(self) -> Candidate | None:
-        """What the user's config says, if it says how states are split or micro-batches made, a plan can be of that,
-        and it is predicted to fit.
+        """Return the user's config as a candidate.
+
+        Return None if it has none of the sections ``zero``, ``batch`` and ``activations``, if no plan can express it,
+        or if it is predicted not to fit.
         """
         zero, checkpoint = self.base.zero, self.base.activations.checkpoint
         says = self.base.model_fields_set & {"zero", "batch", "activations"}
@@ -134,7 +144,7 @@ class Space:
         return self._candidate(choice, variant, None, "as the config says")
 
     def moves(self, origin: Candidate) -> list[Candidate]:
-        """Those that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
+        """Return candidates that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
         found = dict[str, Candidate]()
         for move, choice, variant in self._neighbours(origin):
             candidate = self._candidate(choice, variant, None, move)
@@ -145,7 +155,10 @@ class Space:
         return sorted(found.values(), key=lambda each: each.seconds)
 
     def smaller(self, origin: Candidate) -> Candidate | None:
-        """The same with micro-batches of half the size, for what did not fit; None where they are of one sample."""
+        """Return a candidate with micro-batches of half the size, for one that did not fit.
+
+        Return None if they cannot be halved.
+        """
         choice = origin.choice
         if choice.micro % 2:
             return None
@@ -153,7 +166,7 @@ class Space:
         return self._candidate(half, origin.variant, None, "micro-batch halved")
 
     def config(self, choice: Choice, variant: Variant) -> dict[str, Any]:
-        """What :func:`partita.initialize` takes, with all else that the user says."""
+        """Return the config for :func:`partita.initialize`, with all other settings of the user."""
         found = {
             name: value
             for name, value in self.base.model_dump(mode="json", exclude_unset=True).items()
@@ -176,7 +189,7 @@ class Space:
     def _candidate(
         self, choice: Choice, variant: Variant, forecast: Forecast | None, move: str = ""
     ) -> Candidate | None:
-        """None where the config is none, or is predicted not to fit."""
+        """Return a candidate; None if its config is invalid, or if it is predicted not to fit."""
         config = self.config(choice, variant)
         try:
             settings = Config.model_validate(config)
@@ -188,7 +201,7 @@ class Space:
         return Candidate(choice, variant, config, found, move) if found.fits else None
 
     def _search(self, variant: Variant) -> Search:
-        """What is traced of a model holds for every variant with the same units."""
+        """Return the search for a variant. Variants with the same units share the traces of the model."""
         if variant not in self._searches:
             alike = next((each for known, each in self._searches.items() if known.units == variant.units), None)
             given = self.base.model_dump(exclude_unset=True)
@@ -199,7 +212,7 @@ class Space:
         return self._searches[variant]
 
     def _new_search(self, config: Config) -> Search:
-        """Over the parallel axes that the config names, if it names any."""
+        """Return a search over the parallel axes that the config names, if it names any."""
         dtype, only = self.given.compute_dtype, self.given.mesh if "parallel" in self.base.model_fields_set else None
         return Search(self.source, self.machine, self.num_ranks, self.samples, config, self.num_moments, dtype, only)
 
@@ -226,7 +239,7 @@ class Space:
         yield from ((move, choice, other) for move, other in self._variants(origin))
 
     def _variants(self, origin: Candidate) -> Iterator[tuple[str, Variant]]:
-        """Of what is gathered: nothing, where parameters rest whole."""
+        """Yield variants that gather parameters differently: none if all parameters are stored unsharded."""
         choice, variant = origin.choice, origin.variant
         search = self._search(variant)
         units = [unit for of_stage in search.planned(choice.mesh, choice.resting).values() for unit in of_stage]
@@ -246,7 +259,7 @@ class Space:
             yield "units of whole blocks", replace(variant, units=())
 
     def _finer(self) -> tuple[str, ...]:
-        """The classes of the modules that blocks consist of, but of those with few parameters."""
+        """Return the classes of the modules that blocks consist of, except those with few parameters."""
         found = dict[str, None]()
         for _, block in find_blocks(self.source.model):
             whole = sum(param.numel() for param in block.parameters())

@@ -1,4 +1,4 @@
-"""What is tuned: a model as ``partita plan`` names it, or a job of the ready-made trainer."""
+"""The target of a tuning: a model as ``partita plan`` names it, or a job of the ready-made trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from partita.forecast.source import Source, read_source
 from partita.train.job import Job, load_job
 from partita.train.models import build_model
 
-# Small, so that nothing overflows; what is computed is of no interest.
+# Standard deviation of the weights: small, so that nothing overflows. The results do not matter.
 _DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
 class Target:
-    """``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of the config's. It is all
-    that a process needs to build the model again.
+    """All that a process needs to build the model that is tuned.
+
+    ``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of the config's.
     """
 
     text: str
@@ -31,7 +32,7 @@ class Target:
 
     @property
     def is_job(self) -> bool:
-        """Whether a job's file is named: YAML, or a JSON file with a job's sections."""
+        """True if ``text`` names a job's file: YAML, or a JSON file with a job's sections."""
         path = Path(self.text)
         if path.suffix in (".yaml", ".yml"):
             return True
@@ -41,10 +42,10 @@ class Target:
         return bool(sections) and sections.keys() <= Job.model_fields.keys()
 
     def job(self) -> Job | None:
-        """The job; None where a model is named.
+        """Return the job; None if a model is named.
 
         Raises:
-            ConfigError: the file is none of a job; ``tokens`` are given beside it.
+            ConfigError: the file is not that of a job, or ``tokens`` are given in addition to a job.
         """
         if not self.is_job:
             return None
@@ -53,7 +54,7 @@ class Target:
         return load_job(self.text, self.overrides)
 
     def source(self) -> Source:
-        """The model without weights, and batches of it.
+        """Return the model without weights, and its batches.
 
         Raises:
             ConfigError: there is no such model or job, or it cannot be built.
@@ -62,10 +63,10 @@ class Target:
         return read_source(self.text, self.tokens) if job is None else _of_job(self.text, job)
 
     def config(self, given: str | Path | Mapping[str, Any] | Config | None) -> Config:
-        """What holds for every trial: the job's engine section; of a model what is given, with the overrides.
+        """Return the config of every trial: the job's engine section, or, for a model, ``given`` with the overrides.
 
         Raises:
-            ConfigError: a config is given beside a job, or says something wrong.
+            ConfigError: a config is given in addition to a job, or is invalid.
         """
         job = self.job()
         if job is None:
@@ -90,7 +91,7 @@ def _of_job(name: str, job: Job) -> Source:
 
 
 def give_values(model: nn.Module) -> None:
-    """Have every module fill its tensors when the engine gives them memory, also those whose class cannot."""
+    """Make every module fill its tensors when the engine materializes them, even if its class cannot."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             module.reset_parameters = _filling(module)  # type: ignore[assignment]  # modules may have attributes

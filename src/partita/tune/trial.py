@@ -1,4 +1,4 @@
-"""One configuration, measured: a few steps in processes of their own, whose end, however it comes, is an outcome."""
+"""A trial: a few measured steps of one config, in processes of their own. However they end, it is an outcome."""
 
 import json
 import signal
@@ -16,14 +16,14 @@ from partita.memory.capacity import usable_cores
 from partita.tune.target import Target
 
 _POLL_S = 0.05
-# A rank that has failed is the cause of what others say a moment later.
+# Seconds for the other ranks to end after one has failed, which causes their errors.
 _GRACE_S = 2.0
 _LAST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank has to do: ``steps`` of the ``target`` under ``config``. It meets the others at ``port``."""
+    """The work of one rank: ``steps`` of the ``target`` under ``config``. The ranks connect at ``port``."""
 
     target: Target
     config: dict[str, Any]
@@ -45,8 +45,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``step_s``: the median of the steps of the slowest rank; ``peak_bytes``: the most that a rank held on its device.
-    None where it ended otherwise: ``failed`` says how, and ``lacks_memory`` whether that was for want of memory.
+    """The result of a trial.
+
+    ``step_s``: the median of the steps of the slowest rank. ``peak_bytes``: the most bytes that a rank held on its
+    device. Both are None if the trial failed: ``failed`` says how, and ``lacks_memory`` whether it was for lack of
+    memory.
     """
 
     step_s: float | None = None
@@ -57,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trials:
-    """Runs trials of ``target`` on ``ranks`` processes, ``steps`` each, for at most ``timeout_s``."""
+    """Runner of trials of ``target`` on ``ranks`` processes, with ``steps`` each, for at most ``timeout_s``."""
 
     target: Target
     ranks: int
@@ -65,7 +68,7 @@ class Trials:
     timeout_s: float
 
     def run(self, config: dict[str, Any]) -> Outcome:
-        """Of one configuration. Nothing that a trial does ends this process."""
+        """Run a trial of one config, and return its outcome. Nothing that a trial does ends this process."""
         with tempfile.TemporaryDirectory(prefix="partita-") as folder:
             processes = list[subprocess.Popen[bytes]]()
             files = [Path(folder, f"{rank}.json") for rank in range(self.ranks)]
@@ -75,7 +78,7 @@ class Trials:
                     task = Task(self.target, config, rank, self.ranks, port, threads, self.steps)
                     words = [sys.executable, "-m", "partita.tune.trial_rank", task.text(), str(file)]
                     with file.with_suffix(".log").open("wb") as log:
-                        # The pipe ends with this process, and each rank with the pipe.
+                        # The pipe closes when this process ends, and each rank exits when its pipe closes.
                         processes.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
                 codes = self._wait(processes)
             finally:
@@ -87,7 +90,10 @@ class Trials:
             return _outcome(codes, files)
 
     def _wait(self, processes: Sequence["subprocess.Popen[bytes]"]) -> list[int | None] | None:
-        """Until all have ended, or a while after one has failed: the exit codes so far; None: they take too long."""
+        """Wait until all processes have ended, or for a while after one has failed, and return the exit codes so far.
+
+        Return None if they take too long.
+        """
         deadline, failed_at = time.monotonic() + self.timeout_s, float("inf")
         while True:
             codes, now = [process.poll() for process in processes], time.monotonic()
@@ -107,7 +113,10 @@ def _free_port() -> int:
 
 
 def _outcome(codes: Sequence[int | None], files: Sequence[Path]) -> Outcome:
-    """Of all ranks. One that a signal ended makes the others fail, and one that lacks memory, too."""
+    """Return the outcome of all ranks.
+
+    A rank that was ended by a signal, or lacks memory, makes the others fail, and is reported before them.
+    """
     found: list[dict[str, Any]] = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     if all("step_s" in each for each in found):
         return Outcome(max(each["step_s"] for each in found), max(each["peak_bytes"] for each in found))

@@ -1,6 +1,6 @@
 """One rank of a trial: ``python -m partita.tune.trial_rank TASK FILE``, TASK a :class:`~partita.tune.trial.Task`.
 
-Both are JSON; FILE gets what was measured, or the error.
+Both are JSON; the measurement, or the error, is written to FILE.
 """
 
 import json
@@ -28,21 +28,21 @@ from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
 from partita.tune.trial import Task
 
-# In these, optimizers make their states, and the order of gathers is learned.
+# Steps in which optimizers allocate their states, and the order of gathers is learned.
 WARM_UP = 2
-# Of the file that says how gladly Linux ends this process when memory runs out: first of all.
+# The value of oom_score_adj with which Linux ends this process first when memory runs out.
 _FIRST_TO_END = "1000"
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Seconds of a step (the median of the task's), and the most bytes on this rank's device."""
+    """Return the seconds of a step (the median of the task's), and the peak bytes on this rank's device."""
     if task.ranks > 1:
         place = LaunchEnvironment(task.rank, task.ranks, task.rank, task.ranks)
         set_launch_environment(place, "127.0.0.1", task.port)
     torch.set_num_threads(task.threads)
     source = task.target.source()
     give_values(source.model)
-    # Of models that partita knows the loss is what training takes; of others, what a plan takes for it.
+    # Models that partita knows have the loss of training; others have the loss that a plan assumes.
     loss_fn = (lambda output, _: loss_of(output)) if source.context is None else None
     with initialize(source.model, task.config, loss_fn=loss_fn) as engine:
         device, resolved = engine.mesh.device, engine.blueprint.resolved
@@ -65,7 +65,10 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def _peak(engine: Engine, step: Callable[[], None]) -> int:
-    """What the device's allocator says. That of the CPU is watched in a step more, beside what the ledger has there."""
+    """Return the peak bytes on the device, from its allocator.
+
+    On CPU, one more step is profiled: the result is its peak, plus the ledger's peak in all tiers except disk.
+    """
     report = engine.memory_report()
     if not accelerator.is_host(engine.mesh.device):
         return report.device_peak_bytes
@@ -75,8 +78,9 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
 
 
 def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
-    """The most that torch's CPU allocator lends at a time in a step, beside what the ledger has: all that autograd and
-    operators take, without the gradients that autograd makes where they stay.
+    """Return the peak bytes in a step of memory from PyTorch's CPU allocator that is not in the ledger.
+
+    This is all memory of autograd and of operators, except for gradients that stay where autograd makes them.
     """
     with profile(profile_memory=True) as profiled:
         step()
@@ -87,10 +91,10 @@ def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
 
 
 def main(text: str, file: Path) -> int:
-    """Measure, and write down what came of it; returns the exit code."""
+    """Measure, write the result or the error to ``file``, and return the exit code."""
     try:
         found = measure(Task.of(text))
-    except Exception as error:  # whatever it is, the trial ends in it
+    except Exception as error:  # any error is an outcome of the trial
         said = (str(error) or type(error).__name__).splitlines()[0]
         short = is_shortage(error) or any(is_shortage(each) for each in _causes(error))
         found = {"error": f"{type(error).__name__}: {said}", "lacks_memory": short}
@@ -106,7 +110,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _end_with_parent() -> None:
-    """Once whoever started this process is gone, and with it the pipe, it ends."""
+    """End this process once the process that started it is gone, which closes the pipe."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -116,7 +120,7 @@ def _end_with_parent() -> None:
 
 
 def _go_first() -> None:
-    """Where the system ends a process for want of memory, this one rather than the one that started it."""
+    """Make the system end this process, rather than the one that started it, when memory runs out."""
     try:
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_END)
     except OSError:  # another system

@@ -28,9 +28,9 @@ from partita.tune.space import Candidate, Space
 from partita.tune.target import Target
 from partita.tune.trial import Outcome, Trials
 
-# Plans whose predicted times are as near to the best one's are measured before anything is changed in any.
+# Before settings are changed, plans are measured whose predicted times are within NEAR times the best one's.
 NEAR, MOST_STARTS = 1.25, 3
-# A change counts from here on: less is noise.
+# The least share of a step that a change must gain: less is noise.
 GAIN = 0.02
 NUM_TRIALS, NUM_STEPS, TIMEOUT_S = 12, 5, 600.0
 THIS = "this"
@@ -38,21 +38,22 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration, and what was found."""
+    """A candidate, and the outcome of its trial."""
 
     candidate: Candidate
     outcome: Outcome
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinity where it failed."""
+        """Measured seconds of a step; infinity if the trial failed."""
         return float("inf") if self.outcome.step_s is None else self.outcome.step_s
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The ``trials``, in their order, and the ``best`` of them. ``complete``: no change of the best was left to try;
-    otherwise as many trials were made as were allowed.
+    """The ``trials``, in their order, and the ``best`` of them.
+
+    ``complete``: no change of the best was left to try; otherwise the limit of trials was reached.
     """
 
     target: Target
@@ -66,11 +67,11 @@ class Tuned:
         return min(self.trials, key=lambda trial: trial.seconds)
 
     def config(self) -> dict[str, Any]:
-        """What :func:`partita.initialize` takes, of the best trial."""
+        """Return the config of the best trial, for :func:`partita.initialize`."""
         return dict(self.best.candidate.config)
 
     def write(self, path: str | Path) -> None:
-        """Write :meth:`config` as YAML; of a job all of it, with this as its engine's.
+        """Write :meth:`config` as YAML. For a job, write all of it, with this as its engine section.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -86,7 +87,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried: at most so many ``trials``, of so many ``steps`` each, of so many seconds at the most."""
+    """Limits of a tuning: the number of ``trials``, and of each trial the ``steps`` and the time ``timeout_s``."""
 
     trials: int = NUM_TRIALS
     steps: int = NUM_STEPS
@@ -109,20 +110,24 @@ def tune(
     results: str | Path | None = None,
     tell: Callable[[Trial], None] | None = None,
 ) -> Tuned:
-    """Find the fastest configuration here: plans in the order of their predicted times, then changes of the best of
-    them by one setting at a time, each measured in processes of its own. Samples of a step and the precision stay.
+    """Find the fastest config on this machine.
+
+    Plans are measured in the order of their predicted times, then changes of the best one by one setting at a time,
+    each in processes of its own. The samples of a step and the precision stay the same.
 
     Args:
-        model: what :func:`partita.plan` takes, or the file of a job of ``partita train``.
-        processes: on this machine; None: one for each GPU, or one.
-        machine: what predictions are made for; None: this one, measured (or as ``results`` has it).
-        config: what holds for every trial; of what is searched, the first one.
-        samples: of an optimizer step, over all ranks; None: the config's, or those of :func:`partita.plan`.
-        results: a file that outcomes are added to; those that it has are not measured again.
+        model: a model as in :func:`partita.plan`, or the file of a job of ``partita train``.
+        processes: number of processes on this machine; None: one for each GPU, or one.
+        machine: the machine that predictions are made for; None: this one, measured (or read from ``results``).
+        config: settings of every trial; for settings that are searched, the values to try first.
+        samples: samples of an optimizer step, over all ranks; None: the config's, or those of :func:`partita.plan`.
+        effort: limits of the trials.
+        results: a file that outcomes are added to; trials whose outcomes it has are not run again.
         tell: called with each trial.
 
     Raises:
-        ConfigError: no such model; nothing fits; ``results`` are of another model, machine or config; no trial trained.
+        ConfigError: there is no such model; nothing fits; ``results`` are of another model, machine or config; no trial
+            trained.
     """
     if launch_environment().world_size > 1:
         raise ConfigError("tune starts the processes of each trial itself: call it in one process, without a launcher")
@@ -156,7 +161,7 @@ def tune(
 
 
 class _Tuning:
-    """Goes from plan to plan. What was measured before counts as tried, but takes no time."""
+    """A tuning from plan to plan. Trials that were measured before count as tried, but take no time."""
 
     def __init__(self, space: Space, trials: Trials, kept: Results, most: int, tell: Callable[[Trial], None]) -> None:
         self._space = space
@@ -167,7 +172,7 @@ class _Tuning:
         self._done = dict[str, Trial]()
 
     def run(self) -> tuple[tuple[Trial, ...], bool]:
-        """The trials; whether nothing was left to try.
+        """Return the trials, and whether nothing was left to try.
 
         Raises:
             ConfigError: nothing fits, or no trial trained.
@@ -190,8 +195,9 @@ class _Tuning:
         return len(self._done) < self._most
 
     def _start(self) -> None:
-        """What the user's config says, and the plans that are predicted to be about the fastest. Of what lacks memory
-        micro-batches of half the size are next.
+        """Try the user's config, and the plans with about the fastest predictions.
+
+        After a plan that lacks memory, the next is the same with micro-batches of half the size.
         """
         space, given = self._space, self._space.as_given()
         starts = space.starts()
@@ -215,7 +221,9 @@ class _Tuning:
                 waiting.appendleft(smaller)
 
     def _step(self, best: Trial) -> tuple[Trial, bool]:
-        """The first change of ``best`` that gains; the same and True where none does."""
+        """Return the first change of ``best`` that is faster, and False; or ``best``, and whether all changes were
+        tried.
+        """
         for candidate in self._space.moves(best.candidate):
             if candidate.key in self._done or self._is_larger_than_memory(candidate):
                 continue
@@ -227,7 +235,7 @@ class _Tuning:
         return best, True
 
     def _is_larger_than_memory(self, candidate: Candidate) -> bool:
-        """Whether the same with micro-batches as large has lacked memory."""
+        """Return whether the same plan lacked memory with micro-batches of this size or a smaller one."""
         choice = candidate.choice
         for trial in self._done.values():
             other = trial.candidate.choice
@@ -267,14 +275,14 @@ def _machine(given: str | Machine | None, kept: Results, num_ranks: int) -> Mach
 
 
 def _device() -> str:
-    """What is measured on, as far as it tells times apart."""
+    """Return a description of the devices, cores and memory, which distinguishes results of different machines."""
     kinds = sorted({name for name, _ in accelerator.installed()}) if accelerator.count() else []
     memory = format_bytes(host_memory()[0])
     return f"{', '.join(kinds) or accelerator.HOST.type}, {usable_cores()} cores, {memory} of memory"
 
 
 def _num_moments(config: Config) -> int:
-    """Of the config's optimizer."""
+    """Return the number of states per element of the config's optimizer."""
     optimizer = build_optimizer(
         [nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], config, None, kernels=False
     )

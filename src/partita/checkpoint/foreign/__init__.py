@@ -1,3 +1,3 @@
-"""Checkpoints of other libraries: one file for each layout, which ends in a :class:`~partita.checkpoint.backend.Stored`
-with partita's own keys.
+"""Readers of other libraries' checkpoints: one module per layout, each producing a
+:class:`~partita.checkpoint.backend.Stored` with partita's own keys.
 """

@@ -1,4 +1,4 @@
-"""What accelerate and the Trainer write beside weights and optimizer states: how far the run is, its scheduler, loss
+"""The training state that accelerate and the Trainer save next to weights and optimizer states: step, scheduler, loss
 scale and random states.
 """
 
@@ -21,9 +21,9 @@ from partita.errors import PartitaError
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULERS, SCALERS = ("scheduler.pt", "scheduler.bin"), ("scaler.pt",)
-# Of the Trainer, of one process or by its rank.
+# The Trainer's random states, of a single process or of a rank.
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
-# What the state of numpy's generator names, under the names of any version.
+# Functions and classes that the pickled state of numpy's generator names, under the names of all numpy versions.
 _RECONSTRUCT = numpy.zeros(0).__reduce__()[0]
 _ADMITTED: list[Any] = [
     *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -32,7 +32,7 @@ _ADMITTED: list[Any] = [
 
 
 def with_what_is_beside(library: str, stored: Stored, folder: Path) -> Foreign:
-    """A checkpoint whose weights and optimizer states are ``stored``, with all else that its folder holds of the run.
+    """Return a checkpoint of the weights and optimizer states in ``stored`` and the training state in ``folder``.
 
     Raises:
         PartitaError: a file is damaged.
@@ -55,7 +55,7 @@ def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _step(folder: Path, stored: Stored) -> int:
-    """The updates that were done: as the Trainer says, else as the optimizer has counted them."""
+    """Return the number of updates done: the Trainer's ``global_step``, or else the optimizer's count."""
     path = folder / TRAINER_STATE
     if not path.is_file():
         return latest_step(stored)

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, whatever their layout, as partita's."""
+"""Detection of another library's checkpoint layout, for conversion to partita's format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +14,14 @@ from partita.errors import PartitaError
 
 
 def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
-    """The checkpoint of another library that a folder is.
+    """Open the checkpoint of another library in ``folder``.
 
     Args:
-        read_model: what reads the model in a folder of the Trainer's, whose optimizer only numbers its parameters.
+        read_model: function that reads the model in a Trainer's folder, because the optimizer there only numbers its
+            parameters.
 
     Raises:
-        PartitaError: it is partita's own, of a layout that is not known, or damaged.
+        PartitaError: the checkpoint is partita's own, has an unknown layout, or is damaged.
     """
     if (universal := find_universal(folder)) is not None:
         return open_universal(universal)

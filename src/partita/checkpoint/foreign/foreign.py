@@ -1,4 +1,4 @@
-"""A whole checkpoint of another library, and partita's that is made of it."""
+"""A complete checkpoint of another library, and its conversion to partita's format."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.plan.flat_range import FlatRange
 
-# The optimizer's counter of a parameter's updates.
+# Suffix of the key of the optimizer's update count of a parameter.
 STEP = ".step"
 _KEEP_ALL = 2**31
 
@@ -28,8 +28,8 @@ _KEEP_ALL = 2**31
 class Foreign:
     """Another library's checkpoint after ``step`` updates.
 
-    ``stored`` has weights and optimizer states under partita's keys, ``values`` what else there is, also under
-    partita's; ``aliases`` are the other names of tied parameters, by key. ``notices`` say what of it is not taken.
+    ``stored``: weights and optimizer states, under partita's keys. ``values``: all other values, also under partita's
+    keys. ``aliases``: further names of tied parameters, by key. ``notices``: messages about content that is not taken.
     """
 
     library: str
@@ -47,15 +47,16 @@ class Foreign:
         self.values[ENGINE] = counters | self.values.get(ENGINE, {})
 
     def tensors(self) -> list[str]:
-        """The keys of the weights and optimizer states."""
+        """Return the keys of the weights and optimizer states."""
         return [key for key in self.stored.tensors if key.startswith((MODEL, STATE))]
 
 
 def write(foreign: Foreign, folder: Path) -> Path:
-    """Write ``folder/step-N``, a checkpoint of partita; no more than one tensor is in memory at a time.
+    """Write a partita checkpoint to ``folder/step-N``, with at most one tensor in memory at a time.
 
     Raises:
-        PartitaError: it holds no weights, or something that could not be loaded again; it cannot be read or written.
+        PartitaError: the checkpoint holds no weights, holds a value that could not be loaded again, or cannot be read
+            or written.
     """
     keys = foreign.tensors()
     if not any(key.startswith(MODEL) for key in keys):
@@ -84,25 +85,28 @@ def write(foreign: Foreign, folder: Path) -> Path:
 
 
 def _boxes(stored: Stored, key: str) -> Iterator[tuple[Value, slice]]:
-    """What is saved of a tensor, each with its place in it."""
+    """Yield the boxes in which a tensor is saved, each with its slice of the flat tensor."""
     tensor = stored.tensors[key]
     for box, place in saved_boxes(FlatRange.row_major(tensor.shape), tensor.dtype):
         yield Value(key, tensor.shape, tensor.dtype, box), place
 
 
 def _batches(stored: Stored, keys: list[str]) -> Iterator[list[Tensor]]:
-    """The values of the boxes, flat, a tensor at a time."""
+    """Yield the flat values of the boxes, one tensor at a time."""
     for key in keys:
         flat = stored.value(key).contiguous().view(-1)
         yield [flat[place] for _, place in _boxes(stored, key)]
 
 
 def schedule_of(step: int, rates: list[float]) -> dict[str, Any]:
-    """The state of a torch scheduler that was stepped after each of ``step`` updates; ``rates``: in the next one."""
+    """Return the state of a PyTorch scheduler that was stepped after each of ``step`` updates.
+
+    ``rates``: the learning rates of the next update.
+    """
     return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
 
 
 def latest_step(stored: Stored) -> int:
-    """The most updates that any parameter's optimizer state counts; 0 where none does."""
+    """Return the largest update count in any parameter's optimizer state; 0 if there is none."""
     keys = [key for key in stored.keys if key.startswith(STATE) and key.endswith(STEP)]
     return int(max((float(stored.value(key)) for key in keys), default=0))

@@ -1,5 +1,7 @@
-"""FSDP's checkpoints as accelerate and the Trainer lay them out: model and optimizer side by side, each by
-torch.distributed.checkpoint (``SHARDED_STATE_DICT``) or whole by ``torch.save`` (``FULL_STATE_DICT``).
+"""FSDP checkpoints in the layout of accelerate and the Trainer.
+
+Model and optimizer are stored separately, either sharded by torch.distributed.checkpoint (``SHARDED_STATE_DICT``) or in
+full by ``torch.save`` (``FULL_STATE_DICT``).
 """
 
 from pathlib import Path
@@ -16,10 +18,10 @@ FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
 
 
 def open_fsdp(folder: Path) -> Stored | None:
-    """The weights, and the optimizer states that are beside them, of an FSDP checkpoint; None where there is none.
+    """Open an FSDP checkpoint: its weights, and its optimizer states if it has any. Return None if it is not one.
 
     Raises:
-        PartitaError: a file of it is damaged or holds what is not loaded, or each rank wrote its own shards.
+        PartitaError: a file is damaged or holds classes that are not loaded, or each rank wrote its own shards.
     """
     model, optimizer = SHARDED
     if (folder / model / METADATA).exists():

@@ -1,4 +1,4 @@
-"""The checkpoint that a folder is, by whichever library it was written."""
+"""Opening of a checkpoint folder, whichever library wrote it."""
 
 from pathlib import Path
 
@@ -9,8 +9,10 @@ from partita.checkpoint.format.system import explained
 
 
 def open_any(folder: Path) -> Stored:
-    """What an engine loads: partita's checkpoints (the one that ``folder`` is, or the one in it that was saved last),
-    those of torch.distributed.checkpoint, and FSDP folders of accelerate and the Trainer.
+    """Open a checkpoint that an engine can load.
+
+    It is partita's (``folder`` itself, or the one in it that was saved last), one of torch.distributed.checkpoint, or
+    an FSDP folder of accelerate or the Trainer.
 
     Raises:
         PartitaError: there is none, or it is damaged.

@@ -1,4 +1,4 @@
-"""Values in files that ``torch.save`` wrote, by the keys that they have in a checkpoint of partita."""
+"""Values in files that ``torch.save`` wrote, under partita's keys."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,19 +16,19 @@ from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.errors import PartitaError
 from partita.plan.box import Box
 
-# Kept mapped; a checkpoint may have more files than a process may have mappings.
+# Limit on files that stay memory-mapped: a checkpoint may have more files than a process may map.
 MOST_FILES = 8
-# In place of a file's name.
+# The file name of values that are held in memory.
 HELD = ""
-# How a torch.optim class computes, not what: the optimizer that goes on has its own.
+# Settings that select an implementation in torch.optim and do not change results. The new optimizer has its own.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass
 class TorchFiles(Stored):
-    """Files of one folder, and values that are ``held`` in memory.
+    """The values in files of one folder, and values ``held`` in memory.
 
-    ``within``: where in its file's nested containers each key's value is.
+    ``within``: the path of each key's value in the nested containers of its file.
     """
 
     within: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class TorchFiles(Stored):
         self.content = lru_cache(MOST_FILES)(lambda file: load_mapped(self.folder / file))
 
     def add(self, key: str, value: Any, file: str, *within: Any, shape: Sequence[int] | None = None) -> None:
-        """Take up a value that is at a place of a file; of a tensor that is flat there, with the ``shape`` it has."""
+        """Register the value at the path ``within`` of a file. ``shape``: the shape of a tensor that is stored flat."""
         self.within[key] = within
         if isinstance(value, Tensor):
             sizes = tuple(value.shape if shape is None else shape)
@@ -48,23 +48,24 @@ class TorchFiles(Stored):
             self.values[key] = Chunk(key, None, file, 0, 0)
 
     def hold(self, key: str, value: Any) -> None:
-        """Take up a value that is in no file."""
+        """Register a value that is in no file, and keep it in memory."""
         self.held[key] = value
         self.add(key, value, HELD, key)
 
     def add_weights(self, file: str) -> None:
-        """Take up a file that is a model's state dict."""
+        """Register the values of a file that is a model's state dict."""
         for name, value in self.mapping(file).items():
             self.add(f"{MODEL}{name}", value, file, name)
 
     def add_optimizer(self, file: str, names: Mapping[Any, str] | None = None) -> None:
-        """Take up a file that is an optimizer's state dict.
+        """Register the values of a file that is an optimizer's state dict.
 
         Args:
-            names: of the parameters, by what stands for each in the file; None: that is its name.
+            names: parameter names, by the identifier of each parameter in the file; None: the identifiers are the
+                names.
 
         Raises:
-            PartitaError: it is no optimizer's state dict, or has parameters without a name.
+            PartitaError: the file is not an optimizer's state dict, or a parameter has no name.
         """
         found = self.mapping(file)
         if not {"state", "param_groups"} <= found.keys():
@@ -90,10 +91,10 @@ class TorchFiles(Stored):
         return name
 
     def mapping(self, file: str) -> Mapping[Any, Any]:
-        """What a file holds.
+        """Return the contents of a file, a dictionary.
 
         Raises:
-            PartitaError: it is no dictionary, or cannot be read.
+            PartitaError: it is not a dictionary, or cannot be read.
         """
         found = self.content(file)
         if not isinstance(found, Mapping):
@@ -117,18 +118,18 @@ class TorchFiles(Stored):
 
 
 def load_mapped(path: Path) -> Any:
-    """What ``torch.save`` wrote, if it is of plain values, containers and tensors only; these are read when they are
-    used.
+    """Load a file that ``torch.save`` wrote. Tensors are memory-mapped, so their values are read when they are used.
 
     Raises:
-        PartitaError: it cannot be read, is damaged, or names other classes, which could run any code.
+        PartitaError: the file cannot be read, is damaged, or names classes other than plain values, containers and
+            tensors, which could run any code.
     """
     try:
         with explained(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except PartitaError:
         raise
-    except Exception as error:  # bytes that are no archive, or name any class, raise anything
+    except Exception as error:  # invalid archives and refused classes raise exceptions of any type
         reason = next(iter(str(error).strip().splitlines()), "")
         raise PartitaError(
             f"checkpoint: '{path}' cannot be loaded, as it is damaged or holds more than numbers, text, tensors and "

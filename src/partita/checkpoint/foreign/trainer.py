@@ -1,4 +1,6 @@
-"""Folders of ``transformers.Trainer`` without DeepSpeed or FSDP: weights, and an optimizer of numbered parameters."""
+"""Folders of ``transformers.Trainer`` without DeepSpeed or FSDP: weights, and an optimizer state dict with numbered
+parameters.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the groups that optimizers make of its parameters.
+    """A model's weights, and the possible groups of its parameters in an optimizer.
 
-    ``weights``: its state dict, tied parameters once, with their other names in ``aliases``; ``groupings``: the
-    parameters' names in the order in which an optimizer numbers them, group by group, for each way to group them.
+    ``weights``: its state dict, with each tied parameter once; ``aliases``: the further names of tied parameters.
+    ``groupings``: each possible grouping, as the parameters' names per group, in the order in which an optimizer
+    numbers them.
     """
 
     weights: Mapping[str, Tensor]
@@ -31,15 +34,16 @@ class Model:
 
 
 def find_optimizer(folder: Path) -> str | None:
-    """The file with a whole optimizer's state dict."""
+    """Return the name of the file with an unsharded optimizer state dict; None if there is none."""
     return next((name for name in OPTIMIZERS if (folder / name).is_file()), None)
 
 
 def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Model]) -> Foreign:
-    """What a Trainer's checkpoint holds; the weights are held in memory.
+    """Open a Trainer's checkpoint. Its weights are held in memory.
 
     Raises:
-        PartitaError: a file is damaged, or the optimizer is not of the model, or groups its parameters in ways unknown.
+        PartitaError: a file is damaged, the optimizer is of another model, or it groups the parameters in an unknown
+            way.
     """
     model = read_model(folder)
     stored = TorchFiles(folder)
@@ -56,7 +60,7 @@ def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Mode
 
 
 def _groups(path: Path, optimizer: Mapping[str, Any], model: Model) -> Sequence[Sequence[str]]:
-    """The names of the parameters of each of the optimizer's groups."""
+    """Return the names of the parameters in each of the optimizer's groups."""
     sizes = [len(group["params"]) for group in optimizer["param_groups"]]
     for groups in model.groupings:
         if [len(group) for group in groups] == sizes and _fits(groups, optimizer["state"], model.weights):
@@ -70,7 +74,7 @@ def _groups(path: Path, optimizer: Mapping[str, Any], model: Model) -> Sequence[
 
 
 def _fits(groups: Sequence[Sequence[str]], states: Mapping[int, Any], weights: Mapping[str, Tensor]) -> bool:
-    """Whether each state has the shape of its parameter, or is one number."""
+    """Return whether each state tensor has the shape of its parameter, or is a scalar."""
     names = [name for group in groups for name in group]
     return all(
         value.shape in (weights[names[number]].shape, ())

@@ -1,8 +1,10 @@
-"""DeepSpeed's universal checkpoints: files for each parameter, whatever ranks and stage they were saved from.
+"""DeepSpeed's universal checkpoints: separate files for each parameter, independent of the number of ranks and the ZeRO
+stage that they were saved from.
 
-``zero/<parameter>/fp32.pt`` is the master weight; ``exp_avg.pt``, ``exp_avg_sq.pt``, ``step.pt`` are optimizer states:
-below stage 3 a dictionary with the tensor under ``param``, at stage 3 the tensor itself, flat, and no ``step.pt``.
-``zero/optimizer_state.pt`` has the settings of the optimizer's groups; beside ``zero/`` stands how far the run is.
+``zero/<parameter>/fp32.pt`` is the master weight. ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt`` are optimizer
+states. Below stage 3 each file is a dictionary with the tensor under ``param``. At stage 3 it is the flat tensor, and
+there is no ``step.pt``. ``zero/optimizer_state.pt`` has the settings of the optimizer's groups. The progress of the run
+is in a file next to ``zero/``.
 
 Source: DeepSpeed 0.19.8, deepspeed.checkpoint.ds_to_universal.
 """
@@ -24,27 +26,27 @@ LIBRARY = "DeepSpeed"
 ZERO, LATEST, LATEST_SHARDS = "zero", "latest_universal", "latest"
 WEIGHT, OPTIMIZER = "fp32.pt", "optimizer_state.pt"
 STEP, PARAM = "step", "param"
-# A rank's own, which take DeepSpeed's classes, and code, to be read.
+# Files of single ranks. Reading them needs DeepSpeed's classes, and runs code.
 _SHARDS = ("*_optim_states.pt", "layer_*-model_*states.pt")
 MODEL_STATES = "*_model_states.pt"
-# In `engine.extra`: what a script gave to save_checkpoint(client_state=), and DeepSpeed's counters.
+# Keys in `engine.extra` for the script's save_checkpoint(client_state=), and for DeepSpeed's counters.
 CLIENT_STATE, COUNTERS = "deepspeed.client_state", "deepspeed.counters"
 COUNTED = ("global_steps", "global_samples", "skipped_steps")
-# Of a file of model states, what is no client's.
+# The keys in a model states file that are DeepSpeed's own. All others are the client's.
 _OWN = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
     "data_sampler random_ltd dp_world_size mp_world_size ds_config ds_version universal_checkpoint_info "
     "checkpoint_parallel_dimensions sparse_tensor_module_names".split()
 ) | set(COUNTED)
-# Of an optimizer's group: counters and switches of DeepSpeed's own classes.
+# Entries of an optimizer's group that are no settings: counters and switches of DeepSpeed's own classes.
 _NOT_SETTINGS = IMPLEMENTATION | {"params", "step", "bias_correction"}
 
 
 class _Inert:
-    """Stands for a class of DeepSpeed's whose objects are looked at, and never used."""
+    """A placeholder for DeepSpeed classes whose objects are inspected but never used."""
 
 
-# What DeepSpeed's optimizer states name beside tensors and plain values.
+# Classes that DeepSpeed's optimizer states name in addition to tensors and plain values.
 _ADMITTED: list[Any] = [
     *((_Inert, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig"),
@@ -53,10 +55,11 @@ _ADMITTED: list[Any] = [
 
 
 def find_universal(folder: Path) -> Path | None:
-    """The universal checkpoint that ``folder`` is, or the one that it says is its latest; None where there is none.
+    """Return ``folder`` if it is a universal checkpoint, else the one that it names as its latest; None if there is
+    none.
 
     Raises:
-        PartitaError: it holds the shards of a run's ranks.
+        PartitaError: the folder holds the shards of single ranks.
     """
     for latest in (LATEST, LATEST_SHARDS):
         if (folder / latest).is_file():
@@ -75,11 +78,11 @@ def find_universal(folder: Path) -> Path | None:
 
 
 def open_universal(folder: Path) -> Foreign:
-    """What a universal checkpoint holds.
+    """Open a universal checkpoint.
 
     Raises:
-        PartitaError: a parameter's file is damaged, or holds more than tensors and plain values; or nothing says its
-            shape.
+        PartitaError: a parameter's file is damaged, or holds more than tensors and plain values; or its shape is
+            unknown.
     """
     stored, notices = TorchFiles(folder), list[str]()
     file, run = _run(folder, notices)
@@ -102,7 +105,10 @@ def open_universal(folder: Path) -> Foreign:
 
 
 def _run(folder: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
-    """What stands beside the parameters: buffers, counters, scheduler, configuration; and in which file."""
+    """Return the name and contents of the model states file: buffers, counters, scheduler and configuration.
+
+    Both are empty if there is no such file, or if it cannot be loaded, which adds a notice.
+    """
     for path in sorted(folder.glob(MODEL_STATES)):
         try:
             return path.name, load_mapped(path)
@@ -113,7 +119,7 @@ def _run(folder: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Take up the files of one parameter."""
+    """Register the files of one parameter."""
     name = folder.name
     for path in sorted(folder.glob("*.pt")):
         file = str(path.relative_to(stored.folder))
@@ -133,7 +139,7 @@ def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[
 
 
 def _count_updates(stored: TorchFiles, step: int) -> None:
-    """Give each parameter with optimizer states, but no count of its updates, all of the run's."""
+    """Set the update count of each parameter that has optimizer states but no count to ``step``."""
     trained = {key.removeprefix(STATE).rpartition(".")[0] for key in stored.tensors if key.startswith(STATE)}
     for name in sorted(trained):
         if f"{STATE}{name}.{STEP}" not in stored.tensors:
@@ -141,13 +147,13 @@ def _count_updates(stored: TorchFiles, step: int) -> None:
 
 
 def _extra(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script finds again in ``engine.extra``."""
+    """Return the values for ``engine.extra``: the script's client state and DeepSpeed's counters."""
     client = {key: value for key, value in run.items() if key not in _OWN}
     return {EXTRA: {CLIENT_STATE: client, COUNTERS: {name: run[name] for name in COUNTED if name in run}}}
 
 
 def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> None:
-    """Take up the settings of the optimizer's groups, the scheduler and the loss scale."""
+    """Add the settings of the optimizer's groups, the scheduler and the loss scale to ``foreign``."""
     path = folder / ZERO / OPTIMIZER
     try:
         with torch.serialization.safe_globals(_ADMITTED):
@@ -160,7 +166,7 @@ def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> No
         good_steps = seen.get("cur_iter", 0) - seen.get("last_overflow_iter", -1) - 1
         foreign.values[ENGINE] |= {"loss_scale": float(seen["cur_scale"]), "good_steps": int(good_steps)}
     groups, names = found["param_groups"], [list(shapes) for shapes in run.get("param_shapes") or ()]
-    if len(groups) == 1:  # which stage 3 may have cut into several of these
+    if len(groups) == 1:  # stage 3 may have split it into several of these
         names = [[name for group in names for name in group]]
     if len(groups) != len(names):
         foreign.notices.append(
@@ -172,7 +178,7 @@ def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> No
     for number, found in enumerate(settings):
         for key, value in {**found, "params": names[number]}.items():
             foreign.values[f"{GROUPS}{number}.{key}"] = value
-    # What the rate was configured to be is nowhere: that which the run had come to holds.
+    # The configured learning rate is not stored, so the rate at the time of saving applies.
     foreign.values[CONFIGURED] = [{key: value for key, value in found.items() if key != "lr"} for found in settings]
     if (schedule := run.get("lr_scheduler")) is not None:
         own = schedule_of(foreign.step, [float(group["lr"]) for group in groups])

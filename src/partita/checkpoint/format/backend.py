@@ -1,7 +1,7 @@
-"""Checkpoints as folders of files, which torch.distributed.checkpoint reads as well.
+"""Checkpoints as folders of files, which torch.distributed.checkpoint can also read.
 
-Every rank writes one file, and beside it a table of what is in it. Ranks tell each other by these that they are done,
-so nothing is communicated in the background; the first makes the checkpoint visible when all files last.
+Every rank writes one data file, and next to it a table of its contents. The table also signals that the rank is done,
+so nothing is communicated in the background. The first rank makes the checkpoint visible when all files are durable.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ FAILED_SUFFIX = ".failed"
 
 
 class Writers(Protocol):
-    """The processes that write a checkpoint together: those of a mesh, or one alone."""
+    """The processes that write a checkpoint together: the ranks of a mesh, or a single process."""
 
     @property
     def rank(self) -> int: ...
@@ -65,7 +65,7 @@ class Writers(Protocol):
 
 @dataclass(frozen=True)
 class Alone:
-    """One process, with what it writes on the host."""
+    """A single process that writes values from the host."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -74,13 +74,13 @@ class Alone:
 
 
 class FileBackend(Backend):
-    """The checkpoints that some processes write, of which one at a time is made."""
+    """The store of checkpoints that a group of processes writes, one checkpoint at a time."""
 
     def __init__(self, writers: Writers) -> None:
         self.writers = writers
         self.snapshots = Snapshots(writers.device)
         self._boxes = BoxLayout([])
-        self.noticed = False  # that others use the folder, too
+        self.noticed = False  # True once a warning about the folder was given
 
     def draft(self, request: Request, token: str) -> "FileDraft":
         return FileDraft(self, request, token)
@@ -92,14 +92,14 @@ class FileBackend(Backend):
         return stored
 
     def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
-        """The same layout for as long as the boxes are the same."""
+        """Return the layout of ``boxes``. The same object is returned as long as the boxes are the same."""
         if self._boxes.values != boxes:
             self._boxes = BoxLayout(boxes)
         return self._boxes
 
 
 class FileDraft(Draft):
-    """A hidden folder, with a lock file of each rank that writes."""
+    """A checkpoint in progress: a hidden folder with a lock file for each rank that writes."""
 
     def __init__(self, backend: FileBackend, request: Request, token: str) -> None:
         self._backend = backend
@@ -129,7 +129,7 @@ class FileDraft(Draft):
         return max(0, self._layout.num_bytes - self._backend.snapshots.num_bytes)
 
     def snapshot(self, batches: Iterable[list[Tensor]]) -> None:
-        if self._rank == 0:  # before any rank goes on, and may die
+        if self._rank == 0:  # before any rank continues, and may die
             self._seen = {rank for rank in range(self._num_ranks) if is_locked(self._partial / _lock_name(rank))}
         self._memory = self._backend.snapshots.take(self._layout, batches)
 
@@ -174,13 +174,13 @@ class FileDraft(Draft):
         publish(self._partial, self._request.step, self._request.keep)
 
     def _await_tables(self) -> None:
-        """Wait for the other ranks' files."""
+        """Wait for the tables of all ranks. Each rank writes its table after its data file."""
         partial, timeout_s = self._partial, self._backend.writers.timeout_s
         end = time.monotonic() + timeout_s
         left = set(range(self._num_ranks))
         while left:
             gone = {rank for rank in left & self._seen if not is_locked(partial / _lock_name(rank))}
-            with explained(partial):  # after the locks: what a rank wrote before it let go is seen
+            with explained(partial):  # after the locks, to see what a rank wrote before it released its lock
                 there = {path.name: path for path in partial.iterdir()}
             for failed in (path for path in there.values() if path.suffix == FAILED_SUFFIX):
                 raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")
@@ -199,14 +199,14 @@ class FileDraft(Draft):
 
     def leave(self, error: Exception | None = None) -> None:
         if error is not None and self._rank:
-            with contextlib.suppress(PartitaError):  # where this cannot be written either, the lock tells
+            with contextlib.suppress(PartitaError):  # if this cannot be written either, the released lock tells
                 write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # the next save clears what is left
+        with contextlib.suppress(OSError):  # the next save removes what is left
             discard(self._partial)
 
 

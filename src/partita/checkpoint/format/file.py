@@ -1,8 +1,8 @@
-"""A rank's file of a checkpoint: values in records, one after the other, each with its checksum.
+"""A rank's data file in a checkpoint: consecutive records of values, each with its checksum.
 
-The layout is known before anything is copied, so a file is either *streamed* through a few blocks of memory, or
-*snapshot*: laid out in memory as it will be on disk, and written from there while training goes on. Writes go past the
-page cache (O_DIRECT), which would copy them once more.
+The layout is known before anything is copied. So a file is either *streamed* through a few blocks of memory, or
+*snapshot*: laid out in memory exactly as on disk, and written from there while training continues. Writes bypass the
+page cache (O_DIRECT), which would add a copy.
 """
 
 import errno
@@ -23,21 +23,21 @@ from partita.memory.collector import collector_paused
 from partita.memory.disk import ALIGNMENT as PAGE_BYTES
 from partita.memory.streams import Event, Workers, finish
 
-# Few bytes in all: the first time, memory that was never touched costs more than what is copied into it.
+# Kept small: touching new memory for the first time costs more than the copy into it.
 BLOCK_BYTES = 2 * 2**20
 NUM_BLOCKS, NUM_THREADS = 8, 4
-# For values that need more room in a later checkpoint.
+# Spare bytes for a later checkpoint with larger values.
 SPARE_BYTES = 2**20
 
 
 class Snapshots:
-    """The memory that a file is laid out in before it is written; kept from one checkpoint to the next."""
+    """The host memory in which a file is laid out before it is written. It is reused for the next checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._boxes: BoxLayout | None = None  # whose frames stand in the memory
-        self._places = list[Tensor]()  # where the values are
+        self._boxes: BoxLayout | None = None  # the boxes whose frames are in the memory
+        self._places = list[Tensor]()  # views of the boxes' values in the memory
 
     @property
     def num_bytes(self) -> int:
@@ -45,13 +45,13 @@ class Snapshots:
 
     @collector_paused()
     def take(self, layout: FileLayout, batches: Iterable[list[Tensor]]) -> Tensor:
-        """The file's bytes. They are the caller's until the next one is taken.
+        """Copy values into the file's layout; return the file's bytes, which are valid until the next call.
 
         Args:
-            batches: the values of each box, flat, some at a time.
+            batches: the flat values of each box, in batches.
         """
         if self._memory.numel() < layout.num_bytes:
-            self._memory = self._memory.new_empty(0)  # given back before more is asked for
+            self._memory = self._memory.new_empty(0)  # freed before more is allocated
             self._places = []
             self._memory = allocate_host(layout.num_bytes + SPARE_BYTES, torch.uint8, self._device)
             self._boxes = None
@@ -73,7 +73,7 @@ class Snapshots:
 
 
 def _place(memory: Tensor, record: Record) -> Tensor:
-    """The values of a box in the file's bytes."""
+    """Return a view of a box's values in the file's bytes."""
     assert record.value.box is not None
     begin = record.offset + record.head_bytes
     num_bytes = record.value.box.num_elements * record.value.dtype.itemsize
@@ -86,7 +86,7 @@ def _put(memory: Tensor, parts: Iterable[Part]) -> None:
 
 
 def write_snapshot(path: Path, layout: FileLayout, memory: Tensor) -> list[str]:
-    """Write a file from memory; returns each record's checksum when all of it is on the disk."""
+    """Write a file from memory; return the checksum of each record when the file is on the disk."""
     with _Writer(path, layout) as writer:
         for block in memory.split(BLOCK_BYTES):
             writer.write(block)
@@ -94,7 +94,7 @@ def write_snapshot(path: Path, layout: FileLayout, memory: Tensor) -> list[str]:
 
 
 def stream_file(path: Path, layout: FileLayout, tensors: Iterator[Tensor], device: torch.device) -> list[str]:
-    """The same from the states themselves, through a few blocks of memory."""
+    """Write a file from ``tensors`` through a few blocks of memory; return the same as :func:`write_snapshot`."""
     blocks = [allocate_host(BLOCK_BYTES, torch.uint8, device) for _ in range(NUM_BLOCKS)]
     used = [Event() for _ in blocks]
     with _Writer(path, layout) as writer:
@@ -121,7 +121,7 @@ def stream_file(path: Path, layout: FileLayout, tensors: Iterator[Tensor], devic
 
 
 class _Sums:
-    """Checksums of records, from the file's bytes as they come."""
+    """The checksums of records, computed from consecutive blocks of the file."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -143,8 +143,9 @@ class _Sums:
 
 
 class _Writer:
-    """A new file, written in blocks that follow each other. Leaving the block of code makes it last; an error in it
-    leaves what there is.
+    """A new file, written in consecutive blocks.
+
+    Leaving the context makes the file durable. After an error the partial file stays.
     """
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
@@ -163,7 +164,10 @@ class _Writer:
         self._events = list[Event]()
 
     def write(self, block: Tensor) -> Event:
-        """Begin to write a block, of whole pages but for the last one; its memory is left alone until the event."""
+        """Start to write a block, which must consist of full pages unless it is the last one.
+
+        The block's memory must not change until the returned event.
+        """
         offset, self._offset = self._offset, self._offset + block.numel()
         self.sums.feed(offset, block)
         self._events.append(self._workers.run(offset, [partial(self._write, block, offset)]))
@@ -196,7 +200,7 @@ class _Writer:
 
 
 def _reserve(file: int, num_bytes: int) -> None:
-    """Take the space, so that a full disk is found before the copy is made."""
+    """Allocate the file's disk space, so that a full disk is detected before anything is copied."""
     try:
         if num_bytes:
             os.posix_fallocate(file, 0, num_bytes)

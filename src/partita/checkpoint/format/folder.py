@@ -1,11 +1,12 @@
-"""A folder of checkpoints: ``step-N`` is one that is complete; what is being written, or removed, has a hidden name.
+"""A folder of checkpoints. ``step-N`` is a complete checkpoint; one that is being written or removed has a hidden name.
 
-A checkpoint becomes visible by one rename, after every file of it lasts. One whose step is saved again is moved aside
-for that moment, and counts until the new one is there. What a crash leaves is hidden, and the next save clears it.
+A checkpoint becomes visible by one rename, after all its files are durable. If its step already exists, the earlier
+checkpoint is first moved aside, and counts until the new one is visible. Leftovers of a crash are hidden, and the next
+save removes them.
 
-Each save writes into a hidden folder of its own, named by a ``token``, in which the lock files of living processes keep
-other runs from removing it. Which checkpoint is newest is a number in its manifest: steps start again in a new run, and
-clocks and times of files are not to be relied on.
+Each save writes into its own hidden folder, named by a ``token``. The lock files of live processes in that folder keep
+other runs from removing it. A sequence number in the manifest tells which checkpoint is newest: steps start again in a
+new run, and clocks and file times are unreliable.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _HEAD_BYTES = 4096
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, in the order in which they were published."""
+    """Return the complete checkpoints in a folder, by step, in the order in which they were published."""
     return dict(sorted(_found(folder).items(), key=lambda item: (_sequence(item[1]), item[0])))
 
 
@@ -44,8 +45,9 @@ def _found(folder: Path) -> dict[int, Path]:
 
 
 def _sequence(path: Path) -> int:
-    """The number of a checkpoint; 0 for those of versions that had none. One whose manifest is damaged has its place,
-    too: it is not passed over in silence.
+    """Return the sequence number of a checkpoint; 0 if its version had none.
+
+    A checkpoint with a damaged manifest has a number too, so that it is not silently skipped.
     """
     try:
         with open(path / MANIFEST, "rb") as file:
@@ -56,12 +58,14 @@ def _sequence(path: Path) -> int:
 
 
 def next_sequence(folder: Path) -> int:
-    """The number of a checkpoint that is published now."""
+    """Return the sequence number for a checkpoint that is published now."""
     return 1 + max(map(_sequence, _found(folder).values()), default=0)
 
 
 def chosen(folder: Path) -> Path:
-    """The checkpoint that ``folder`` is, or the one in it that was published last.
+    """Return ``folder`` if it is a checkpoint, or else the checkpoint in it that was published last.
+
+    A checkpoint that is moved aside while it is replaced is found by its own name.
 
     Raises:
         PartitaError: there is none.
@@ -83,12 +87,12 @@ def chosen(folder: Path) -> Path:
 
 
 def partial_of(folder: Path, step: int, token: str) -> Path:
-    """Where a checkpoint is written, under a token that no other save has."""
+    """Return the hidden folder in which a checkpoint is written. No other save has the same ``token``."""
     return folder / f".step-{step}.{token}.partial"
 
 
 def start_partial(partial: Path) -> None:
-    """Make a hidden folder to write into; what earlier crashes left beside it is cleared."""
+    """Create a hidden folder to write into. Leftovers of earlier crashes next to it are removed."""
     folder = partial.parent
     with explained(folder):
         try:
@@ -100,7 +104,7 @@ def start_partial(partial: Path) -> None:
 
 
 def notice(folder: Path, step: int) -> str | None:
-    """What the owner of a run should know of the folder that it saves into."""
+    """Return a warning if the folder holds later steps or another run writes into it; None otherwise."""
     with explained(folder):
         if not folder.is_dir():
             return None
@@ -121,29 +125,29 @@ def notice(folder: Path, step: int) -> str | None:
 
 
 def _is_busy(partial: Path) -> bool:
-    """Whether a process that runs writes into a hidden folder."""
+    """Return whether a live process writes into a hidden folder."""
     return any(map(is_locked, partial.glob(f"*{LOCK_SUFFIX}")))
 
 
 def _clear(folder: Path) -> None:
-    """Clear what crashes have left."""
+    """Remove leftovers of crashes, and restore a checkpoint that was moved aside but not replaced."""
     for path in folder.iterdir():
         if (match := _HIDDEN.fullmatch(path.name)) is None or _is_busy(path):
             continue
         if match[3] == "replaced" and not (folder / f"step-{match[1]}" / MANIFEST).exists():
-            with contextlib.suppress(OSError):  # the run that moved it aside has come to its end after all
+            with contextlib.suppress(OSError):  # the run that moved it aside has finished after all
                 path.rename(folder / f"step-{match[1]}")
         else:
             discard(path)
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, or a hidden folder. It gets another name first, so that nobody takes it for a whole one."""
+    """Remove a checkpoint or a hidden folder. It is renamed first, so that it is never taken for a complete one."""
     shutil.rmtree(_hide(path, "removed"), ignore_errors=True)
 
 
 def _hide(path: Path, kind: str) -> Path:
-    """Rename a folder, if it is still there; returns the new name, which no other has."""
+    """Rename a folder, if it still exists, to a unique hidden name; return the new path."""
     step = path.name.lstrip(".").partition(".")[0]
     hidden = path.with_name(f".{step}.{secrets.token_hex(4)}.{kind}")
     with contextlib.suppress(FileNotFoundError):
@@ -152,7 +156,10 @@ def _hide(path: Path, kind: str) -> Path:
 
 
 def publish(partial: Path, step: int, keep: int) -> Path:
-    """Make a checkpoint visible whose files all last, and remove all others but the ``keep - 1`` published last."""
+    """Make a checkpoint visible whose files are all durable; return its folder.
+
+    All other checkpoints except the ``keep - 1`` published last are removed.
+    """
     folder, final = partial.parent, partial.parent / f"step-{step}"
     with explained(final):
         sync_folder(partial)
@@ -170,7 +177,7 @@ def publish(partial: Path, step: int, keep: int) -> Path:
 
 
 def _renamed(path: Path, final: Path) -> bool:
-    """Rename a folder, unless there is another (which must not be empty) under the name."""
+    """Rename a folder; return False if another folder, which is not empty, already has the name."""
     try:
         path.rename(final)
     except OSError as error:

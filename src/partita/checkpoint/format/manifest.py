@@ -1,4 +1,4 @@
-"""partita's own index: a table of each rank's file, and a manifest that vouches for the tables."""
+"""partita's own index: a table for each rank's file, and a manifest with the checksums of the tables."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,18 +14,18 @@ from partita.memory.collector import collector_paused
 from partita.plan.box import Box
 
 MANIFEST = "manifest.json"
-# The index of torch.distributed.checkpoint, beside it. Who reads or writes one imports that library then: it brings
-# DTensor and sympy, which take half a second.
+# The index of torch.distributed.checkpoint, in the same folder. That library is imported only where an index is read or
+# written, because it imports DTensor and sympy, which takes half a second.
 METADATA = ".metadata"
-# In a manifest: raised when readers of earlier versions would take something for what it is not.
+# Manifest entry. Increased when readers of earlier versions would misinterpret a checkpoint.
 FORMAT = 1
-# In a manifest: one more than that of any checkpoint that was in the folder before.
+# Key of a manifest entry: one more than that of any earlier checkpoint in the folder.
 SEQUENCE = "sequence"
 
 
 @collector_paused()
 def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_bytes: int) -> bytes:
-    """What is known of a rank's file, as JSON."""
+    """Return the table of a rank's file, as JSON."""
     rows = list[dict[str, Any]]()
     for record, digest in zip(records, sums, strict=True):
         value, row = record.value, dict[str, Any]()
@@ -41,7 +41,7 @@ def table_of(file: str, records: Iterable[Record], sums: Iterable[str], num_byte
 
 
 def add_table(stored: Stored, table: bytes) -> int:
-    """Take up what a table says; returns the number of bytes of its file."""
+    """Add the entries of a table to ``stored``; return the number of bytes of its file."""
     made = json.loads(table)
     file = inside_folder(stored.folder, made["file"])
     for row in made["records"]:
@@ -63,16 +63,16 @@ def add_aliases(stored: Stored, aliases: Mapping[str, list[str]]) -> None:
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest whose last line is its checksum."""
+    """Return the bytes of a manifest, with its checksum as the last line."""
     content = json.dumps(manifest, indent=1)
     return f"{content}\n{checksum(content.encode())}\n".encode()
 
 
 def read_manifest(stored: Stored) -> None:
-    """Take up what the manifest in a checkpoint's folder, and the tables that it names, say.
+    """Read the manifest in a checkpoint's folder, and the tables that it names, into ``stored``.
 
     Raises:
-        PartitaError: they are damaged, or of a later format.
+        PartitaError: a file is damaged, or the format is a later one.
     """
     folder = stored.folder
     content, _, digest = read_small(folder / MANIFEST).decode(errors="replace").rstrip("\n").rpartition("\n")
@@ -94,8 +94,6 @@ def read_manifest(stored: Stored) -> None:
 
 
 def has_own_metadata(stored: Stored) -> bool:
-    """Whether the index of torch.distributed.checkpoint is the one that was written; True where nothing vouches for
-    it.
-    """
+    """Return whether the ``.metadata`` file is unchanged; True if the manifest has no checksum for it."""
     expected = stored.manifest.get("metadata")
     return expected is None or checksum(read_small(stored.folder / METADATA)) == expected

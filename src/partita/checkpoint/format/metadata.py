@@ -1,7 +1,7 @@
-"""The index of torch.distributed.checkpoint (``.metadata``): written, and read without running what is in it.
+"""The index of torch.distributed.checkpoint (``.metadata``): writing it, and reading it without executing its contents.
 
-The index is a pickle, which can name any function to be called with any arguments. Those that
-torch.distributed.checkpoint writes name its own classes and a few of torch's: no other name is looked up.
+The index is a pickle, which can name any function to be called with any arguments. An index that
+torch.distributed.checkpoint writes names only its own classes and a few of torch's. No other name is looked up.
 """
 
 import io
@@ -33,14 +33,16 @@ from partita.plan.box import Box
 
 
 class _Sealed(type):
-    """Its classes are as they are: a pickle may set attributes of what it names, for the whole process."""
+    """A metaclass that forbids setting class attributes. A pickle could otherwise change the classes that it names, for
+    the whole process.
+    """
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"it sets '{name}' of the class {cls.__name__}")
 
 
 def _as_callable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One that nothing else uses."""
+    """Return a separate function that calls ``function``, so that a pickle cannot change attributes of the original."""
     return lambda *args: function(*args)
 
 
@@ -68,7 +70,8 @@ _ADMITTED = {
     }.items()
 }
 _SIZE = ("torch", "Size")
-# Where the checkpoint was when it was written, which nobody asks for: no path that could touch the disk is made of it.
+# Types of the path at which the checkpoint was written. It is not used, so a pure path, which cannot touch the disk,
+# replaces it.
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
@@ -93,17 +96,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The index at ``path``.
+    """Read the index at ``path``.
 
     Raises:
-        PartitaError: it cannot be read, is damaged, or names what torch.distributed.checkpoint does not write.
+        PartitaError: it cannot be read, is damaged, or names something that torch.distributed.checkpoint does not
+            write.
     """
     content = read_small(path)
     try:
         found = _Unpickler(content, path).load()
     except PartitaError:
         raise
-    except Exception as error:  # bytes that are no pickle raise anything
+    except Exception as error:  # invalid pickles raise exceptions of any type
         raise PartitaError(f"checkpoint: '{path}' is damaged: it is no index ({error}); load an earlier one") from error
     if not isinstance(found, Metadata):
         raise PartitaError(
@@ -113,7 +117,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def add_metadata(stored: Stored, metadata: Metadata, below: str = "") -> None:
-    """Take up what an index says, of files that are ``below`` the checkpoint's folder."""
+    """Add the entries of an index to ``stored``. ``below``: the subfolder of the checkpoint's folder with its files."""
     stored.paths |= metadata.planner_data or {}
     sizes_at = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
@@ -136,7 +140,7 @@ def add_metadata(stored: Stored, metadata: Metadata, below: str = "") -> None:
 
 
 def metadata_of(stored: Stored) -> bytes:
-    """The index of partita's own, as torch.distributed.checkpoint reads it."""
+    """Return the index of a partita checkpoint in the format of torch.distributed.checkpoint."""
     # Equal parts are one object, which pickle writes once.
     properties, size = lru_cache(maxsize=None)(TensorProperties), lru_cache(maxsize=None)(torch.Size)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

@@ -1,6 +1,6 @@
-"""Reading many chunks of a checkpoint, ahead of whoever uses them: neighbours in one request, past the page cache.
+"""Reading of many checkpoint chunks ahead of their use. Adjacent chunks share a request, which bypasses the page cache.
 
-The order is known before the first request, so the disk is kept busy with a bounded number of bytes under way.
+The order is known before the first request, so the disk is kept busy with a bounded number of bytes in flight.
 """
 
 import mmap
@@ -20,14 +20,14 @@ from partita.checkpoint.format.system import explained, open_direct, read_into
 from partita.memory.allocate import allocate
 
 NUM_THREADS, RUN_BYTES, BYTES_AHEAD = 4, 8 * 2**20, 96 * 2**20
-# What lies between two records that are read together: another record that is not wanted, and padding.
+# Limit of the gap between two records that are read in one request: padding, or a record that is not needed.
 GAP_BYTES = 64 * 2**10
 PAGE = mmap.PAGESIZE
 
 
 @dataclass
 class _Run:
-    """Chunks that are read in one request: bytes ``[start, stop)`` of a file, whole pages."""
+    """Chunks that are read in one request: bytes ``[start, stop)`` of a file, in full pages."""
 
     file: str
     start: int
@@ -39,7 +39,7 @@ class _Run:
         return self.stop - self.start
 
     def takes(self, chunk: Chunk) -> bool:
-        """Whether a chunk is near enough, and there is room for it."""
+        """Return whether a chunk is close enough to be read with this run, and fits into it."""
         begin, end = _pages(chunk)
         follows = chunk.file == self.file and self.stop - PAGE <= begin <= self.stop + GAP_BYTES
         return follows and end - self.start <= RUN_BYTES
@@ -49,7 +49,7 @@ class _Run:
         self.stop = _pages(chunk)[1]
 
     def parts(self, content: memoryview) -> Iterator[tuple[Chunk, memoryview]]:
-        """Each chunk with its bytes, out of those of the run."""
+        """Yield each chunk with its bytes, given the bytes of the run."""
         for chunk in self.chunks:
             begin = chunk.offset - self.start
             yield chunk, content[begin : begin + chunk.num_bytes]
@@ -60,12 +60,11 @@ def _pages(chunk: Chunk) -> tuple[int, int]:
 
 
 class Reading:
-    """The values of ``chunks`` of the files in a folder, in their order. A context manager, which lets go of files and
-    threads.
+    """A context manager over the values of ``chunks`` of a folder's files, in order. It closes its files and threads.
 
     Args:
-        check: raises where a chunk's bytes are not those that were written.
-        decode: a chunk's values out of its bytes, in the shape of its box.
+        check: function that raises if a chunk's bytes are not those that were written.
+        decode: function that returns a chunk's values from its bytes, in the shape of its box.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Reading:
         self._decode = decode
         self._files = dict[Path, int]()
         self._lock = threading.Lock()
-        self._memory = list[Tensor]()  # that nobody reads into or from
+        self._memory = list[Tensor]()  # buffers that are not in use
         self._pool = ThreadPoolExecutor(NUM_THREADS, "partita load")
         self._tensors = self._ahead(_runs(chunks))
 
@@ -102,7 +101,7 @@ class Reading:
         self._memory.append(memory)
 
     def _borrow(self, num_bytes: int) -> Tensor:
-        """Memory for a run. It is used again: new pages cost more than what is read into them."""
+        """Return memory for a run. It is reused, because touching new pages costs more than the read into them."""
         with self._lock:
             for place, memory in enumerate(self._memory):
                 if memory.numel() >= num_bytes:
@@ -110,7 +109,7 @@ class Reading:
         return allocate(max(num_bytes, RUN_BYTES), torch.uint8, torch.device("cpu"))
 
     def _read(self, run: _Run) -> Tensor:
-        """A run's bytes, each chunk held against its checksum."""
+        """Read a run's bytes, and check each chunk."""
         path, last = self._folder / run.file, run.chunks[-1]
         with explained(path):
             borrowed = self._borrow(run.num_bytes)

@@ -1,8 +1,8 @@
-"""A rank's file, byte by byte: values in records, one after the other, each framed as ``torch.save`` does.
+"""The byte layout of a rank's file: consecutive records of values, each framed as ``torch.save`` does.
 
-torch.distributed.checkpoint reads each piece of a tensor as an archive of its own. The archive of a tensor is its
-values between a head and a tail that depend on dtype and shape alone, so the values can be put between them without
-passing through ``torch.save`` (and be read without ``torch.load``).
+torch.distributed.checkpoint reads each piece of a tensor as a separate archive. The archive of a tensor is its values
+between a head and a tail that depend only on dtype and shape. So the values can be written between them without
+``torch.save``, and read without ``torch.load``.
 """
 
 import io
@@ -21,23 +21,23 @@ from partita.checkpoint.backend import Value
 from partita.checkpoint.plain import object_bytes
 from partita.memory.collector import collector_paused
 
-# Records begin at multiples of it, as torch begins the values inside an archive.
+# Records begin at multiples of this, as values do inside torch's archives.
 ALIGNMENT = 64
 _one_at_a_time = threading.Lock()
-# A place in a file, and the bytes that stand there.
+# An offset in a file, and the bytes at it.
 Part = tuple[int, Tensor]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after the values."""
+    """The bytes before and after the values of a record."""
 
     head: bytes
     tail: bytes
 
 
 class _Recorder:
-    """A file that keeps what is written but not the values at an address."""
+    """A writable file that keeps everything written to it except the values at an address."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.parts = [io.BytesIO()]
@@ -56,8 +56,9 @@ class _Recorder:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
-    """The frame of a contiguous tensor; where it has no values, all that there is. It has no sums over the values: the
-    checkpoint keeps its own.
+    """Return the frame of a contiguous tensor; of an empty tensor, the tail is the full archive.
+
+    The frame has no CRC of the values, because the checkpoint has its own checksums.
     """
     tensor = torch.empty(sizes, dtype=dtype, device="cpu")
     if not tensor.numel():
@@ -71,7 +72,7 @@ def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
 
 
 def read_tensor(record: memoryview, head_bytes: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    """The values of a framed record, as a view."""
+    """Return the values of a framed record, as a view."""
     num_elements = torch.Size(sizes).numel()
     if not num_elements:
         return torch.empty(sizes, dtype=dtype, device="cpu")
@@ -91,7 +92,7 @@ def _without_crc() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Record:
-    """A value's place in a file: ``num_bytes`` from ``offset``, of which the values begin after ``head_bytes``."""
+    """The location of a value in a file: ``num_bytes`` from ``offset``. The values begin after ``head_bytes``."""
 
     value: Value
     offset: int
@@ -100,7 +101,7 @@ class Record:
 
 
 class BoxLayout:
-    """Where boxes are in a file, one after the other from its beginning. The same for as long as the boxes are."""
+    """The locations of boxes in a file, one after the other from its beginning. It depends on the boxes only."""
 
     @collector_paused()
     def __init__(self, values: Sequence[Value]) -> None:
@@ -116,7 +117,7 @@ class BoxLayout:
 
 
 class FileLayout:
-    """A whole file: boxes, and after them any other values."""
+    """The layout of a complete file: boxes, followed by all other values."""
 
     def __init__(self, boxes: BoxLayout, others: Sequence[Value]) -> None:
         self.boxes = boxes
@@ -130,7 +131,7 @@ class FileLayout:
             self.others.append((self.records[-1].offset, _bytes(content)))
 
     def parts(self, tensors: Iterator[Tensor]) -> Iterator[Part]:
-        """Everything in the file, in order; ``tensors``: the values of each box, flat."""
+        """Yield the parts of the file, in order. ``tensors``: the flat values of each box."""
         for (head, tail), record, tensor in zip(self._frames(), self.boxes.records, tensors, strict=True):
             yield head
             assert tensor.nbytes == tail[0] - head[0] - record.head_bytes, record
@@ -139,11 +140,11 @@ class FileLayout:
         yield from self.others
 
     def around(self) -> Iterator[Part]:
-        """What stands around the values of boxes."""
+        """Return the heads and tails of all boxes, in order."""
         return itertools.chain.from_iterable(self._frames())
 
     def _frames(self) -> Iterator[tuple[Part, Part]]:
-        """What stands before and behind the values of each box."""
+        """Yield the head and the tail of each box, with their offsets."""
         for record in self.boxes.records:
             assert record.value.box is not None
             frame = frame_of(record.value.dtype, record.value.box.sizes)

@@ -1,7 +1,7 @@
-"""What a checkpoint's folder holds, whoever wrote it: tensors in global coordinates, cut into chunks, and plain values.
+"""The contents of a checkpoint's folder: tensors in global coordinates, cut into chunks, and plain values.
 
-Of partita's own the chunks' places and checksums are in a table beside each rank's file; of any other checkpoint of
-torch.distributed.checkpoint they are in its ``.metadata``, without checksums.
+For partita's own checkpoints, the locations and checksums of chunks are in a table next to each rank's file. For any
+other checkpoint of torch.distributed.checkpoint, the locations are in its ``.metadata``, without checksums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from partita.errors import PartitaError
 
 
 class StoredFiles(Stored):
-    """Everything in one folder."""
+    """The contents of one checkpoint folder."""
 
     def value(self, key: str) -> Any:
         if key in self.values:
@@ -38,17 +38,17 @@ class StoredFiles(Stored):
         return Reading(self.folder, chunks, self.check, self.decoded)
 
     def record(self, chunk: Chunk) -> memoryview:
-        """A chunk's bytes.
+        """Read a chunk's bytes, and check them.
 
         Raises:
-            PartitaError: the file is missing or shorter, or the bytes are not those that were written.
+            PartitaError: the file is missing or too short, or the bytes are not those that were written.
         """
         content = read_range(self.folder / chunk.file, chunk.offset, chunk.num_bytes)
         self.check(chunk, content)
         return content
 
     def check(self, chunk: Chunk, content: memoryview) -> None:
-        """Hold a chunk's bytes against its checksum. Raises as :meth:`record` does."""
+        """Check a chunk's bytes against its checksum. Raises as :meth:`record` does."""
         if chunk.checksum is not None and checksum(content) != chunk.checksum:
             raise PartitaError(
                 f"checkpoint: '{self.folder / chunk.file}' is damaged: bytes {chunk.offset} to "
@@ -57,14 +57,14 @@ class StoredFiles(Stored):
             )
 
     def loaded(self, chunk: Chunk, content: memoryview) -> Any:
-        """What a chunk's bytes are that anything may be.
+        """Load the value in a chunk's bytes with ``torch.load``.
 
         Raises:
-            PartitaError: it is not of the classes that are loaded, or damaged.
+            PartitaError: it is damaged, or holds classes that are not loaded.
         """
         try:
             return read_object(content)
-        except Exception as error:  # bytes that are no archive, or name any class, raise anything
+        except Exception as error:  # invalid archives and refused classes raise exceptions of any type
             reason = next(iter(str(error).strip().splitlines()), "")
             raise PartitaError(
                 f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded, as it is damaged or "
@@ -73,7 +73,7 @@ class StoredFiles(Stored):
             ) from error
 
     def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
-        """A tensor's chunk in the shape of its box: a view of the bytes where they are partita's own."""
+        """Return a tensor's chunk in the shape of its box; a view of the bytes if partita wrote them."""
         if chunk.head_bytes is None or chunk.box is None:
             loaded = self.loaded(chunk, content)
             assert isinstance(loaded, Tensor)
@@ -81,7 +81,7 @@ class StoredFiles(Stored):
         return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
 
     def problem(self, chunk: Chunk) -> str | None:
-        """What is wrong with a chunk: it is missing, cut off, damaged, or cannot be loaded."""
+        """Return what is wrong with a chunk (missing, cut off, damaged, cannot be loaded); None if it is intact."""
         try:
             content = self.record(chunk)
             if chunk.box is None or chunk.head_bytes is None:
@@ -97,11 +97,12 @@ class StoredFiles(Stored):
 
 
 def open_stored(folder: Path) -> StoredFiles:
-    """The checkpoint (partita's, or one that torch.distributed.checkpoint wrote) that ``folder`` is, or the one in it
-    that was saved last.
+    """Open the checkpoint that ``folder`` is, or the one in it that was saved last.
+
+    It is partita's, or one that torch.distributed.checkpoint wrote.
 
     Raises:
-        PartitaError: there is none, or its index is damaged or names what no index does.
+        PartitaError: there is none, or its index is damaged or names something that no index does.
     """
     stored = StoredFiles(chosen(folder))
     index = stored.folder / (MANIFEST if (stored.folder / MANIFEST).exists() else METADATA)

@@ -1,4 +1,4 @@
-"""Files and folders: what lasts when a call returns, who still writes, and errors that name the file and the remedy."""
+"""Files and folders: durable writes, locks of the writing processes, and errors that name the file and the remedy."""
 
 import contextlib
 import errno
@@ -27,10 +27,10 @@ REMEDIES = {
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """System errors as errors of a checkpoint's file.
+    """Convert system errors in the block to errors about a checkpoint's file.
 
     Raises:
-        PartitaError: names the file, what the system says and what to do.
+        PartitaError: names the file, the system's message and the remedy.
     """
     try:
         yield
@@ -44,10 +44,10 @@ def damaged(path: Path) -> PartitaError:
 
 
 def inside_folder(folder: Path, name: str) -> str:
-    """A file's name that an index gives.
+    """Return the name of a file that an index gives, after checking that it is inside the folder.
 
     Raises:
-        PartitaError: it leads out of the checkpoint's folder.
+        PartitaError: it is outside the checkpoint's folder.
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise PartitaError(
@@ -58,12 +58,12 @@ def inside_folder(folder: Path, name: str) -> str:
 
 
 def checksum(content: bytes | memoryview) -> str:
-    """Of a record, or of a small file."""
+    """Return the checksum of a record or of a small file."""
     return xxhash.xxh3_64(content).hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Make the names in a folder durable."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -72,7 +72,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """A new small file, which is there whole or not at all, and lasts when this returns."""
+    """Write a new small file atomically. Its content is durable on return."""
     aside = path.with_name(f"{path.name}.new")
     with explained(path):
         with open(aside, "xb") as file:
@@ -88,22 +88,22 @@ def read_small(path: Path) -> bytes:
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file past the page cache; returns it, and whether the filesystem can do that."""
+    """Open a file without the page cache; return it, and whether the filesystem supports that."""
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    if flags & os.O_CREAT:  # made all the same
+    if flags & os.O_CREAT:  # created although it was not opened
         path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666), False
 
 
 def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
-    """Bytes of a file.
+    """Read a range of bytes of a file.
 
     Raises:
-        PartitaError: there are fewer.
+        PartitaError: the file has fewer bytes.
     """
     into: memoryview = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
     with explained(path), open(path, "rb", buffering=0) as file:
@@ -112,7 +112,7 @@ def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
 
 
 def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset: int) -> None:
-    """Read at least ``num_bytes`` from a place in an open file. Raises as :func:`read_range` does."""
+    """Read at least ``num_bytes`` from an offset in an open file. Raises as :func:`read_range` does."""
     done = 0
     while done < num_bytes:
         moved = os.preadv(file, [memory[done:]], offset + done)
@@ -125,9 +125,9 @@ def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset:
 
 
 class Lock:
-    """A new file that is locked until :meth:`release`, or until the process ends, however it ends (over NFS as well).
+    """A new file that is locked until :meth:`release`, or until the process ends for any reason (over NFS as well).
 
-    Where the filesystem has no locks, it counts as locked for as long as it is there.
+    On a filesystem without locks, the file counts as locked as long as it exists.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,14 +137,14 @@ class Lock:
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Let go of it, also for processes that were forked meanwhile; the file stays."""
+        """Release the lock, also for processes that were forked meanwhile. The file stays."""
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock, or nothing is known of that. False if there is no such file."""
+    """Return whether a process holds the lock, or this cannot be determined. False if there is no such file."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

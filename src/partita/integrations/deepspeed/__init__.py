@@ -1,8 +1,8 @@
-"""DeepSpeed's calls for training loops that are written with them: one changed line,
+"""DeepSpeed's API for existing training loops. One line changes:
 ``import partita.integrations.deepspeed as deepspeed``.
 
-The names and meanings are those of DeepSpeed 0.19.8; a name that is not here is an error that says what partita has in
-its place.
+Names and meanings are those of DeepSpeed 0.19.8. A name that is missing here raises an error that says what to use
+instead.
 """
 
 from typing import NoReturn
@@ -13,7 +13,7 @@ from partita.integrations.deepspeed.elsewhere import MODULE, missing
 from partita.integrations.deepspeed.engine import DeepSpeedEngine
 from partita.integrations.deepspeed.start import add_config_arguments, initialize
 
-# Of DeepSpeed: scripts that look at it expect what it could do then.
+# DeepSpeed's version, by which scripts find out which features exist.
 __version__ = "0.19.8"
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "comm", "init_distributed", "initialize", "zero"]
 

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed, started as partita starts it."""
+"""``deepspeed.comm``: torch.distributed, initialized the way partita does it."""
 
 import logging
 from datetime import timedelta
@@ -14,7 +14,7 @@ from partita.memory import accelerator
 
 _log = logging.getLogger("partita")
 _TIMEOUT = timedelta(minutes=30)
-# What is called alike there, and takes the same arguments.
+# Functions with the same name and arguments in torch.distributed.
 _SAME = frozenset(
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
     "batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather get_global_rank get_rank "
@@ -32,17 +32,20 @@ def init_distributed(
     world_size: int = -1,
     **__: Any,
 ) -> None:
-    """Start torch.distributed, if it does not run, as the launcher's variables say; for one process without any, too.
+    """Initialize torch.distributed from the launcher's environment variables, unless it is initialized already.
+
+    Without a launcher, initialize it for a single process.
 
     Args:
-        dist_backend: is partita's choice: gloo for tensors on the host, the accelerator's own for those on it.
-        timeout: how long an operation may take.
-        init_method: where the ranks meet, of which this is ``rank`` of ``world_size``; None: the launcher says it.
-            DeepSpeed's other arguments have no effect.
+        dist_backend: has no effect: partita uses gloo for tensors on the host, and the accelerator's backend for
+            tensors on the accelerator.
+        timeout: time limit of one operation.
+        init_method: the URL where the ranks meet; this is ``rank`` of ``world_size``. None: the launcher's values are
+            used. DeepSpeed's other arguments have no effect.
 
     Raises:
         ConfigError: a launcher's variable is missing or wrong.
-        PartitaError: the ranks do not meet.
+        PartitaError: the ranks cannot connect to each other.
     """
     if dist.is_initialized():
         return
@@ -63,17 +66,17 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This process among those of its node."""
+    """Return this process's rank on its node; 0 if the launcher does not set one."""
     return launch_environment(running=world.running()).local_rank or 0
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the process group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks of a group (None: of all)."""
+    """Return the global ranks of a process group (None: of all ranks)."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 

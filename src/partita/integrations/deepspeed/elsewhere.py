@@ -1,4 +1,4 @@
-"""Names of DeepSpeed's that are not here, and what partita has in their place."""
+"""DeepSpeed names that do not exist here, each with the remedy that its error message gives."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ _OPTIMIZERS = (
 _RECOMPUTE = "use torch.utils.checkpoint, or the model's gradient_checkpointing_enable()"
 _GENERATE = "generate inside `with engine.gathered():` (of partita.initialize), or export the weights and serve them"
 
-# Below the module itself.
+# Names in the top-level module.
 MODULE = {
     "ops": _OPTIMIZERS,
     "DeepSpeedOptimizer": "the engine's optimizer is a torch.optim.Optimizer",
@@ -50,7 +50,7 @@ MODULE = {
     "constants": "use partita.initialize(..., mesh=) and torch.distributed",
 }
 
-# Of `zero`.
+# Names in `zero`.
 ZERO = {
     "MiCS_Init": "set zero_hpz_partition_size in the configuration: gathers stay within a node",
     "TiledLinear": "use torch.nn.Linear: parameters on any tier are gathered unit by unit",
@@ -61,7 +61,7 @@ ZERO = {
     "DeepSpeedZeRoOffload": "set offload_param and offload_optimizer in the configuration",
 }
 
-# Of `comm`.
+# Names in `comm`.
 COMM = {
     "inference_all_reduce": "use all_reduce",
     "log_summary": "use engine.traffic_report() of partita.initialize",
@@ -70,7 +70,7 @@ COMM = {
     "mpi_discovery": "start with torchrun or srun, whose variables are read",
 }
 
-# Of the engine.
+# Attributes of the engine.
 ENGINE = {
     "set_gradient_accumulation_boundary": "call step() after every micro-batch: it updates at the boundary by itself",
     "coalesce_grad_reduction": "use no_sync(), which is legal at every stage",
@@ -89,24 +89,28 @@ ENGINE = {
 
 
 class MissingNameError(PartitaError, ImportError):
-    """A name of DeepSpeed's that is in no module here. (``from ... import`` would lose the words of an
-    ``AttributeError``.)
+    """A DeepSpeed name that no module here defines.
+
+    It is an ``ImportError`` because ``from ... import`` would discard the message of an ``AttributeError``.
     """
 
 
 class MissingAttributeError(PartitaError, AttributeError):
-    """A name of DeepSpeed's that the engine has not."""
+    """A DeepSpeed attribute that the engine does not have."""
 
 
 def missing(module: str, name: str, remedies: Mapping[str, str]) -> Exception:
-    """The error for a name that is not in a module; for one that begins with an underscore, a plain one."""
+    """Return the error for a name that a module does not have.
+
+    For a name that begins with an underscore, it is a plain ``AttributeError``.
+    """
     if name.startswith("_"):
         return AttributeError(f"module '{module}' has no attribute '{name}'")
     return MissingNameError(_said(module, name, remedies))
 
 
 def missing_attribute(name: str) -> AttributeError:
-    """The error for a name that neither the engine nor its model has."""
+    """Return the error for a name that neither the engine nor its model has."""
     return MissingAttributeError(_said("engine", name, ENGINE))
 
 

@@ -1,4 +1,4 @@
-"""The engine of ``deepspeed.initialize``: DeepSpeed's calls and counters on one of partita's."""
+"""The engine that ``deepspeed.initialize`` returns: DeepSpeed's calls and counters on top of partita's engine."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -19,19 +19,19 @@ from partita.integrations.deepspeed.zero import ended
 
 
 class DeepSpeedEngine:
-    """Trains a model; ``step()`` is called after every micro-batch, and updates at the boundary of a batch.
+    """An engine with DeepSpeed's interface. Call ``step()`` after every micro-batch; it updates at the end of a batch.
 
-    Attributes: ``module`` (the model, whose attributes are the engine's, too), ``optimizer`` and ``lr_scheduler`` (None
-    where there is none), ``training_dataloader``; ``global_steps`` (batches, those whose update was left out among
-    them), ``skipped_steps`` (these alone), ``global_samples`` and ``micro_steps``; ``device``, ``local_rank``,
-    ``global_rank``, ``world_size`` and ``dp_world_size``.
+    Attributes: ``module`` (the model; its attributes can also be read from the engine), ``optimizer`` and
+    ``lr_scheduler`` (None if there is none), ``training_dataloader``; ``global_steps`` (batches, including those with a
+    skipped update), ``skipped_steps`` (skipped updates), ``global_samples`` and ``micro_steps``; ``device``,
+    ``local_rank``, ``global_rank``, ``world_size`` and ``dp_world_size``.
 
     Args:
-        engine: of partita, with the same model.
-        resolved: what its configuration means on these ranks.
-        local_rank: this process among those of its node.
+        engine: partita's engine of the model.
+        resolved: the engine's configuration, resolved for these ranks.
+        local_rank: this process's rank on its node.
         has: whether there is an ``optimizer``, and a ``scheduler``.
-        loader: of ``training_data``.
+        loader: the loader of ``training_data``.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------ training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward; floating-point inputs are cast to the compute dtype."""
+        """Run the model's forward; floating-point inputs are cast to the compute dtype."""
         return self._engine(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`__call__`."""
+        """Run the model's forward, like :meth:`__call__`."""
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of ``loss`` (a scalar), averaged over the ranks.
+        """Compute the gradients of ``loss`` (a scalar) and accumulate them, averaged over the ranks.
 
         Args:
-            retain_graph: refused.
-            scale_wrt_gas: divide by ``gradient_accumulation_steps()``, what is returned as well.
+            retain_graph: must be False.
+            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps()``, also in the returned value.
 
         Raises:
-            PartitaError: there is no optimizer, ``loss`` is no scalar that depends on the parameters, or the graph is
-                to be retained.
+            PartitaError: there is no optimizer, ``loss`` is not a scalar that depends on the parameters, or
+                ``retain_graph`` is set.
         """
         self._check_optimizer("backward")
         if retain_graph:
@@ -85,7 +85,9 @@ class DeepSpeedEngine:
         return loss / num if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a ``backward()`` of its own: as it is, since partita divides by the accumulation itself.
+        """Return the loss for a direct ``loss.backward()``, unchanged.
+
+        partita divides by the accumulation steps itself.
 
         Raises:
             PartitaError: there is a loss scale (fp16).
@@ -95,14 +97,14 @@ class DeepSpeedEngine:
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one of a batch, so that its :meth:`step` updates."""
+        """Return whether the current micro-batch is the last one of a batch, where :meth:`step` updates."""
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary clip, update the parameters, zero the gradients, and step the scheduler.
 
         Raises:
-            PartitaError: there is no optimizer; or ``lr_kwargs`` are for another scheduler than torch's.
+            PartitaError: there is no optimizer; or ``lr_kwargs`` are given, which torch's schedulers do not take.
         """
         self._check_optimizer("step")
         if lr_kwargs:
@@ -118,18 +120,18 @@ class DeepSpeedEngine:
         self.micro_steps += 1
 
     def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the parameters."""
+        """Return whether the last :meth:`step` updated the parameters."""
         return self._stepped
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up on each rank without reducing them; legal at every stage."""
+        """Return a context in which gradients accumulate on each rank without reduction; allowed at every stage."""
         return self._engine.no_sync()
 
     def zero_grad(self) -> None:
-        """Drop the gradients collected so far; :meth:`step` has done that after an update.
+        """Discard the gradients accumulated so far; :meth:`step` has already done this after an update.
 
         Raises:
-            PartitaError: inside a batch, whose first gradients would be lost.
+            PartitaError: a batch is in progress, whose first gradients would be lost.
         """
         done = self.micro_steps % self.gradient_accumulation_steps()
         if done:
@@ -144,11 +146,11 @@ class DeepSpeedEngine:
 
         Args:
             data_iter: an iterator over micro-batches (mappings, tuples or tensors, as the model takes them); None:
-                ``training_data``, again and again.
+                ``training_data``, repeated.
 
         Raises:
             StopIteration: the iterators of all ranks are empty.
-            PartitaError: it ends inside a batch, or the model returns no loss.
+            PartitaError: the iterator ends inside a batch, or the model returns no loss.
         """
         losses = [self._train_on(batch) for batch in self._draw(data_iter)]
         return self._engine.mean(torch.stack(losses).mean())
@@ -160,8 +162,9 @@ class DeepSpeedEngine:
         return loss.detach()
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """The mean loss of one batch over micro-batches and ranks, in evaluation mode; takes what :meth:`train_batch`
-        does.
+        """Return the mean loss of one batch over micro-batches and ranks, in evaluation mode.
+
+        ``data_iter`` is that of :meth:`train_batch`.
         """
         training = self.module.training
         self.module.eval()
@@ -181,26 +184,26 @@ class DeepSpeedEngine:
         return list(draw(data_iter, self.gradient_accumulation_steps(), self._engine.each))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the model's training mode."""
+        """Set the training mode of the model."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Set the model's evaluation mode."""
+        """Set the model to evaluation mode."""
         return self.train(False)
 
     # ------------------------------------------------------------------- looking
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradients' norm in the last batch, before clipping; None before the first, or where it is not known."""
+        """Return the gradient norm of the last batch before clipping; None before the first batch, or if unknown."""
         return self._grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group in the next update."""
+        """Return the learning rate of each parameter group for the next update."""
         return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each parameter group."""
+        """Return the momentum, or the betas, of each parameter group."""
         groups = self._engine.optimizer.param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
@@ -208,7 +211,7 @@ class DeepSpeedEngine:
         return self._resolved.batch.accumulate
 
     def train_batch_size(self) -> int:
-        """Samples of one update, over all ranks."""
+        """Return the number of samples of one update, over all ranks."""
         return self._resolved.batch.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -218,11 +221,11 @@ class DeepSpeedEngine:
         return self._engine.config.zero.stage
 
     def zero_optimization(self) -> bool:
-        """Whether any state is split."""
+        """Return whether any training state is sharded (stage 1 or higher)."""
         return bool(self.zero_optimization_stage())
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 where they are not."""
+        """Return the norm to which gradients are clipped; 0 if they are not clipped."""
         return self._engine.config.clip_grad_norm or 0.0
 
     def fp16_enabled(self) -> bool:
@@ -232,16 +235,16 @@ class DeepSpeedEngine:
         return self._resolved.compute_dtype == "bf16"
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes by itself."""
+        """Return whether the loss scale is dynamic."""
         return self._engine.config.precision.loss_scale == "dynamic"
 
     def loss_scale(self) -> float:
-        """The configured loss scale; 0 where it is dynamic."""
+        """Return the configured loss scale; 0 if it is dynamic."""
         found = self._engine.config.precision.loss_scale
         return 0.0 if found == "dynamic" else float(found)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state dict, whole, with master weights, on the host of rank 0; empty on the others."""
+        """Return the model's full state dict with master weights, on the host of rank 0; empty on other ranks."""
         return self._engine.state_dict(trainable=exclude_frozen_parameters)
 
     state_dict = module_state_dict
@@ -256,18 +259,17 @@ class DeepSpeedEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that training goes on from, as ``step-N`` in the tag's folder below ``save_dir``; every rank calls
-        this.
+        """Save the full training state as ``step-N`` in the tag's folder below ``save_dir``; every rank calls this.
 
         Args:
             tag: the same on every rank; None: ``global_step`` and the number.
             client_state: plain values, which :meth:`load_checkpoint` returns.
-            save_latest: make it the one that is loaded without a tag.
-            exclude_frozen_parameters: has no effect: a checkpoint holds all parameters.
+            save_latest: make this the checkpoint that is loaded without a tag.
+            exclude_frozen_parameters: has no effect: a checkpoint contains all parameters.
 
         Raises:
-            PartitaError: on all ranks: it cannot be written, the tags differ, the batch is not complete, or
-                client_state holds something that could not be loaded again.
+            PartitaError: on all ranks: the checkpoint cannot be written, the tags differ, the batch is not complete, or
+                client_state contains something that could not be loaded again.
         """
         kept = Kept(dict(client_state or {}), self.global_steps, self.global_samples, self.skipped_steps)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -284,23 +286,24 @@ class DeepSpeedEngine:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Take up what :meth:`save_checkpoint` or ``partita convert checkpoint`` wrote; every rank calls this.
+        """Load a checkpoint of :meth:`save_checkpoint` or ``partita convert checkpoint``; every rank calls this.
 
         Args:
-            tag: None: the one saved last with ``save_latest``; without any, a warning, and nothing is loaded.
-            load_module_strict: refuse a checkpoint that lacks something, or has more.
-            load_optimizer_states: off: the model's weights alone are taken.
-            load_lr_scheduler_states: off: the scheduler stays as it is.
-            load_module_only: the model's weights alone are taken.
-            custom_load_fn: refused.
+            tag: None: the checkpoint saved last with ``save_latest``; if there is none, a warning is given and nothing
+                is loaded.
+            load_module_strict: refuse a checkpoint with missing or additional entries.
+            load_optimizer_states: False: load only the model's weights.
+            load_lr_scheduler_states: False: leave the scheduler as it is.
+            load_module_only: load only the model's weights.
+            custom_load_fn: must be None.
 
         Returns:
-            The checkpoint's path, and the ``client_state`` given to :meth:`save_checkpoint`; None and None where there
-            is none.
+            The checkpoint's path, and the ``client_state`` given to :meth:`save_checkpoint`; None and None if there is
+            no checkpoint.
 
         Raises:
-            PartitaError: on all ranks: it is damaged, of another model, or of DeepSpeed's own format; custom_load_fn is
-                given.
+            PartitaError: on all ranks: the checkpoint is damaged, of another model, or in DeepSpeed's own format; or
+                custom_load_fn is given.
         """
         if custom_load_fn is not None:
             raise PartitaError("load_checkpoint(custom_load_fn=): write in zero.GatheredParameters(modifier_rank=0)")
@@ -327,11 +330,10 @@ class DeepSpeedEngine:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model's state dict, in the compute dtype, as one file of ``torch.save``; every rank calls
-        this.
+        """Write the model's full state dict, in the compute dtype, as one ``torch.save`` file; every rank calls this.
 
         Raises:
-            PartitaError: on all ranks: it cannot be written.
+            PartitaError: on all ranks: the file cannot be written.
         """
         weights = self.module_state_dict(exclude_frozen_parameters)
         dtypes = {name: param.dtype for name, param in self.module.named_parameters(remove_duplicate=False)}
@@ -344,7 +346,7 @@ class DeepSpeedEngine:
     # ----------------------------------------------------------------------- end
 
     def destroy(self) -> None:
-        """End training, and the process groups that were started here."""
+        """End training, and destroy the process groups that the engine started."""
         ended(self._engine)
         self._engine.close()
 
@@ -355,7 +357,7 @@ class DeepSpeedEngine:
             )
 
     def __getattr__(self, name: str) -> Any:
-        """What is the model's, as DeepSpeed has it."""
+        """Return an attribute of the model, as DeepSpeed's engine does."""
         module = self.__dict__.get("module")
         if module is not None and name not in ENGINE and hasattr(module, name):
             return getattr(module, name)

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: DeepSpeed's arguments to those of :func:`partita.initialize`."""
+"""``deepspeed.initialize``: translates DeepSpeed's arguments into those of :func:`partita.initialize`."""
 
 import argparse
 import logging
@@ -31,14 +31,14 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What ``deepspeed.initialize`` takes, in its order.
+    """The arguments of ``deepspeed.initialize``, in its order.
 
-    ``args``: has ``deepspeed_config``, where ``config`` is not given, and gets its ``local_rank``.
-    ``model_parameters``: what the configuration's optimizer updates: parameters, or groups of them; None: all.
-    ``optimizer`` and ``lr_scheduler``: objects, or callables that make them of parameters and of the optimizer.
-    ``training_data``: samples by number, or an IterableDataset; each rank gets micro-batches of its own.
+    ``args``: an object with ``deepspeed_config``, unless ``config`` is given; its ``local_rank`` is set, if it exists.
+    ``model_parameters``: the parameters, or groups of them, that the configuration's optimizer updates; None: all.
+    ``optimizer`` and ``lr_scheduler``: objects, or callables that create them from the parameters and the optimizer.
+    ``training_data``: a map-style dataset or an IterableDataset; each rank gets its own micro-batches.
     ``config`` (or ``config_params``): a file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no
-    effect: the launcher says where ranks meet.
+    effect: the launcher sets the address where the ranks meet.
     """
 
     args: Any = None
@@ -56,10 +56,10 @@ class Arguments:
     config_params: Source | None = None
 
     def source(self) -> Source:
-        """Where the configuration is.
+        """Return the configuration that was passed (a path or a mapping).
 
         Raises:
-            ConfigError: nowhere, or in two places; or another argument is wrong, or asks for what is not available.
+            ConfigError: no configuration was passed, or more than one; or another argument is wrong or not available.
         """
         if self.mpu is not None or self.mesh_param is not None:
             raise ConfigError(
@@ -88,14 +88,15 @@ class Arguments:
 
 
 def initialize(*positional: Any, **named: Any) -> tuple[DeepSpeedEngine, Optimizer | None, Any, Any]:
-    """Put a model under the plan that a configuration of DeepSpeed asks for; takes what :class:`Arguments` names.
+    """Create the engine of a model from a DeepSpeed configuration; takes the arguments in :class:`Arguments`.
 
     Returns:
-        The engine, its optimizer (None where there is none), a loader of ``training_data`` (else None), and the
-        learning rate's scheduler (None where there is none).
+        The engine, its optimizer (None if there is none), a loader of ``training_data`` (else None), and the
+        learning-rate scheduler (None if there is none).
 
     Raises:
-        ConfigError: an argument or a key of the configuration is one that partita does not have; it says what to do.
+        ConfigError: an argument or a key of the configuration is not available in partita; the message gives the
+            remedy.
     """
     given = Arguments(*positional, **named)
     source = given.source()
@@ -126,12 +127,16 @@ def initialize(*positional: Any, **named: Any) -> tuple[DeepSpeedEngine, Optimiz
 
 
 def _with_one_checkpoint_per_tag(converted: Converted) -> dict[str, Any]:
-    """The settings, with checkpoints as DeepSpeed has them: one under a tag takes the place of an earlier one."""
+    """Return the settings with DeepSpeed's rule that a checkpoint replaces an earlier one with the same tag."""
     return {**converted.settings, "checkpoint": {"keep": 1}}
 
 
 def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | None:
-    """What makes the configuration's optimizer of the parameters, or groups of them, that are given; None: of all."""
+    """Return a factory that builds the configured optimizer on ``model_parameters``.
+
+    Returns None if these are not given or are all trained parameters, if no optimizer is configured, or if the model is
+    not a module.
+    """
     if given.model_parameters is None or "optimizer" not in settings or not isinstance(given.model, nn.Module):
         return None
     groups = list(given.model_parameters)
@@ -143,12 +148,12 @@ def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | N
 
 
 def _is_dataset(data: Any) -> bool:
-    """What DeepSpeed takes, too: anything that has a length and samples by number, or a stream of them."""
+    """Return whether DeepSpeed would take this as a dataset: it has a length and an index, or is an IterableDataset."""
     return isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoader[Any]:
-    """Micro-batches of the training data; each rank's share of them."""
+    """Return a loader of this rank's micro-batches of the training data."""
     share = mesh.size("data"), mesh.coordinate("data")
     streams = isinstance(given.training_data, IterableDataset)
     return DataLoader(

@@ -1,4 +1,4 @@
-"""Checkpoints by directory, tag and ``latest``, as DeepSpeed names them: each tag is a folder of partita's."""
+"""Checkpoints by directory, tag and ``latest``, as in DeepSpeed: each tag is a folder with a partita checkpoint."""
 
 import hashlib
 import warnings
@@ -19,7 +19,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Kept:
-    """What a checkpoint holds beside partita's own: the script's values, and DeepSpeed's counters."""
+    """Additional contents of a checkpoint: the script's values and DeepSpeed's counters."""
 
     client_state: dict[str, Any] = field(default_factory=dict)
     global_steps: int = 0
@@ -28,16 +28,16 @@ class Kept:
 
 
 class TaggedCheckpoints:
-    """Of one engine. Every method is a collective."""
+    """Checkpoints of one engine, by tag. Every method is a collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def save(self, folder: Path, tag: str, kept: Kept, *, latest: bool) -> None:
-        """Save under a tag; with ``latest``, that is loaded where none is asked for.
+        """Save under a tag; with ``latest``, make this the checkpoint that is loaded without a tag.
 
         Raises:
-            PartitaError: on all ranks: the tags differ, or it cannot be written.
+            PartitaError: on all ranks: the tags differ, or the checkpoint cannot be written.
         """
         marks = self._engine.each(float(int.from_bytes(hashlib.sha1(tag.encode()).digest()[:6])))
         if len(set(marks)) > 1:
@@ -53,10 +53,10 @@ class TaggedCheckpoints:
             self.write(folder / LATEST, lambda path: path.write_text(tag))
 
     def write(self, path: Path, put: Callable[[Path], Any]) -> None:
-        """Have rank 0 write a file, which is there whole or not at all, before any rank goes on.
+        """Write a file atomically on rank 0; every rank waits until it is written.
 
         Raises:
-            PartitaError: on all ranks: it cannot be written.
+            PartitaError: on all ranks: the file cannot be written.
         """
         problem = ""
         if self._engine.mesh.rank == 0:
@@ -71,10 +71,13 @@ class TaggedCheckpoints:
             raise PartitaError(f"'{path}' cannot be written by rank 0{problem}; name a folder with room in it")
 
     def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, Kept] | None:
-        """Load what is under a tag (None: the latest); None, with a warning, where there is none.
+        """Load the checkpoint of a tag (None: the latest), and return its path and additional contents.
+
+        Returns None, with a warning, if no tag is given and the folder has no latest checkpoint.
 
         Raises:
-            PartitaError: on all ranks: it is damaged, of another model, or was written by DeepSpeed.
+            PartitaError: on all ranks: the checkpoint is missing, damaged, of another model, or was written by
+                DeepSpeed.
         """
         found = self._agreed(folder, tag)
         if found is None:
@@ -86,7 +89,7 @@ class TaggedCheckpoints:
         return restored.path, Kept(extra.get(CLIENT_STATE, {}), **counters)
 
     def _agreed(self, folder: Path, tag: str | None) -> Path | None:
-        """What :meth:`_find` finds, if it does on every rank."""
+        """Return the result of :meth:`_find`; raise an error on all ranks unless all find a checkpoint or none does."""
         found, problem = None, None
         try:
             found = self._find(folder, tag)

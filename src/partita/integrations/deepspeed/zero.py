@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models that are built before there is an engine, and whole parameters while there is one."""
+"""``deepspeed.zero``: models built before the engine exists, and gathered parameters while it exists."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,25 +21,25 @@ _engines = weakref.WeakSet[Engine]()
 
 
 def made(engine: Engine) -> None:
-    """From now on, parameters may be this engine's."""
+    """Register an engine, so that :func:`GatheredParameters` finds its parameters."""
     _engines.add(engine)
 
 
 def ended(engine: Engine) -> None:
-    """Its parameters are whole again, or nowhere."""
+    """Unregister an engine that is being closed."""
     _engines.discard(engine)
 
 
 class Init:
-    """A context in which models are built: with values on rank 0 of the job alone, whose they will be on all ranks.
+    """A context for building models in which only rank 0 of the job computes values; all ranks get these values later.
 
-    The others build on the ``meta`` device, and have memory that nothing was written into (which takes none) until
-    ``initialize`` gives each its shard. Weights that are read from files inside (``from_pretrained``) take a real
-    device: leave the context out there.
+    Other ranks build on the ``meta`` device. At the end of the block their parameters get memory that is never written
+    (which takes no physical memory), until ``initialize`` gives each its shard. Weights that are read from files inside
+    (``from_pretrained``) need a real device: leave the context out there.
 
     Args:
-        module: one that is built already, which stays as it is.
-        enabled: off, nothing is done. Of the other arguments, the configuration given to ``initialize`` decides.
+        module: a model that is built already; it stays as it is.
+        enabled: False: do nothing. The configuration given to ``initialize`` replaces the other arguments.
     """
 
     def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **others: Any) -> None:
@@ -83,7 +83,7 @@ class Init:
 
 
 def _unwritten(value: Tensor) -> Any:
-    """A parameter or buffer of the same kind, on the host."""
+    """Return an uninitialized parameter or buffer of the same kind, on the host."""
     made = torch.empty_like(value, device="cpu")
     if not isinstance(value, nn.Parameter):
         return made
@@ -99,16 +99,17 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Hold parameters whole inside a block; before ``initialize`` they are.
+    """Unshard parameters inside a ``with`` block; before ``initialize`` they are unsharded anyway.
 
     Args:
-        params: parameters; those of no engine are left alone.
-        modifier_rank: None: they are read; 0: what rank 0 writes becomes the value on every rank.
-        fwd_module: has no effect: parameters of other modules are found in forward by themselves.
-        enabled: off, nothing is done.
+        params: parameters; those that belong to no engine are left alone.
+        modifier_rank: None: the parameters are only read; 0: the values that rank 0 writes become the values on every
+            rank.
+        fwd_module: has no effect: the engine finds parameters that a forward reads from other modules by itself.
+        enabled: False: do nothing.
 
     Raises:
-        PartitaError: another rank than 0 is to write, or a parameter was written without ``modifier_rank``.
+        PartitaError: ``modifier_rank`` is another rank than 0, or a parameter was written without ``modifier_rank``.
     """
     if modifier_rank not in (None, 0):
         raise PartitaError(
@@ -125,7 +126,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
 
 
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
-    """Nothing: a parameter that a module reads from another one is found in forward by itself."""
+    """Do nothing: the engine finds parameters that a module reads from another module by itself."""
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -35,19 +35,19 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGA
 
 
 class Accelerator(accelerate.Accelerator):
-    """An Accelerator whose models train on partita. What is prepared stays the model itself.
+    """An Accelerator whose models train on partita. ``prepare`` returns the model itself, not a wrapper.
 
-    Ranks that share a model (``parallel.tensor``, ``parallel.sequence``) are fed the same samples, and these count once
-    in what is gathered or summed. Attributes: ``engines``; ``fed``, whose samples this rank gets.
+    Ranks that share a model (``parallel.tensor``, ``parallel.sequence``) receive the same samples, which count once in
+    gathered or summed values. Attributes: ``engines``; ``fed``, the group that selects this rank's samples.
 
     Args:
-        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's own, or all
-            defaults. What is also an argument of the Accelerator (mixed precision, accumulation) is left out of it.
-        partita_values: further values for the configuration, by key, that the caller has from elsewhere.
-        **kwargs: accelerate's own.
+        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
+            defaults. Leave out of it what is also an argument of the Accelerator (mixed precision, accumulation).
+        partita_values: further configuration values, by key, that the caller has from elsewhere.
+        **kwargs: accelerate's own arguments.
 
     Raises:
-        ConfigError: a value is given twice, and differs; another library is to shard the model.
+        ConfigError: a value is given twice and differs, or another library is to shard the model.
     """
 
     default_config: Source = None
@@ -90,9 +90,9 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models with their optimizers, loaders and schedulers; models come back as they are, hooked.
+        """Prepare models, optimizers, loaders and schedulers; models are returned as they are, with hooks.
 
-        A model that trains is put under the plan with its optimizer, in this call or in a later one.
+        A model that trains gets its engine together with its optimizer, in this call or in a later one.
         """
         models = [item for item in args if isinstance(item, nn.Module)]
         self._waiting += [model for model in models if self.engines.of(model) is None and _trains(model)]
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model; with ``evaluation_mode`` one that does not train, such as a reference model."""
+        """Prepare a model; with ``evaluation_mode``, one that does not train, such as a reference model."""
         prepared = self.engines.of(model)
         if prepared is None and not (evaluation_mode or not _trains(model)):
             if model not in self._waiting:
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """Prepare the optimizer of a model that was prepared before, or together with it."""
+        """Prepare the optimizer of a model that was prepared earlier or in the same call."""
         if isinstance(optimizer, EngineOptimizer):
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
@@ -131,8 +131,8 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a scheduler.
 
         Raises:
-            ConfigError: it is a ReduceLROnPlateau, which every rank would tell a metric of its own; or the
-                configuration has a schedule, too.
+            ConfigError: it is a ReduceLROnPlateau, whose metric could differ between ranks; or the configuration also
+                has a schedule.
         """
         if self._schedule.model_fields_set:
             raise ConfigError(
@@ -148,14 +148,14 @@ class Accelerator(accelerate.Accelerator):
         return SharedScheduler(super().prepare_scheduler(scheduler), self.fed)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader: ranks with one data coordinate read the same samples."""
+        """Prepare a loader; ranks with the same data coordinate read the same samples."""
         if self.fed.copies == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         with self._sharing.loaders(self.dispatch_batches):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def _match(self, optimizer: Optimizer) -> Prepared:
-        """Put the model whose parameters the optimizer has under the plan."""
+        """Create an engine for the prepared model whose parameters the optimizer updates."""
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._waiting:
             if any(id(parameter) in wanted for parameter in model.parameters()):
@@ -172,7 +172,10 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------- training
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of a loss, averaged over the ranks and divided by the accumulation steps."""
+        """Compute the gradients of a loss and accumulate them.
+
+        They are averaged over the ranks and divided by the accumulation steps.
+        """
         for optimizer in self._of_engines:
             optimizer.collected()
         prepared = self.engines.the_trained()
@@ -194,7 +197,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients are not reduced inside, where the plan lets them rest whole between micro-batches."""
+        """Skip gradient reduction inside, if gradients are stored unsharded between micro-batches."""
         prepared = self.engines.of(model)
         with prepared.engine.no_sync() if prepared and adds_up_whole(prepared.engine) else nullcontext():
             yield
@@ -202,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Have the next step clip the gradients; returns their norm before."""
+        """Clip the gradients in the next step; return their norm before clipping."""
         items = _listed(parameters)
         prepared = self.engines.with_parameters(items, "clip_grad_norm_")
         if prepared is None:
@@ -217,37 +220,37 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def _of_engines(self) -> list[EngineOptimizer]:
-        """The optimizers that were prepared."""
+        """The prepared optimizers that belong to engines."""
         return [optimizer for optimizer in self._optimizers if isinstance(optimizer, EngineOptimizer)]
 
     def clip_grad_value_(self, parameters: nn.Parameter | Iterable[nn.Parameter], clip_value: float) -> None:
-        """Not available for an engine's model."""
+        """Clip gradients by value; not available for an engine's model."""
         items = _listed(parameters)
         if self.engines.with_parameters(items, "clip_grad_value_") is not None:
             raise PartitaError("clip_grad_value_: gradients are in an engine's buffers; use clip_grad_norm_")
         super().clip_grad_value_(items, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """The engine unscales gradients where it clips or steps."""
+        """Do nothing: the engine unscales gradients when it clips or steps."""
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks that are fed different samples, one after the other."""
+        """Return the concatenated tensors of all ranks that receive different samples."""
         return self._sharing.once(super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without samples that only filled up the last batch."""
+        """Return the result of :meth:`gather` without the samples that only pad the last batch."""
         with self._sharing.objects_once():
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over the ranks that are fed different samples."""
+        """Return the sum or mean over the ranks that receive different samples."""
         own = self._sharing.part_of_sum(tensor) if reduction == "sum" else tensor
         return super().reduce(own, reduction, scale)
 
     # --------------------------------------------------------------------- saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state dict, whole, on rank 0; empty on the others. Called on every rank."""
+        """Return the model's full state dict on rank 0; empty on other ranks. Every rank calls this."""
         prepared = self.engines.of(model)
         if prepared is not None:
             return prepared.state_dict()
@@ -257,9 +260,10 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Save everything; an engine's states as a checkpoint of partita's in the folder.
+        """Save everything that was prepared; each engine's states become a partita checkpoint in the folder.
 
-        Hooks (``register_save_state_pre_hook``) find all prepared models and their weights, whole on rank 0.
+        Hooks (``register_save_state_pre_hook``) receive all prepared models and their weights, which are unsharded on
+        rank 0.
         """
         with self._without_engines():
             location = super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
@@ -271,10 +275,10 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load what :meth:`save_state` saved, under any number of ranks, stage and tiers.
+        """Load what :meth:`save_state` saved, with any number of ranks, stage and tiers.
 
-        Hooks (``register_load_state_pre_hook``) find all prepared models, whole. Those of engines are loaded in any
-        case, after the hooks.
+        Hooks (``register_load_state_pre_hook``) receive all prepared models, unsharded. Models with engines are always
+        loaded, after the hooks.
         """
         with self._without_engines():
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
@@ -284,7 +288,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Inside, accelerate knows only of what no engine has, and its hooks know of everything."""
+        """Hide models and optimizers of engines from accelerate inside; its hooks still receive all of them."""
         models, optimizers = self._models, self._optimizers
         saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
         self._models = [model for model in models if self.engines.of(model) is None]
@@ -310,7 +314,7 @@ class Accelerator(accelerate.Accelerator):
         weights: list[Any],
         folder: str,
     ) -> None:
-        """Call hooks with all models; what they leave of ``weights`` accelerate saves, but for those of engines."""
+        """Call hooks with all models. accelerate saves the ``weights`` that they leave, except those of engines."""
         own = dict(zip(map(id, others), weights, strict=True))
         with ExitStack() as stack:
             found = {id(m): stack.enter_context(saved_weights(one)) for m in prepared if (one := self.engines.of(m))}
@@ -323,7 +327,7 @@ class Accelerator(accelerate.Accelerator):
     def _before_loading(
         self, prepared: list[nn.Module], hooks: Mapping[int, Any], others: list[nn.Module], folder: str
     ) -> None:
-        """Call hooks with all models; those that they leave accelerate loads, but for those of engines."""
+        """Call hooks with all models. accelerate loads the models that they leave, except those of engines."""
         every = list(prepared)
         with ExitStack() as stack:
             for model in prepared:
@@ -337,13 +341,13 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------------ end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of all that was prepared, and end the engines of the models that are given."""
+        """Release everything that was prepared, and close the engines of the given models."""
         models = [item for item in objects if isinstance(item, nn.Module) and self.engines.of(item) is not None]
         self.engines.close(models)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """End all engines, the trackers and the process group."""
+        """Close all engines, the trackers and the process group."""
         self.engines.close()
         super().end_training()
 
@@ -361,17 +365,17 @@ def _folder(number: int) -> str:
 
 
 def _newest(folder: Path) -> Path:
-    """The folder that accelerate numbered last."""
+    """Return the folder to which accelerate gave the highest number."""
     return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def _fed_by_the_loop(config: Config) -> Config:
-    """Without the batch's numbers, which the training loop has: an engine's step ends each of its batches."""
+    """Return the config without batch sizes, which the training loop sets: each step of an engine ends a batch."""
     return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
 
 
 def _check_ranks(num_processes: int) -> None:
-    """accelerate and partita know of the same processes."""
+    """Check that accelerate and the launcher agree on the number of processes."""
     ranks = launch_environment(running=world.running()).world_size
     if ranks != num_processes:
         raise ConfigError(
@@ -382,7 +386,7 @@ def _check_ranks(num_processes: int) -> None:
 
 
 def _check_alone(kwargs: Mapping[str, Any]) -> None:
-    """No other library is to shard the model."""
+    """Check that no other library is to shard the model."""
     for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
         if kwargs.get(name) is not None:
             raise _not_alone(name)

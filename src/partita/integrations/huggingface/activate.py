@@ -1,4 +1,4 @@
-"""partita in place of accelerate's Accelerator and transformers' Trainer, for scripts that stay as they are."""
+"""Replacement of accelerate's Accelerator and transformers' Trainer, for scripts that stay unchanged."""
 
 import sys
 from collections.abc import Iterator
@@ -18,16 +18,19 @@ from partita.integrations.huggingface.training_arguments import read_sharding_ar
 
 
 def activate(config: Source = None) -> None:
-    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and with it every trainer that is derived from
-    it later; have ``from_pretrained`` read weights on rank 0 alone, and ``TrainingArguments(deepspeed=..., fsdp=...)``
-    be read as a configuration. The first line of a script, once per process.
+    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and so every trainer that is derived from it
+    later.
+
+    In addition, ``from_pretrained`` reads weights on rank 0 only, and ``TrainingArguments(deepspeed=..., fsdp=...)``
+    are read as a configuration. Call this in the first line of a script, once per process.
 
     Args:
-        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: that of these arguments, or all
-            defaults. What the script's own arguments say (batch, clipping, precision, optimizer, schedule) is left out.
+        config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the configuration in these
+            arguments, or all defaults. Leave out of it what the script's own arguments say (batch, clipping, precision,
+            optimizer, schedule).
 
     Raises:
-        ConfigError: the configuration is wrong, or a script has taken one of the two classes already.
+        ConfigError: the configuration is wrong, or one of the two classes is in use already.
     """
     settings = load_config(config) if config is not None else None
     taken = list(_taken())
@@ -36,7 +39,7 @@ def activate(config: Source = None) -> None:
             f"activate: {taken[0]} before it could be replaced; call activate() as the first line of the script, "
             "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
         )
-    set_torch_variables()  # accelerate knows no others
+    set_torch_variables()  # accelerate reads only these
     trainer = on_partita(transformers.Trainer, settings)
     accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
     trainer.accelerator_class = accelerator
@@ -49,7 +52,7 @@ def activate(config: Source = None) -> None:
 
 
 def _taken() -> Iterator[str]:
-    """Who has one of the classes that are to be replaced."""
+    """Yield a description of each use of the classes that are to be replaced."""
     trainer, accelerator = transformers.trainer.Trainer, accelerate.accelerator.Accelerator
     if issubclass(trainer, Trainer):
         yield "it was called already,"

@@ -1,4 +1,4 @@
-"""What the trainer's arguments and the configuration both say: one value, or an error that shows both."""
+"""Settings that are both trainer arguments and configuration keys: they must agree, else an error shows both values."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ from partita.errors import ConfigError
 
 # precision.compute for accelerate's mixed_precision.
 _COMPUTE = {"bf16": "bf16", "fp16": "fp16"}
-# In TrainingArguments, beside the keys of the configuration that mean the same.
+# Values in TrainingArguments, and the configuration's values with the same meaning.
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw": "adamw"}
 _SCHEDULES = {"constant_with_warmup": "constant"}
 _OWN_CHECKPOINTS = ("checkpoint.dir", "checkpoint.every_steps")
@@ -19,7 +19,7 @@ _OWN_CHECKPOINTS = ("checkpoint.dir", "checkpoint.every_steps")
 
 @dataclass(frozen=True)
 class Argument:
-    """A value that a trainer gives for a key of the configuration; ``name`` is what its user calls it."""
+    """A trainer's value for a configuration key; ``name`` is what the trainer's users call it."""
 
     key: str
     name: str
@@ -27,7 +27,7 @@ class Argument:
 
 
 def given(config: Config, key: str) -> Any:
-    """The value of a key that the user wrote; None where it is left out, ``auto`` or null."""
+    """Return the value that the user wrote for a key; None if it is left out, ``auto`` or null."""
     section, _, name = key.rpartition(".")
     owner = setting(config, section) if section else config
     value = getattr(owner, name) if name in owner.model_fields_set else None
@@ -35,13 +35,13 @@ def given(config: Config, key: str) -> Any:
 
 
 def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None = None) -> None:
-    """Compare what is given in both places.
+    """Check that values given in both places agree.
 
     Args:
-        whole: the section that is to be left out whole, where single keys of it cannot be.
+        whole: the section to leave out in full, if its keys cannot be left out one by one.
 
     Raises:
-        ConfigError: a value differs; shows both.
+        ConfigError: a value differs; the message shows both.
     """
     for argument in arguments:
         value = given(config, argument.key)
@@ -54,7 +54,7 @@ def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None
 
 
 def merged(config: Config, values: Mapping[str, object]) -> Config:
-    """The configuration with the trainer's ``values``, by key (None: nothing is given), in place of its own."""
+    """Return the configuration with the trainer's ``values``, by key; where one is None, the configuration's stays."""
     sections: dict[str, Any] = config.model_dump(exclude_unset=True)
     for key, value in values.items():
         *path, name = key.split(".")
@@ -68,8 +68,10 @@ def merged(config: Config, values: Mapping[str, object]) -> Config:
 
 @dataclass(frozen=True)
 class Precision:
-    """``compute`` is ``precision.compute`` (None: as the model's parameters are); ``autocast``: parameters stay fp32,
-    and operations are cast by torch's autocast.
+    """The precision that follows from accelerate's arguments and the configuration.
+
+    ``compute`` is ``precision.compute`` (None: the dtype of the model's parameters). With ``autocast``, parameters stay
+    in fp32, and torch's autocast casts operations.
     """
 
     compute: str | None
@@ -77,7 +79,7 @@ class Precision:
 
 
 def precision_of(config: Config, mixed: str) -> Precision:
-    """What accelerate's ``mixed_precision`` and ``precision.compute`` mean together.
+    """Combine accelerate's ``mixed_precision`` with ``precision.compute``.
 
     Raises:
         ConfigError: they contradict each other.
@@ -100,13 +102,13 @@ def precision_of(config: Config, mixed: str) -> Precision:
 
 
 def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) -> None:
-    """Compare the configuration with ``transformers.TrainingArguments``.
+    """Check that the configuration agrees with ``transformers.TrainingArguments``.
 
     Args:
         own_optimizer: whether the trainer makes the optimizer from the arguments.
 
     Raises:
-        ConfigError: a value differs, or belongs to partita's own loop.
+        ConfigError: a value differs, or a key belongs to partita's own training loop.
     """
     for key in _OWN_CHECKPOINTS:
         if given(config, key) is not None:
@@ -140,10 +142,10 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
 
 
 def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
-    """Whether the schedule is the configuration's: it is written there, and the arguments say no other one.
+    """Return whether the configuration sets the schedule; the arguments must not set a different one.
 
     Args:
-        args: ``transformers.TrainingArguments``; those that are as they are by default say nothing.
+        args: ``transformers.TrainingArguments``; arguments with their default values are not compared.
         num_steps: optimizer steps of the run.
 
     Raises:
@@ -165,7 +167,7 @@ def _of_schedule(config: Config, args: Any, num_steps: int) -> Iterator[Argument
         yield Argument("schedule.name", "lr_scheduler_kwargs", args.lr_scheduler_kwargs)
     if "learning_rate" in written:
         yield Argument("schedule.max_lr", "learning_rate", args.learning_rate)
-    # A schedule of DeepSpeed's has a step before the warm-up, which is of two steps at least.
+    # DeepSpeed's schedules have a step before the warm-up, which has at least two steps.
     if "warmup_steps" in written:
         steps = args.get_warmup_steps(num_steps)
         yield Argument("schedule.warmup_steps", "warmup_steps", max(2, steps) if schedule.initial_steps else steps)

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints, folders ``checkpoint-N``, with an engine's states in them."""
+"""The Trainer's checkpoints: folders ``checkpoint-N`` that contain an engine's states."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from partita.errors import PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-# What the Trainer writes last.
+# The file that the Trainer writes last.
 _STATE = "trainer_state.json"
 
 
 def newest_on_rank_0(folder: Path, rank: int) -> Path:
-    """:func:`newest_complete` as rank 0 sees the folder, or its error, on all ranks."""
+    """Return rank 0's result of :func:`newest_complete` on all ranks, or raise its error on all ranks."""
     found: list[Path | PartitaError | None] = [None]
     if rank == 0:
         try:
@@ -30,7 +30,7 @@ def newest_on_rank_0(folder: Path, rank: int) -> Path:
 
 
 def newest_complete(folder: Path) -> Path:
-    """The checkpoint of the highest step that was written to its end.
+    """Return the complete checkpoint with the highest step.
 
     Raises:
         PartitaError: there is none.
@@ -49,7 +49,7 @@ def newest_complete(folder: Path) -> Path:
 
 
 def what_lacks(checkpoint: Path) -> str | None:
-    """Why training cannot go on from there; None if it can."""
+    """Return why training cannot resume from a checkpoint; None if it can."""
     try:
         json.loads((checkpoint / _STATE).read_text())
     except FileNotFoundError:

@@ -19,25 +19,25 @@ from partita.integrations.huggingface.generation import unhook_generation
 from partita.integrations.huggingface.prepared import Prepared
 from partita.integrations.huggingface.saving import hook_saving, unhook_saving
 
-# The attribute of a model that says who has its engine: a trainer may be given a model that another one has trained.
+# The attribute of a model that refers to its engine's owner: a trainer may get a model that another one has trained.
 _HOLDER = "_partita_holder"
 _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class LeftToTheLoop(LRScheduler):
-    """The engine's schedule where the training loop steps its own: leaves every rate as it is."""
+    """A schedule that leaves every learning rate as it is, because the training loop steps its own scheduler."""
 
     def get_lr(self) -> list[float | Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class Engines:
-    """Makes engines of models, and finds them.
+    """Creates and finds the engines of models.
 
     Args:
-        config: of every engine; what the trainer gives is in it.
-        compute: ``precision.compute``; None: as each model's parameters are.
-        device: of every engine.
+        config: the config of every engine, with the trainer's values.
+        compute: ``precision.compute``; None: the dtype of each model's parameters.
+        device: the device of every engine.
     """
 
     def __init__(self, config: Config, compute: str | None, device: torch.device) -> None:
@@ -50,18 +50,18 @@ class Engines:
         return iter(self._prepared.values())
 
     def of(self, model: Any) -> Prepared | None:
-        """That of a model, compiled or not."""
+        """Return the :class:`Prepared` of a model, compiled or not; None if the model has no engine."""
         return self._prepared.get(id(getattr(model, "_orig_mod", model)))
 
     def with_optimizer(self, optimizer: Optimizer) -> Prepared | None:
-        """That whose optimizer this is."""
+        """Return the :class:`Prepared` whose engine steps this optimizer; None if there is none."""
         return next((one for one in self._training if one.engine.optimizer is optimizer), None)
 
     def with_parameters(self, parameters: Iterable[nn.Parameter], call: str) -> Prepared | None:
-        """That of the model which trains these parameters; None: they are no engine's.
+        """Return the :class:`Prepared` whose model trains these parameters; None if they belong to no engine.
 
         Raises:
-            PartitaError: they are some of those that the model trains, not all.
+            PartitaError: they are only some of the parameters that the model trains.
         """
         wanted = {id(parameter) for parameter in parameters}
         for one in self._training:
@@ -77,7 +77,7 @@ class Engines:
         return None
 
     def the_trained(self) -> Prepared | None:
-        """The only one that trains; None: there are none, or several."""
+        """Return the only :class:`Prepared` that trains; None if there are none or several."""
         found = self._training
         return found[0] if len(found) == 1 else None
 
@@ -86,15 +86,15 @@ class Engines:
         return [one for one in self._prepared.values() if one.trains]
 
     def leave_out(self, section: str) -> None:
-        """Make engines without a section of the config, which the training loop carries out itself."""
+        """Leave a section of the config out of later engines, because the training loop handles it."""
         self._config = load_config(self._config.model_dump(exclude_unset=True, exclude={section}))
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
-        """Put a model and the optimizer on its parameters under the plan."""
+        """Create an engine for a model and the optimizer of its parameters."""
         return self._add(model, optimizer)
 
     def freeze(self, model: nn.Module) -> Prepared:
-        """Put a model under the plan that is only evaluated: its parameters do not train from now on."""
+        """Create an engine for a model that is only evaluated; its parameters stop requiring gradients."""
         model.requires_grad_(False)
         return self._add(model, None)
 
@@ -116,10 +116,10 @@ class Engines:
         return made
 
     def _take_over(self, model: nn.Module) -> None:
-        """End the engine that another trainer left on a model, which is whole then.
+        """Close the engine that another trainer left on a model, and unshard the model.
 
         Raises:
-            ConfigError: it would lose the master weights.
+            ConfigError: the master weights would be lost.
         """
         holder: Holder | None = getattr(model, _HOLDER, None)
         others = holder.engines if holder is not None else None
@@ -137,9 +137,9 @@ class Engines:
         others.close([model])
 
     def close(self, models: Iterable[nn.Module] | None = None) -> None:
-        """End the engines of these models (None: all)."""
+        """Close the engines of these models (None: of all)."""
         wanted = list(self._prepared) if models is None else [id(model) for model in models]
-        # The first has the process groups, if they were started here.
+        # The first engine owns the process groups, if they were started here: close it last.
         for found in reversed([key for key in self._prepared if key in wanted]):
             engine = self._prepared.pop(found).engine
             engine.close()
@@ -150,7 +150,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a model's engine. A copy of the model has none."""
+    """The owner of a model's engine. A copy of the model has no owner."""
 
     engines: Engines | None = None
 
@@ -159,11 +159,11 @@ class Holder:
 
 
 def _compute_of(model: nn.Module) -> str:
-    """The 16-bit dtype that all floating-point parameters have, or fp32."""
+    """Return the 16-bit dtype that all floating-point parameters have; fp32 if there is no such dtype."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return _COMPUTE.get(next(iter(dtypes)), "fp32") if len(dtypes) == 1 else "fp32"
 
 
 def adds_up_whole(engine: Engine) -> bool:
-    """Whether gradients are whole between micro-batches: they need not be reduced before the last one."""
+    """Return whether gradients are stored unsharded between micro-batches: only the last one must reduce them."""
     return not any(row.grad_between.shard_axes for row in engine.plan.values())

@@ -1,4 +1,6 @@
-"""The ``generate`` of an engine's model: whole where that fits, so that no token waits for a gather."""
+"""The ``generate`` of an engine's model. It gathers all parameters first if they fit, so that no token waits for a
+gather.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ from partita.memory.capacity import free_budget
 
 
 def hook_generation(engine: Engine) -> None:
-    """Have the model's ``generate`` gather the parameters that are not whole; a collective from then on."""
+    """Make the model's ``generate`` gather sharded parameters; it is a collective from then on."""
     model = engine.module
     shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.rests_whole)
     if shard_bytes and callable(getattr(model, "generate", None)):
@@ -20,16 +22,17 @@ def hook_generation(engine: Engine) -> None:
 
 
 def unhook_generation(model: nn.Module) -> None:
-    """``generate`` is the class's own again."""
+    """Restore the class's own ``generate``."""
     model.__dict__.pop("generate", None)
 
 
 class Generation:
-    """Generates with the parameters held whole; where a rank has no room for them, in step with the other ranks, unit
-    by unit.
+    """A ``generate`` that first gathers all parameters.
+
+    If they do not fit into the memory of some rank, all ranks generate in lockstep and gather unit by unit.
 
     Args:
-        num_bytes: of the parameters that are not whole.
+        num_bytes: bytes of the sharded parameters.
     """
 
     def __init__(self, engine: Engine, generate: Callable[..., Any], num_bytes: int) -> None:
@@ -49,6 +52,6 @@ class Generation:
             return self._generate(*args, **kwargs | {"synced_gpus": False})
 
     def _room(self) -> int:
-        """Bytes that this rank may still use of its device."""
+        """Return the bytes of device memory that this rank may still use."""
         budget = free_budget(self._engine.mesh.device, self._engine.config.zero.offload)
         return budget.shared(launch_environment(running=world.running()).local_world_size).device

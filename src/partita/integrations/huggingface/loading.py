@@ -1,4 +1,4 @@
-"""Models that one rank reads: elsewhere their parameters stay on ``meta`` until an engine takes rank 0's values."""
+"""Models read by one rank: on others, parameters stay on ``meta`` until an engine copies rank 0's values."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +16,10 @@ from partita.config.launchers import launch_environment
 
 @contextmanager
 def rank_0_reads() -> Iterator[None]:
-    """Inside, ``from_pretrained`` reads weights on rank 0 of the job alone. The other ranks read names and shapes:
-    parameters and buffers that are in the files stay on ``meta``, and those that are not are initialized as on rank 0,
-    so that all ranks draw the same random numbers. Quantized models are read on every rank.
+    """Make ``from_pretrained`` read weights on rank 0 of the job only, inside a block.
+
+    The other ranks read names and shapes. Parameters and buffers that are in the files stay on ``meta``; the others are
+    initialized as on rank 0, so that all ranks draw the same random numbers. Quantized models are read on every rank.
     """
     reads = PreTrainedModel._load_pretrained_model
     PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(reads))
@@ -29,7 +30,7 @@ def rank_0_reads() -> Iterator[None]:
 
 
 def read_on_rank_0() -> None:
-    """From now on ``from_pretrained`` does as inside :func:`rank_0_reads`."""
+    """Make ``from_pretrained`` behave as inside :func:`rank_0_reads` from now on."""
     PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(PreTrainedModel._load_pretrained_model))
 
 
@@ -47,7 +48,7 @@ def _reading_on_rank_0(reads: Any) -> Any:
 
 
 def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: Any) -> dict[str, Tensor]:
-    """The tensors that are to be loaded, without their values, which are not read."""
+    """Return the tensors that are to be loaded, on ``meta``; their values are not read."""
     if state_dict is not None:
         return {name: tensor.to("meta") for name, tensor in state_dict.items()}
     read: dict[str, Tensor] = {}
@@ -57,7 +58,7 @@ def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: A
 
 
 class _WithoutValues:
-    """A tensor on ``meta`` in place of a slice of a file, which transformers reads and then moves to a device."""
+    """A tensor on ``meta`` in place of a file slice, which transformers reads and then moves to a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""The optimizer of an engine, as accelerate's loops step it."""
+"""The optimizer of an engine, as accelerate's training loops step it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,22 @@ from partita.optim.step import StepResult
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """Steps an engine where gradients are synchronized; its groups are those of the engine's own optimizer."""
+    """An optimizer that steps its engine when gradients are synchronized; its parameter groups are the engine's."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.optimizer, device_placement=False)
         self._engine = engine
         self._holds_gradients = False
-        self._ahead: StepResult | None = None  # of the step that comes, where it was made for its norm
+        self._ahead: StepResult | None = None  # of the coming step, if it ran early for its norm
 
     def collected(self) -> None:
-        """A backward has brought gradients."""
+        """Record that a backward has accumulated gradients."""
         self._holds_gradients = True
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of the batch to a global norm; returns the norm before, on the engine's device."""
+        """Clip the batch's gradients to a global norm; return the norm before clipping, on the engine's device."""
         if self._engine.config.precision.gradients == "in_backward":
-            # Each unit was updated in its backward, clipped by itself: what is left of the step says the norm.
+            # Each unit was clipped and updated in its backward; the rest of the step returns the norm.
             self._ahead = self._ahead or self._engine.step()
             norm = self._ahead.grad_norm
         else:
@@ -43,7 +43,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             self._ahead = None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients of a batch that is not stepped; after a step there are none."""
+        """Discard the gradients of a batch that is not stepped; after a step there are none."""
         if self.gradient_state.sync_gradients and self._holds_gradients:
             self._engine.zero_grad()
             self._holds_gradients = False

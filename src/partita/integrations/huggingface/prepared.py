@@ -11,17 +11,17 @@ from partita.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model's engine; whether the model trains, and the dtypes in which its parameters came, by name."""
+    """The engine of a model, whether the model trains, and the original dtypes of its parameters, by name."""
 
     engine: Engine
     trains: bool
     dtypes: Mapping[str, torch.dtype]
 
     def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """The model's state dict in the dtypes in which it came, whole, on rank 0; empty on the others.
+        """Return the model's full state dict in the original dtypes on rank 0; empty on other ranks.
 
         Args:
-            names: only what these stand for (None: all).
+            names: names to include (None: all).
         """
         values = self.engine.state_dict(names=names)
         return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""A name of another library's module, for a while."""
+"""Temporary replacement of a name in another library's module."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """A name of a module stands for another value inside."""
+    """Replace a name of a module by another value inside a block."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -1,6 +1,4 @@
-"""``save_pretrained`` of a model of which each rank has a shard, and the dtype that it writes of one that computes in
-another.
-"""
+"""``save_pretrained`` of sharded models, and the dtype that it records for a model that computes in another dtype."""
 
 import inspect
 import json
@@ -23,8 +21,9 @@ _NAME = "save_pretrained"
 
 
 def hook_saving(prepared: Prepared) -> None:
-    """Have every ``save_pretrained`` in an engine's model write whole weights, where parameters are sharded at rest; a
-    collective from then on.
+    """Make every ``save_pretrained`` in an engine's model write full weights, if parameters are sharded.
+
+    It is a collective from then on.
     """
     engine = prepared.engine
     if all(unit.rests_whole for unit in engine.units):
@@ -35,9 +34,9 @@ def hook_saving(prepared: Prepared) -> None:
 
 
 class SavePretrained:
-    """The ``save_pretrained`` of a module of which each rank has a shard: all ranks call it, and rank 0 writes.
+    """The ``save_pretrained`` of a sharded module: all ranks call it, and rank 0 writes.
 
-    Where ``state_dict`` is given, that is written, and no other rank is needed.
+    If ``state_dict`` is given, it is written, and no other rank is needed.
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module) -> None:
@@ -52,7 +51,7 @@ class SavePretrained:
         given = inspect.signature(own).bind(self._module, *args, **kwargs).arguments
         values = given.get("state_dict", kwargs.get("state_dict"))
         if values is not None:
-            with _parameters_replaced(self._module, values):  # their dtype is noted beside them
+            with _parameters_replaced(self._module, values):  # it records the parameters' dtype
                 return own(self._module, *args, **kwargs)
         engine, result, error = self._prepared.engine, None, None
         try:
@@ -77,17 +76,17 @@ class SavePretrained:
 
 @contextmanager
 def saved_weights(prepared: Prepared, part: nn.Module | None = None) -> Iterator[dict[str, Any]]:
-    """The weights that ``save_pretrained`` takes its own from, whole, on rank 0; empty on the others.
+    """Yield the full weights that ``save_pretrained`` saves on rank 0; an empty mapping on other ranks.
 
-    Inside this block ``save_pretrained`` is that of the modules' classes on rank 0, whose modules have these weights as
-    their parameters, and does nothing on the other ranks.
+    Inside this block, ``save_pretrained`` on rank 0 is that of the modules' classes, and the modules have these weights
+    as their parameters. On other ranks it does nothing.
 
-    Where adapters are saved in place of the model these are what PEFT saves, so that the frozen model is not gathered.
-    Inside this block the modules are whole that PEFT looks at as it saves: prompt encoders, which it runs, and copies
-    that it trains.
+    If adapters are saved in place of the model, these are the weights that PEFT saves, so that the frozen model is not
+    gathered. Inside this block, the modules that PEFT reads while saving are unsharded: prompt encoders, which it runs,
+    and copies that it trains.
 
     Args:
-        part: the module of the model that is saved (None: the model); names are its own.
+        part: the module of the model to save (None: the model); names are relative to it.
     """
     engine = prepared.engine
     model: Any = part if part is not None else engine.module
@@ -115,7 +114,7 @@ def saved_weights(prepared: Prepared, part: nn.Module | None = None) -> Iterator
 
 @contextmanager
 def _saving_on_rank_0(model: nn.Module, rank: int) -> Iterator[None]:
-    """Inside, what :func:`hook_saving` hooked calls no other rank."""
+    """Undo :func:`hook_saving` inside the block: rank 0 saves alone, and other ranks write nothing."""
     hooked = [module for module in model.modules() if isinstance(module.__dict__.get(_NAME), SavePretrained)]
     before = [module.__dict__.pop(_NAME) for module in hooked]
     for module in hooked if rank else ():
@@ -128,12 +127,12 @@ def _saving_on_rank_0(model: nn.Module, rank: int) -> Iterator[None]:
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for ``save_pretrained`` on a rank that does not write."""
+    """Do nothing, in place of ``save_pretrained`` on a rank that does not write."""
 
 
 @contextmanager
 def _parameters_replaced(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let modules have other parameters, with these values by name, while they are saved; tied ones stay tied."""
+    """Replace the modules' parameters by these values, by name, inside the block; tied ones stay tied."""
     made, before = dict[int, nn.Parameter](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, module in model.named_modules():
         for key, param in module._parameters.items():
@@ -151,8 +150,9 @@ def _parameters_replaced(model: nn.Module, values: Mapping[str, Any]) -> Iterato
 
 
 def _saved_adapters(model: Any) -> list[str]:
-    """The adapters that are saved in place of the model: all of a model of PEFT's, the active ones that
-    ``add_adapter`` put into one of transformers'; none: the model itself is saved.
+    """Return the adapters that are saved in place of the model; empty if the model itself is saved.
+
+    These are all adapters of a PEFT model, or the active ones that ``add_adapter`` put into a transformers model.
     """
     peft: Any = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -161,8 +161,9 @@ def _saved_adapters(model: Any) -> list[str]:
 
 
 def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | None:
-    """The names of what PEFT saves of a model's state dict; None: it has to compute what it saves (AdaLoRA's ranks,
-    VB-LoRA's best vectors), and may need any of it.
+    """Return the names in a model's state dict that PEFT saves.
+
+    Returns None if PEFT has to compute what it saves (AdaLoRA's ranks, VB-LoRA's best vectors) and may need any value.
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors}
@@ -184,15 +185,16 @@ def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | No
 
 
 def unhook_saving(model: nn.Module) -> None:
-    """``save_pretrained`` is that of the modules' classes again."""
+    """Restore the ``save_pretrained`` of the modules' classes."""
     for module in model.modules():
         if isinstance(module.__dict__.get(_NAME), SavePretrained):
             del module.__dict__[_NAME]
 
 
 def keep_dtype(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Let the ``config.json`` in a folder name the dtype of the first floating-point parameter, as transformers does,
-    from ``dtypes`` by name.
+    """Correct the dtype in a folder's ``config.json`` to that of the first floating-point parameter in ``dtypes``.
+
+    transformers records this dtype, too.
     """
     path = folder / "config.json"
     dtype = next((str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype.is_floating_point), None)

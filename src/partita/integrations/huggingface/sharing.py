@@ -1,4 +1,4 @@
-"""What accelerate does with all processes, among those that are fed different samples."""
+"""accelerate's operations over all processes, restricted to those that receive different samples."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,10 @@ from partita.integrations.huggingface.replaced import replaced
 
 
 class SharedScheduler(AcceleratedScheduler):
-    """A scheduler that accelerate steps as many times as ranks are fed different samples.
+    """A scheduler that accelerate steps once per group of ranks with the same samples, not once per process.
 
     Args:
-        prepared: accelerate's own.
+        prepared: the scheduler that accelerate prepared.
     """
 
     def __init__(self, prepared: AcceleratedScheduler, fed: Fed) -> None:
@@ -30,22 +30,22 @@ class SharedScheduler(AcceleratedScheduler):
         self._state = SimpleNamespace(num_processes=fed.num)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Once for each of those ranks, after a step of the optimizer's."""
+        """Step once for each group, after a step of the optimizer."""
         with replaced(accelerate.scheduler, "AcceleratorState", lambda: self._state):
             super().step(*args, **kwargs)
 
 
 class Sharing:
-    """Loaders, and what is gathered of their samples, where ranks are ``fed`` so."""
+    """Loaders and gathered values where groups of ranks receive the same samples (``fed``)."""
 
     def __init__(self, fed: Fed) -> None:
         self._fed = fed
 
     def loaders(self, dispatches: bool | None) -> Any:
-        """A block in which accelerate deals a loader out to the groups, each rank reading its own.
+        """Return a context in which accelerate splits a loader over the groups; each rank reads its group's part.
 
         Raises:
-            ConfigError: rank 0 is to read for all (``dispatches``).
+            ConfigError: rank 0 is to read for all ranks (``dispatches``).
         """
         if dispatches:
             raise ConfigError(
@@ -60,7 +60,7 @@ class Sharing:
         )
 
     def once(self, gathered: Any) -> Any:
-        """Of what was gathered of all ranks, that of each group once."""
+        """Return the values of one rank per group, out of those gathered from all ranks."""
 
         def first(rows: Tensor) -> Tensor:
             return torch.cat(rows.chunk(self._fed.num * self._fed.copies)[:: self._fed.copies])
@@ -68,12 +68,12 @@ class Sharing:
         return gathered if self._fed.copies == 1 else recursively_apply(first, gathered)
 
     def objects_once(self) -> Any:
-        """A block in which objects are gathered of each group once."""
+        """Return a context in which objects are gathered from one rank per group."""
         is_first = self._fed.is_first
         return replaced(
             accelerate.accelerator, "gather_object", lambda values: gather_object(values if is_first else values[:0])
         )
 
     def part_of_sum(self, tensors: Any) -> Any:
-        """What a rank adds to a sum over all of them, in which each group is to count once."""
+        """Return a rank's term in a sum over all ranks that counts each group once: zeros except on its first rank."""
         return tensors if self._fed.is_first else recursively_apply(torch.zeros_like, tensors)

@@ -34,12 +34,12 @@ class Trainer(transformers.Trainer):
     """A Trainer whose model trains on partita.
 
     Args:
-        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`, in place of the class's; what
-            TrainingArguments say (batch, clipping, precision, optimizer, schedule) is left out of it.
-        *args: transformers' own, as **kwargs are.
+        partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`, in place of the class's default;
+            leave out of it what TrainingArguments say (batch, clipping, precision, optimizer, schedule).
+        *args: transformers' own arguments, like **kwargs.
 
     Raises:
-        ConfigError: configuration and TrainingArguments differ, or ask for what does not go together.
+        ConfigError: configuration and TrainingArguments differ, or contradict each other.
     """
 
     default_config: Source = None
@@ -84,17 +84,17 @@ class Trainer(transformers.Trainer):
             self.accelerator.engines.leave_out("schedule")  # create_scheduler takes it
 
     def get_tp_size(self) -> int:
-        """How many ranks are fed the same samples, by tensor and by sequence."""
+        """Return the number of ranks that receive the same samples: tensor ranks x sequence ranks."""
         copies: int = self.accelerator.fed.copies
         return copies
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        """What is gathered counts each sample once already."""
+        """Undo the base class's division by :meth:`get_tp_size`: gathered values count each sample once already."""
         found = super()._get_num_items_in_batch(*args)
         return found if found is None else found * self.get_tp_size()
 
     def _source(self) -> Source:
-        """The configuration, from the class, the constructor, or ``TrainingArguments(deepspeed=..., fsdp=...)``."""
+        """Return the configuration of the class, the constructor, or ``TrainingArguments(deepspeed=..., fsdp=...)``."""
         settings: Source = getattr(self.args, SETTINGS, None)
         if settings is not None and self.default_config is not None:
             raise ConfigError(
@@ -104,10 +104,10 @@ class Trainer(transformers.Trainer):
         return settings if settings is not None else self.default_config
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine brings what belongs on the device; whole, the model may not fit there."""
+        """Do nothing: the engine moves what belongs on the device, where the full model may not fit."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """The schedule that the configuration has written out, or else that of the arguments."""
+        """Return the schedule that the configuration sets, else the one of the arguments."""
         if self.lr_scheduler is None and has_schedule(self._config, self.args, num_training_steps):
             trained = optimizer or self.optimizer
             assert trained is not None, "the Trainer makes its optimizer first"
@@ -117,14 +117,14 @@ class Trainer(transformers.Trainer):
         return scheduler
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model; the engine of the one before ends."""
+        """Return a new model, and close the engine of the previous one."""
         if isinstance(self.model, nn.Module):
             self.accelerator.free_memory(self.model)
         model: nn.Module = super().call_model_init(trial)
         return model
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Before training, the model is put under the plan with its optimizer, as training will want it."""
+        """Evaluate; before training, first create the engine with the optimizer, as training will need it."""
         if self._prepared is None and any(parameter.requires_grad for parameter in self.model.parameters()):
             self.create_optimizer()
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -133,7 +133,7 @@ class Trainer(transformers.Trainer):
     # -------------------------------------------------------------------- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer.train``; True resumes from the newest complete checkpoint."""
+        """Train as ``transformers.Trainer.train`` does; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
             resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))
@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
         return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The weights come with the optimizer's states, once the model is under the plan."""
+        """Skip a partita checkpoint: the engine loads its weights later, with the optimizer's states."""
         if not (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -166,7 +166,7 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------------- saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Gathered on all ranks, written by rank 0."""
+        """Gather the weights on all ranks, and write them on rank 0."""
         prepared = self._prepared
         with (
             saved_weights(prepared) if prepared is not None and state_dict is None else nullcontext(state_dict) as found
@@ -177,8 +177,10 @@ class Trainer(transformers.Trainer):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Only where it is asked for, since ``on_save`` callbacks find a folder that is not complete; and where no
-        folder is sent away, or takes the place of the last complete one, at once.
+        """True if checkpoints are written in the background.
+
+        This is only on request, since ``on_save`` callbacks then find a folder that is not complete; and never if a
+        folder is uploaded at once, or replaces the last complete one.
         """
         asked = given(self._config, "checkpoint.background")
         return bool(asked) and self.args.save_total_limit != 1 and not self.args.push_to_hub
@@ -192,11 +194,11 @@ class Trainer(transformers.Trainer):
 
 
 def on_partita(trainer_class: type[transformers.Trainer], config: Source = None) -> type[transformers.Trainer]:
-    """A trainer class that trains on partita: ``on_partita(SFTTrainer, "config.yaml")``.
+    """Return a trainer class that trains on partita: ``on_partita(SFTTrainer, "config.yaml")``.
 
     Args:
         trainer_class: transformers' Trainer, or a class derived from it.
-        config: of its trainers; each may be given another one as ``partita_config``.
+        config: the default of its trainers; each may get another one as ``partita_config``.
     """
     bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
     own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}

@@ -10,14 +10,16 @@ from partita.config import accelerate, deepspeed
 from partita.config.launchers import launch_environment
 from partita.errors import ConfigError
 
-# What was read is kept as, in the arguments.
+# The attribute of the arguments that stores the settings.
 SETTINGS = "partita_settings"
 _log = logging.getLogger("partita")
 
 
 def read_sharding_arguments() -> None:
-    """From now on ``TrainingArguments`` take ``deepspeed=`` (a file, or a mapping), in which ``"auto"`` is what the
-    other arguments say, or ``fsdp=`` with ``fsdp_config=``, as a configuration of partita's.
+    """Make ``TrainingArguments`` read ``deepspeed=`` and ``fsdp=`` as a partita configuration from now on.
+
+    ``deepspeed=`` is a file or a mapping, in which ``"auto"`` is filled in from the other arguments. ``fsdp=`` is read
+    together with ``fsdp_config=``.
     """
     make = TrainingArguments.__post_init__
 
@@ -30,7 +32,7 @@ def read_sharding_arguments() -> None:
 
 
 def _read(args: Any) -> dict[str, object]:
-    """The settings that the arguments ask for, which are then empty."""
+    """Return the settings that ``deepspeed`` or ``fsdp`` ask for, and clear these arguments."""
     launch = launch_environment(running=world.running())
     if args.deepspeed and args.fsdp:
         raise ConfigError("TrainingArguments(deepspeed=..., fsdp=...): leave one of the two out")

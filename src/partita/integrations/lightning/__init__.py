@@ -6,7 +6,8 @@
     from partita.integrations.lightning.fabric import PartitaStrategy
     fabric = lightning.fabric.Fabric(strategy=PartitaStrategy({"zero": {"stage": 3}}), ...)
 
-Lightning itself has a class of each strategy for either, in ``lightning.pytorch`` and in ``lightning.fabric``.
+There are two classes because Lightning itself has separate strategies in ``lightning.pytorch`` and
+``lightning.fabric``.
 """
 
 from partita.integrations.extras import require

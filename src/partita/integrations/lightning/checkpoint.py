@@ -1,5 +1,6 @@
-"""A checkpoint of Lightning's is one of the engine's, in a folder of its own: what Lightning keeps beside the model and
-the optimizer is in it, as one value of ``engine.extra``.
+"""Lightning's checkpoints: each is a checkpoint of the engine, in a folder of its own.
+
+Lightning's state besides the model and the optimizer is one value of ``engine.extra`` in it.
 """
 
 import io
@@ -18,10 +19,10 @@ _KEY = "lightning"
 
 
 def save(engine: Engine, folder: Path, beside: Any) -> None:
-    """Save the engine, and what is ``beside`` it on rank 0 (anything that can be pickled), as the folder's checkpoint.
+    """Save the engine as the folder's checkpoint, with ``beside``: rank 0's additional state (anything picklable).
 
     Raises:
-        PartitaError: it cannot be written.
+        PartitaError: the checkpoint cannot be written.
     """
     engine.extra[_KEY] = object_bytes(beside)
     try:
@@ -31,13 +32,13 @@ def save(engine: Engine, folder: Path, beside: Any) -> None:
 
 
 def load(engine: Engine, folder: Path, *, only_model: bool, strict: bool, weights_only: bool | None) -> Any:
-    """Take up the folder's checkpoint; returns what was saved beside the engine.
+    """Load the folder's checkpoint into the engine; return the additional state that :func:`save` stored.
 
     Args:
-        weights_only: whether that may hold plain values alone; None: torch.load's default.
+        weights_only: whether this state may contain plain values only; None: torch.load's default.
 
     Raises:
-        PartitaError: there is none, or it was not saved by :func:`save`.
+        PartitaError: there is no checkpoint, or it was not saved by :func:`save`.
     """
     restored = engine.load(folder, only_model=only_model, strict=strict)
     engine.extra.pop(_KEY, None)

@@ -28,20 +28,20 @@ from partita.memory import accelerator
 
 
 class PartitaStrategy(DDPStrategy):
-    """Trains what ``fabric.setup(model, optimizer)`` is given under partita's plan, each model by an engine of its own.
+    """A Fabric strategy that trains each model given to ``fabric.setup(model, optimizer)`` with an engine of its own.
 
-    The loop is the user's: it adds up gradients under ``fabric.no_backward_sync``, divides its loss, and steps its
-    schedulers. A model set up without an optimizer is evaluated alone. ``fabric.save`` writes a folder, which loads at
-    any stage and on any number of ranks.
+    The user's loop accumulates gradients under ``fabric.no_backward_sync``, divides its loss, and steps its schedulers.
+    A model that is set up without an optimizer is only evaluated. ``fabric.save`` writes a folder, which loads at any
+    stage and on any number of ranks.
 
     Args:
-        config: partita's: a YAML or JSON file, a mapping, a :class:`partita.Config`, or None for all defaults.
+        config: partita's config: a YAML or JSON file, a mapping, a :class:`partita.Config`, or None for all defaults.
         weights: a safetensors file or folder for models that were built on the meta device.
-        cluster_environment: who started the processes, where Lightning cannot tell.
-        start_method: how Lightning starts the processes of a node, where nobody else has.
+        cluster_environment: the launcher of the processes, if Lightning cannot detect it.
+        start_method: how Lightning starts the processes of a node, if no launcher has started them.
 
     Raises:
-        ConfigError: the config is wrong, or has the engine do what Lightning does.
+        ConfigError: the config is wrong, or asks the engine to do what Lightning does.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class PartitaStrategy(DDPStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """Those of the models that were set up, in that order."""
+        """The engines of the models that were set up, in setup order."""
         return [held.engine for held in self._held]
 
     @property
     def precision(self) -> EnginePrecision:
-        """Fabric's precision, as the engines compute in it."""
+        """Fabric's precision plugin, adapted to the engines."""
         return self._plugin
 
     @precision.setter
@@ -77,30 +77,30 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- begin
 
     def setup_environment(self) -> None:
-        """Join the other processes."""
+        """Connect to the other processes."""
         super().setup_environment()
         self._ranks.joined("Fabric's loop")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
+        """Sampler arguments for Lightning; ranks with the same data coordinate read the same samples."""
         return self._ranks.sampler_arguments
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Where ``fabric.init_module`` builds modules: on the host, with ``empty_init`` on the meta device."""
+        """Return the device on which ``fabric.init_module`` builds modules: the host, or meta with ``empty_init``."""
         return torch.device("meta") if empty_init else accelerator.HOST
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: the engine brings to the device what rests there."""
+        """Do nothing: the engine moves what is stored on the device."""
 
     def setup_module(self, module: nn.Module) -> EngineModule:
-        """A model to evaluate alone."""
+        """Set up a model that is only evaluated."""
         return self._hold(start_frozen(module, self.precision.config, self.root_device, self._weights))
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[EngineModule, list[Optimizer], Any]:
-        """A model to train with one optimizer. The scheduler stays the loop's to step.
+        """Set up a model to train with one optimizer. The user's loop still steps the scheduler.
 
         Raises:
             ConfigError: there are several optimizers.
@@ -115,7 +115,7 @@ class PartitaStrategy(DDPStrategy):
         return self._hold(held), [held.engine.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Refused.
+        """Refuse to set up an optimizer without its model.
 
         Raises:
             ConfigError: always.
@@ -129,17 +129,17 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- train
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """By the module's engine; by the only one there is where ``fabric.backward`` names no model.
+        """Run backward with the module's engine; without a module, with the only engine that trains.
 
         Raises:
-            PartitaError: there are several engines, or none.
+            PartitaError: no module is given, and several engines train, or none.
         """
         held = self._only() if module is None else module
         assert isinstance(held, EngineModule)
         held.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The engine's step, after the ``closure`` if there is one; returns what that does."""
+        """Run the ``closure`` if there is one, step the engine, and return the closure's result."""
         closure: Callable[[], Any] | None = kwargs.get("closure")
         output = closure() if closure is not None else None
         self._of(optimizer).step()
@@ -153,7 +153,7 @@ class PartitaStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the global norm in the step that follows; returns the norm before.
+        """Clip the gradients by their global norm in the next step; return the norm before clipping.
 
         Raises:
             ConfigError: ``norm_type`` is not 2.
@@ -170,7 +170,7 @@ class PartitaStrategy(DDPStrategy):
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
-        """Refused.
+        """Refuse to clip gradients by value.
 
         Raises:
             ConfigError: always.
@@ -186,11 +186,14 @@ class PartitaStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  (Lightning's name)
     ) -> None:
-        """Save the engine whose model or optimizer is in ``state``, and all else there beside it, as the folder
-        ``path``; a state without an engine's as an ordinary file.
+        """Save a state that contains an engine's model or optimizer as the folder ``path``, another as an ordinary
+        file.
+
+        The folder is a checkpoint of the engine, with the rest of ``state`` in it.
 
         Raises:
-            PartitaError: there are two engines' in it, it is to be filtered, or it cannot be written.
+            PartitaError: ``state`` has models of two engines, an engine's state is to be filtered, or the checkpoint
+                cannot be written.
         """
         engine, others = self._split(state)
         if engine is None:
@@ -210,11 +213,13 @@ class PartitaStrategy(DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Take up a folder that :meth:`save_checkpoint` wrote, or an ordinary file. Without an optimizer in ``state``
-        the folder's weights alone.
+        """Load a folder that :meth:`save_checkpoint` wrote, or an ordinary file.
+
+        Without an optimizer in ``state``, only the weights in a folder are loaded.
 
         Raises:
-            PartitaError: it is of another model, or damaged; or a file, and an optimizer is to be loaded.
+            PartitaError: the checkpoint is of another model, or damaged; or it is a file, and an optimizer is to be
+                loaded.
         """
         wanted = state if isinstance(state, dict) else {"model": state}
         engine, others = self._split(wanted)
@@ -237,16 +242,16 @@ class PartitaStrategy(DDPStrategy):
         return dict(found)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict on rank 0, empty on the others."""
+        """Return the full state dict on rank 0; empty on other ranks."""
         return self._engine(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Take up rank 0's values."""
+        """Load rank 0's values on every rank."""
         with self._engine(module).gathered(modify=True):
             super().load_module_state_dict(_model(module), state_dict, strict)
 
     def _split(self, state: dict[str, Any]) -> tuple[Engine | None, dict[str, Any]]:
-        """The engine that ``state`` names, by model or optimizer, and what else is in it."""
+        """Split ``state`` into the engine whose model or optimizer it contains (None: none), and the other entries."""
         found, others = dict[int, Engine](), dict[str, Any]()
         for key, value in state.items():
             engine = next((engine for engine in self.engines if _is_part(value, engine)), None)
@@ -276,17 +281,20 @@ class PartitaStrategy(DDPStrategy):
         return trained[0]
 
     def teardown(self) -> None:
-        """End the engines; the models are ordinary modules again."""
+        """Close the engines; the models are ordinary modules again."""
         while self._held:
             self._held.pop().close()
         super().teardown()
 
 
 class _BackwardSync(_BackwardSyncControl):
-    """``fabric.no_backward_sync``."""
+    """Implementation of ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Gradients that rest whole are summed over the ranks at the first backward outside."""
+        """Return a context that skips gradient reduction if gradients are stored unsharded.
+
+        The next backward outside reduces them.
+        """
         assert isinstance(module, EngineModule)
         return module.no_sync() if enabled else nullcontext()
 

@@ -1,4 +1,4 @@
-"""A model under an engine, as Lightning's strategies hold it."""
+"""The module that Lightning's strategies hold: a model with its engine."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,12 +16,12 @@ from partita.errors import PartitaError
 
 
 class EngineModule(nn.Module):
-    """What Lightning calls in place of the model, which it reaches through the model's own call.
+    """The module that Lightning calls in place of the model; it calls the model's own forward.
 
-    So ``training_step`` and others run inside the model's forward (Lightning puts them in its place for that call),
-    where parameters of the model's own are whole.
+    So ``training_step`` and other steps run inside the model's forward (Lightning replaces it by them for that call),
+    where parameters that belong directly to the model are unsharded.
 
-    Attributes: ``engine``, its ``module``, and whether it ``trains`` that.
+    Attributes: ``engine``; ``module``, its model; ``trains``, whether the engine trains it.
     """
 
     def __init__(self, engine: Engine, trains: bool) -> None:
@@ -36,14 +36,14 @@ class EngineModule(nn.Module):
         engine.optimizer.__class__ = type(self._optimizer_class.__name__, (self._optimizer_class,), own)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Run the model's forward."""
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The engine's; with arguments (``retain_graph``, ...) the loss's own.
+        """Run the engine's backward; with arguments (``retain_graph``, ...), the loss's own.
 
         Raises:
-            PartitaError: that would miss the loss scale of fp16.
+            PartitaError: arguments are given under fp16: the loss's own backward would miss the loss scale.
         """
         if args or kwargs:
             with self.own_backward():
@@ -54,10 +54,10 @@ class EngineModule(nn.Module):
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Around a backward that is not the engine's.
+        """Allow a backward inside that is not the engine's.
 
         Raises:
-            PartitaError: it would miss the loss scale of fp16.
+            PartitaError: the engine computes in fp16: this backward would miss the loss scale.
         """
         if self.engine.config.precision.compute == "fp16":
             raise PartitaError(
@@ -68,34 +68,36 @@ class EngineModule(nn.Module):
         yield
 
     def step(self) -> None:
-        """The engine's."""
+        """Step the engine."""
         self.engine.step()
         self._has_gradients = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step: the engine has them, and ``.grad`` does not."""
+        """Discard the gradients since the last step; the engine stores them, not ``.grad``."""
         if self._has_gradients:
             self.engine.zero_grad()
             self._has_gradients = False
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around backwards that are not a batch's last: gradients are summed over the ranks once, where they rest
-        whole; elsewhere that would take their memory.
+        """Return a context for backwards other than the last one of a batch.
+
+        Gradients that are stored unsharded are then reduced once per batch. For others the context has no effect, since
+        unsharded gradients would take the memory that sharding saves.
         """
         whole = all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
         return self.engine.no_sync() if whole else nullcontext()
 
     def close(self) -> None:
-        """The model and its optimizer are ordinary ones again.
+        """Close the engine; the model and its optimizer are ordinary ones again.
 
         Raises:
-            PartitaError: the model does not fit into memory whole; the engine is still open.
+            PartitaError: the unsharded model does not fit into memory; the engine stays open.
         """
         self.engine.close(whole=True)
         self._release()
 
     def fail(self, error: BaseException) -> None:
-        """End the engine because of an error on this rank, of which the others learn while they wait for it."""
+        """Close the engine because of an error on this rank, and report it to the ranks that wait for this one."""
         self.engine.__exit__(type(error), error, error.__traceback__)
         self._release()
 
@@ -106,12 +108,12 @@ class EngineModule(nn.Module):
 def start(
     model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
 ) -> EngineModule:
-    """Put the model under an engine that trains it on ``device``."""
+    """Create an engine that trains the model on ``device``."""
     return EngineModule(_engine(model, config, optimizer, device, weights), trains=True)
 
 
 def start_frozen(model: nn.Module, config: Config, device: torch.device, weights: str | None) -> EngineModule:
-    """The same to evaluate alone: without gradients and optimizer states."""
+    """Create an engine that only evaluates the model, without gradients and optimizer states."""
     trained = [param for param in model.parameters() if param.requires_grad]
     _require_gradients(trained, False)
     try:
@@ -135,7 +137,7 @@ def _require_gradients(params: Iterable[nn.Parameter], wanted: bool) -> None:
 
 
 def _move_others(model: nn.Module, device: torch.device) -> None:
-    """Bring modules without parameters (metrics, ...) to the device; those with parameters are the engine's to move."""
+    """Move modules without parameters (metrics, ...) to the device; the engine moves those with parameters."""
     for module in model.children():
         if any(True for _ in module.parameters()):
             _move_others(module, device)

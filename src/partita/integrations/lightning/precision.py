@@ -1,4 +1,4 @@
-"""What Lightning asks of a precision plugin, answered by the engine."""
+"""The precision plugin of Lightning's strategies, implemented by the engine."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,19 +19,19 @@ from partita.integrations.lightning.settings import with_precision
 
 
 class EnginePrecision(Precision):
-    """In place of the plugin that Lightning made of its ``precision`` argument.
+    """A precision plugin in place of the one that Lightning made from its ``precision`` argument.
 
-    The engine keeps master weights in fp32, casts parameters and scales the loss, so modules are not converted; what
-    the plugin does to inputs and outputs stays. Under autocast (``precision.compute: fp32`` beside a mixed precision)
-    the plugin's forward context stays, too.
+    The engine keeps master weights in fp32, casts parameters and scales the loss, so modules are not converted. The
+    given plugin still converts inputs and outputs. Its forward context is used for precisions that are not mixed, and
+    under autocast (``precision.compute: fp32`` with a mixed precision).
 
-    Attributes: ``config``, with the dtype that the precision stands for.
+    Attributes: ``config``, with the dtype of the precision.
 
     Args:
-        held: gives the model under the engine that is open.
+        held: returns the module of the current engine.
 
     Raises:
-        ConfigError: the config says another dtype.
+        ConfigError: the config sets another dtype.
     """
 
     def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
@@ -42,25 +42,25 @@ class EnginePrecision(Precision):
         self._enters = autocasts or not given.precision.endswith("-mixed")
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Around the model's forward, and Lightning's steps."""
+        """Return the context for the model's forward and Lightning's steps."""
         context: AbstractContextManager[None] = self._given.forward_context() if self._enters else nullcontext()
         return context
 
     def convert_input(self, data: Any) -> Any:
-        """A batch as the given plugin has it."""
+        """Convert a batch as the given plugin does."""
         return self._given.convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
-        """Fabric's outputs as the given plugin has them: in fp32."""
+        """Convert Fabric's outputs as the given plugin does: to fp32."""
         return self._given.convert_output(data)
 
     def backward(
         self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        """By the engine, or by the LightningModule where that has a ``backward`` of its own.
+        """Run the engine's backward, or the LightningModule's if it overrides ``backward``.
 
         Raises:
-            PartitaError: the latter would miss the loss scale of fp16.
+            PartitaError: the module overrides it under fp16: its backward would miss the loss scale.
         """
         if is_overridden("backward", model):
             with self._held().own_backward():
@@ -77,11 +77,11 @@ class EnginePrecision(Precision):
         return output
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip the batch's gradients by their global norm in the step that follows."""
+        """Clip the batch's gradients by their global norm in the next step."""
         self._held().engine.clip_grad_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Refused.
+        """Refuse to clip gradients by value.
 
         Raises:
             ConfigError: always.

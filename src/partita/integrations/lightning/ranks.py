@@ -1,4 +1,4 @@
-"""A strategy's processes as ranks of the mesh: what each of them is fed."""
+"""Positions of a strategy's processes in the mesh, which select their samples."""
 
 from typing import Protocol
 
@@ -11,23 +11,23 @@ from partita.plan.mesh_shape import MeshShape
 
 
 class Processes(Protocol):
-    """What Lightning's strategies, of Trainer and Fabric alike, know of their processes."""
+    """The properties of their processes that Lightning's strategies for Trainer and Fabric share."""
 
     @property
     def num_nodes(self) -> int:
-        """Of the job."""
+        """Number of nodes of the job."""
 
     @property
     def num_processes(self) -> int:
-        """Per node."""
+        """Number of processes per node."""
 
     @property
     def global_rank(self) -> int:
-        """This process's."""
+        """Rank of this process in the job."""
 
 
 class Ranks:
-    """The places of ``processes`` in the mesh of a ``config``."""
+    """Positions of ``processes`` in the mesh of a ``config``."""
 
     def __init__(self, processes: Processes, config: Config) -> None:
         self._processes = processes
@@ -39,17 +39,17 @@ class Ranks:
         return resolve(self._config, num_ranks, accelerator.HOST.type).mesh
 
     def joined(self, loop: str) -> None:
-        """The processes have met. What ``loop`` does not feed is found here.
+        """Check that ``loop`` can feed this mesh, once the processes are connected.
 
         Raises:
             ConfigError: the mesh has a pipeline.
         """
         if self._processes.num_nodes > 1:
-            set_local_world_size(self._processes.num_processes)  # Lightning's own launch tells nobody
+            set_local_world_size(self._processes.num_processes)  # Lightning's own launcher does not set it
         fed(self._mesh, self._processes.global_rank, loop)
 
     @property
     def sampler_arguments(self) -> dict[str, int]:
-        """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
+        """Sampler arguments for Lightning; ranks with the same data coordinate read the same samples."""
         mesh = self._mesh
         return {"num_replicas": mesh.data, "rank": mesh.coordinate(self._processes.global_rank, "data")}

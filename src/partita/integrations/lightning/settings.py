@@ -1,4 +1,4 @@
-"""What Lightning's arguments and partita's config say together: each setting in one of them, or alike in both."""
+"""Settings that are both Lightning arguments and keys of partita's config: given in one place, or equal in both."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from partita.config.messages import Row, conflict, row
 from partita.config.schema import Batch, Config, Schedule
 from partita.errors import ConfigError
 
-# What Lightning calls a precision: the dtype to compute in, and whether parameters are kept in fp32 under autocast.
+# Lightning's names of precisions: the compute dtype, and whether parameters are kept in fp32 under autocast.
 _PRECISIONS = {
     "32-true": ("fp32", False),
     "bf16-mixed": ("bf16", True),
@@ -21,10 +21,10 @@ _DEFAULT_PRECISION = "32-true"
 
 
 def read(source: str | Path | Mapping[str, Any] | Config | None) -> Config:
-    """The config of a strategy, under which a folder holds one checkpoint: Lightning names a folder for each.
+    """Return the config of a strategy, with one checkpoint per folder: Lightning names a folder for each checkpoint.
 
     Raises:
-        ConfigError: it is wrong, or has the engine save checkpoints, or go back to one, which Lightning does.
+        ConfigError: the config is wrong, or asks the engine to save checkpoints or rewind to one, which Lightning does.
     """
     config = load_config(source)
     if config.checkpoint.dir is not None or config.checkpoint.every_steps is not None:
@@ -41,11 +41,12 @@ def read(source: str | Path | Mapping[str, Any] | Config | None) -> Config:
 
 
 def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
-    """The config with the dtype that Lightning's ``precision`` stands for, and whether the forward is under autocast:
-    with ``precision.compute: fp32`` beside a mixed one.
+    """Return the config with the dtype of Lightning's ``precision``, and whether the forward runs under autocast.
+
+    It does so for ``precision.compute: fp32`` with ``bf16-mixed``.
 
     Raises:
-        ConfigError: the config names another dtype; or there is no such precision.
+        ConfigError: the config sets another dtype, or there is no such precision.
     """
     if precision not in _PRECISIONS:
         raise ConfigError(f"precision={precision!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")
@@ -67,7 +68,7 @@ def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
 
 
 def check_clipping(config: Config, clip: float | None, algorithm: str | None) -> None:
-    """Refuse a ``clip_grad_norm`` that says something else than the Trainer's ``gradient_clip_val``.
+    """Check that ``clip_grad_norm`` agrees with the Trainer's ``gradient_clip_val``.
 
     Raises:
         ConfigError: they differ, or gradients are to be clipped by value.
@@ -85,13 +86,14 @@ def check_clipping(config: Config, clip: float | None, algorithm: str | None) ->
 
 
 def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
-    """The config with a ``batch`` of one micro-batch, as Lightning's loop adds them up and divides the loss itself.
+    """Return the config with a ``batch`` of one micro-batch: Lightning's loop accumulates, and divides the loss itself.
 
     Args:
-        accumulate: batches to a step of the optimizer; ``said_by`` what sets them, as the user calls it.
+        accumulate: batches per optimizer step.
+        said_by: the setting that determines it, as the user calls it.
 
     Raises:
-        ConfigError: the config says another number.
+        ConfigError: the config sets another number.
     """
     given = config.batch.accumulate
     if given not in ("auto", accumulate):
@@ -104,7 +106,7 @@ def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
 
 
 def check_schedule(config: Config, is_given: bool) -> None:
-    """Refuse two schedules: the config's beside one that Lightning steps.
+    """Refuse two schedules: one in the config, and one that Lightning steps.
 
     Raises:
         ConfigError: there are two.

@@ -31,24 +31,24 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class PartitaStrategy(DDPStrategy):
-    """Trains a LightningModule under partita's plan; processes, samplers and logging are those of Lightning's DDP.
+    """A Trainer strategy that trains a LightningModule on partita; processes, samplers and logging are those of DDP.
 
-    Accumulation, clipping, precision, optimizer and schedulers are the Trainer's and the module's. Where
-    ``configure_optimizers`` returns None, the config's optimizer and schedule are taken. A checkpoint is a folder,
-    which loads at any stage and on any number of ranks; one of weights alone is an ordinary file. The engine stays open
+    Accumulation, clipping, precision, optimizer and schedulers are set by the Trainer and the module. If
+    ``configure_optimizers`` returns None, the config's optimizer and schedule are used. A checkpoint is a folder, which
+    loads at any stage and on any number of ranks; one with only weights is an ordinary file. The engine stays open
     after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. Under manual optimization
     ``training_step`` runs outside the model's forward: call ``self(...)`` there.
 
     Attributes: ``engine``, once the Trainer has set the strategy up.
 
     Args:
-        config: partita's: a YAML or JSON file, a mapping, a :class:`partita.Config`, or None for all defaults.
+        config: partita's config: a YAML or JSON file, a mapping, a :class:`partita.Config`, or None for all defaults.
         weights: a safetensors file or folder for a model that ``configure_model`` builds on the meta device.
-        cluster_environment: who started the processes, where Lightning cannot tell.
-        start_method: how Lightning starts the processes of a node, where nobody else has.
+        cluster_environment: the launcher of the processes, if Lightning cannot detect it.
+        start_method: how Lightning starts the processes of a node, if no launcher has started them.
 
     Raises:
-        ConfigError: the config is wrong, or has the engine do what Lightning does.
+        ConfigError: the config is wrong, or asks the engine to do what Lightning does.
     """
 
     strategy_name = "partita"
@@ -71,7 +71,7 @@ class PartitaStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine that is open.
+        """The current engine.
 
         Raises:
             PartitaError: the Trainer has not set the strategy up.
@@ -87,7 +87,7 @@ class PartitaStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> EnginePrecision:
-        """The Trainer's precision, as the engine computes in it."""
+        """The Trainer's precision plugin, adapted to the engine."""
         return self._precision
 
     @precision_plugin.setter
@@ -97,25 +97,26 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- begin
 
     def setup_environment(self) -> None:
-        """Join the other processes."""
+        """Connect to the other processes."""
         super().setup_environment()
         self._ranks.joined("Lightning's Trainer")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Of the samplers that Lightning makes: ranks with one data coordinate are fed the same samples."""
+        """Sampler arguments for Lightning; ranks with the same data coordinate read the same samples."""
         return self._ranks.sampler_arguments
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` and ``trainer.init_module`` build modules: on the host, with ``empty_init`` on the
-        meta device; the engine brings to the device what rests there.
+        """Make ``configure_model`` and ``trainer.init_module`` build on the host, or on meta with ``empty_init``.
+
+        The engine moves what is stored on the device.
         """
         with torch.device("meta") if empty_init else accelerator.HOST:
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the engine; one that has trained the module evaluates it, too."""
+        """Create the engine; one that has trained the module is also used to evaluate it."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -128,7 +129,7 @@ class PartitaStrategy(DDPStrategy):
         self.model = self._held = held
 
     def _config_with(self, trainer: Trainer) -> Config:
-        """The config with what the Trainer's arguments say."""
+        """Return the config with the values of the Trainer's arguments."""
         config = self.precision_plugin.config
         settings.check_clipping(config, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return settings.with_accumulation(config, trainer.accumulate_grad_batches, "accumulate_grad_batches")
@@ -150,10 +151,10 @@ class PartitaStrategy(DDPStrategy):
         return start_frozen(self.lightning_module, config, self.root_device, self._weights)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """What ``configure_optimizers`` returns: one optimizer, or None for the config's.
+        """Call ``configure_optimizers``, which returns one optimizer, or None for the config's.
 
         Raises:
-            ConfigError: there are several.
+            ConfigError: it returns several optimizers.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*this fit will run with no optimizer")
@@ -170,7 +171,10 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- train
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, inside its forward; under manual optimization, which updates parameters meanwhile, outside."""
+        """Run the module's ``training_step`` inside its forward.
+
+        Under manual optimization it runs outside, because it updates parameters.
+        """
         module = self.lightning_module
         assert module is not None
         if module.automatic_optimization:
@@ -180,7 +184,7 @@ class PartitaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around backwards that are not a batch's last."""
+        """Skip gradient reduction, where possible, in backwards other than the last one of a batch."""
         with self._open().no_sync():
             yield
 
@@ -188,27 +192,27 @@ class PartitaStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Yes: the engine loads."""
+        """True: the engine, which loads the checkpoint, exists after setup."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """No: the engine does."""
+        """False: the engine restores the optimizer."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves the weights."""
+        """Return an empty mapping: the engine saves the weights."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: the engine saves the optimizer's states."""
+        """Return an empty mapping: the engine saves the optimizer's states."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save the engine and what Lightning keeps as the folder ``filepath``; weights alone as an ordinary file.
+        """Save the engine and Lightning's state as the folder ``filepath``; only weights as an ordinary file.
 
         Raises:
-            PartitaError: it cannot be written, or storage options are given for a folder.
+            PartitaError: the checkpoint cannot be written, or storage options are given for a folder.
         """
         path = Path(self.broadcast(filepath))
         if "optimizer_states" not in checkpoint:
@@ -220,7 +224,7 @@ class PartitaStrategy(DDPStrategy):
         checkpoints.save(self.engine, path, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Take up a folder; to evaluate, its weights alone, or a file's.
+        """Load a folder; to evaluate, only the weights of a folder or a file.
 
         Raises:
             PartitaError: training cannot resume from a file.
@@ -242,27 +246,27 @@ class PartitaStrategy(DDPStrategy):
         return file
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take up a file's weights; those of a folder are there."""
+        """Load the weights of a file; those of a folder are loaded already."""
         if checkpoint["state_dict"]:
             with self.engine.gathered(modify=True):
                 super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: the engine has loaded them."""
+        """Do nothing: the engine has loaded the optimizer's states."""
 
     # ------------------------------------------------------------------------ end
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the engine, and tell the ranks that wait for this one why."""
+        """Close the engine, and report the error to the ranks that wait for this one."""
         held, self._held = self._held, None
         if held is not None:
             held.fail(exception)
 
     def teardown(self) -> None:
-        """End of fit or evaluation; parameters stay where the engine has them."""
+        """End fit or evaluation; parameters stay where the engine stores them."""
         if self._held is not None:
             self.engine.wait_for_checkpoint()
-        if isinstance(self.launcher, _MultiProcessingLauncher):  # it hands the weights to the process that it works for
+        if isinstance(self.launcher, _MultiProcessingLauncher):  # it sends the weights to the process that started it
             self._end()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -272,7 +276,7 @@ class PartitaStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end(self) -> None:
-        """Make the module of the engine that is open an ordinary one again."""
+        """Close the current engine; its module is an ordinary one again."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,4 +1,4 @@
-"""Ray Train on partita: Ray places the workers, keeps the checkpoints, and starts the workers again.
+"""Ray Train on partita: Ray places the workers, keeps the checkpoints, and restarts the workers.
 
 from partita.integrations.ray import PartitaTorchConfig, report, resume
 

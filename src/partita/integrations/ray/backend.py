@@ -1,4 +1,4 @@
-"""A backend of Ray Train: how its workers, wherever Ray has placed them, become the ranks of an engine."""
+"""A backend of Ray Train that makes its workers, on whichever nodes Ray has placed them, the ranks of an engine."""
 
 import socket
 from contextlib import closing
@@ -16,10 +16,10 @@ from partita.errors import ConfigError
 
 @dataclass
 class PartitaTorchConfig(TorchConfig):
-    """``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
+    """Ray Train's configuration of partita: ``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
 
-    Each worker is told its rank and where the ranks meet, as torchrun does it. The process group is left to
-    ``partita.initialize``, which starts it with the backends that it needs and with ``communication.timeout_s``.
+    Each worker gets its rank and the address where the ranks meet, in torchrun's variables. ``partita.initialize``
+    starts the process group, with the backends that it needs and with ``communication.timeout_s``.
 
     Raises:
         ConfigError: a field of ``TorchConfig`` is set.
@@ -35,22 +35,22 @@ class PartitaTorchConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray runs before the training function."""
+        """The backend that Ray runs before the training function."""
         return PartitaBackend
 
 
 class PartitaBackend(Backend):
-    """Tells the workers who they are."""
+    """A backend that sets each worker's rank."""
 
     share_cuda_visible_devices = True  # a rank computes on the device of its local rank
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Agree on an address of the first worker's, and set the variables of each."""
+        """Choose an address on the first worker, and set the environment variables of each worker."""
         worker_group.execute(_be_a_rank, worker_group.execute_single(0, _free_address))
 
 
 def _free_address() -> tuple[str, int]:
-    """This node's address, and a port that is free there."""
+    """Return this node's address and a free port."""
     host: str = ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as tried:

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine that Ray Train keeps, and from which it lets its workers go on."""
+"""Checkpoints of an engine in Ray Train's storage, from which restarted workers resume."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -14,13 +14,13 @@ from partita.errors import PartitaError
 
 
 def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
-    """Save the engine into the run's storage, and report it to Ray with these metrics. Called on all workers, between
-    two steps; ``ray.train.report(metrics)`` reports metrics alone.
+    """Save the engine into the run's storage, and report it to Ray with these metrics.
 
-    Ray keeps as many checkpoints as ``CheckpointConfig`` says, and hands the newest to workers that it starts again.
+    Call it on all workers, between two steps; ``ray.train.report(metrics)`` reports metrics without a checkpoint. Ray
+    keeps as many checkpoints as ``CheckpointConfig`` says, and passes the newest to workers that it restarts.
 
     Raises:
-        PartitaError: on all ranks: ``RunConfig.storage_path`` is no folder of a file system, or cannot be written.
+        PartitaError: on all ranks: ``RunConfig.storage_path`` is not a folder of a file system, or cannot be written.
     """
     context = ray.train.get_context()
     storage = context.get_storage()
@@ -43,11 +43,12 @@ def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
 
 
 def resume(engine: Engine) -> Restored | None:
-    """Take up the checkpoint that Ray hands to this run: the newest one reported before its workers were started again,
-    on however many ranks there are now; None at a first start.
+    """Load the checkpoint that Ray passes to this run; return None at a first start.
+
+    It is the newest one reported before the workers were restarted. The number of ranks may differ.
 
     Raises:
-        PartitaError: on all ranks: it is damaged, or of another model.
+        PartitaError: on all ranks: the checkpoint is damaged, or of another model.
     """
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:

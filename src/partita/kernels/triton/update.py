@@ -105,7 +105,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The last 32 bits as a signed number."""
+    """Return the last 32 bits as a signed number."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -119,7 +119,7 @@ def _inverse(reach: float) -> float:
 
 @triton.jit
 def _places(n, rows: tl.constexpr):
-    """The blocks of this program, their elements, and which of these there are."""
+    """Return the blocks of this program, their elements, and a mask of the elements that exist."""
     blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     at = blocks[:, None] * _QUANTUM + tl.arange(0, _QUANTUM)[None, :]
     return blocks, at, at < n
@@ -170,7 +170,7 @@ def _flush(x):
 
 @triton.jit
 def _dither(salt, m, v):
-    """32 random bits for each element."""
+    """Return 32 random bits for each element."""
     mixed = (tl.arange(0, _QUANTUM) + salt).to(tl.uint32, bitcast=True) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE3D
@@ -186,7 +186,7 @@ def _decoded(codes, scale, inverse, beta):
 
 @triton.jit
 def _encoded(magnitudes, scale, reach, dither):
-    """The codes, and below them the bits that are to be cut."""
+    """Return the codes, with the bits below them that are to be cut."""
     u = magnitudes * tl.div_rn(reach + tl.zeros_like(scale), scale)[:, None] + 1.0
     return u.to(tl.int32, bitcast=True) + dither.to(tl.int32, bitcast=True) - _ONE
 

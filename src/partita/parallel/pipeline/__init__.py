@@ -1,1 +1,1 @@
-"""Pipeline: each rank runs some of the model's blocks, and the micro-batches go from rank to rank."""
+"""Pipeline parallelism: each rank runs some of the model's blocks, and micro-batches pass from rank to rank."""

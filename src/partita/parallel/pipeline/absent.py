@@ -1,8 +1,8 @@
-"""Values that this rank does not have: what computing with another stage's parameters gives.
+"""Placeholders for values that depend on parameters of another stage.
 
-A stage runs the model's own forward. Before its first block that computes nothing: tensors that depend on parameters of
-earlier stages have a shape, a dtype and a device, and no data (:class:`Absent`). When the value arrives, what was made
-of the tensor's object later on uses it.
+A stage runs the model's own forward. Before the stage's first block, tensors that depend on parameters of earlier
+stages are not computed: they have a shape, a dtype and a device, and no data (:class:`Absent`). When the value arrives,
+later operations on the same tensor object use it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,16 +22,17 @@ from partita.sharding.placeholder import METADATA, asked_for, is_access
 
 
 class DataNeededError(PartitaError):
-    """A forward asks for the data of a tensor that another stage computes."""
+    """A forward needs the data of a tensor that another stage computes."""
 
 
 @dataclass
 class Trial:
-    """A run that finds the form of a block's output. Until it is over the block may write absent values into tensors
-    that it makes.
+    """A run that finds the shapes and dtypes of a block's output. Until it is over, the block may write absent values
+    into tensors that it makes.
 
     Attributes:
-        has_data: absent tensors answer with zeros.
+        has_data: absent tensors have zeros as their data.
+        is_over: the run has ended.
     """
 
     has_data: bool
@@ -39,8 +40,12 @@ class Trial:
 
 
 class Absent(Tensor):
-    """A tensor without data. ``origin``: what its value depends on; ``value``: what has arrived for it; ``trial``: in
-    which it was made.
+    """A tensor without data.
+
+    Attributes:
+        origin: the name of a parameter or module of another stage on which the value depends.
+        value: the value, once it has arrived.
+        trial: the trial run in which the tensor was made, if any.
     """
 
     _form: Tensor
@@ -50,7 +55,11 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> "Absent":
-        """``form`` is a tensor on ``meta``, or one of zeros in a trial that has data."""
+        """Create a tensor with the shape, strides and dtype of ``form``.
+
+        Args:
+            form: a tensor on ``meta``, or one of zeros in a trial that has data.
+        """
         absent: Absent = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
         )
@@ -106,7 +115,7 @@ class Absent(Tensor):
                 f"{func} asks for the data of a tensor that depends on '{origin}', which another stage of the pipeline "
                 "computes: shapes and branches of the forward may depend on the inputs alone, outside the blocks"
             ) from error
-        same = {id(leaf._form): leaf for leaf in found}  # what an operation changes in place it returns
+        same = {id(leaf._form): leaf for leaf in found}  # an in-place operation returns its input
 
         def wrapped(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -142,17 +151,17 @@ def _with_data(leaf: Any) -> Any:
 
 
 def arrived(leaf: Any) -> Any:
-    """What has arrived for an absent tensor; anything else as it is."""
+    """Return the value that has arrived for an absent tensor. Return anything else as it is."""
     return leaf if not isinstance(leaf, Absent) or leaf.value is None else leaf.value
 
 
 def is_missing(value: object) -> bool:
-    """Whether this is a tensor without data, for which nothing has arrived."""
+    """Return whether this is an absent tensor whose value has not arrived."""
     return isinstance(value, Absent) and value.value is None
 
 
 def without_data(tensor: Tensor, origin: str) -> Absent:
-    """An absent tensor like this one."""
+    """Return an absent tensor with the shape, dtype and device of this one."""
     form = _form_of(tensor) if isinstance(tensor, Absent) else torch.empty_like(tensor, device="meta")
     return Absent(form, tensor.device, origin)
 
@@ -161,7 +170,7 @@ def without_data(tensor: Tensor, origin: str) -> Absent:
 
 
 class AbsentParameter(Elsewhere):
-    """The class of a parameter that another stage holds: computing with it gives what is absent."""
+    """The class of a parameter that another stage holds. Computing with it gives absent tensors."""
 
     @classmethod
     def __torch_function__(
@@ -173,7 +182,7 @@ class AbsentParameter(Elsewhere):
     ) -> Any:
         kwargs = kwargs or {}
         name = asked_for(func)
-        if name in ("device", "dtype") and is_access(func):  # its own are those of its values, which are gone
+        if name in ("device", "dtype") and is_access(func):  # its own are those of its former data
             return getattr(_known[id(args[0])], name)
         if name not in METADATA:
             args, kwargs = tree_map(_read, (args, kwargs))
@@ -186,11 +195,15 @@ class AbsentParameter(Elsewhere):
 
 
 class _Known:
-    """What is known of an absent parameter: its class, its name, and the device and the dtype that it has elsewhere.
+    """Metadata of an absent parameter.
 
     Attributes:
+        kind: the class that it had before.
+        name: its name in the model.
+        device: its device on the stages that hold it.
+        dtype: its dtype on the stages that hold it.
         is_half: under autocast it is read as an fp32 parameter would be (:mod:`partita.sharding.half`).
-        note: is called when it is read.
+        note: called with the parameter when it is read.
     """
 
     def __init__(
@@ -205,12 +218,12 @@ class _Known:
 
     @property
     def read_dtype(self) -> torch.dtype:
-        """The dtype in which functions read it; those that autocast runs in 16 bits cast it by themselves."""
+        """The dtype in which functions read the parameter. Those that autocast runs in 16 bits cast it themselves."""
         return torch.float32 if self.is_half and autocast_dtype(self.device) is not None else self.dtype
 
 
-# By the id of an absent parameter: only a tensor is at hand when it is computed with. A weak reference to it would keep
-# its data from being moved to another device.
+# By the id of an absent parameter: ``__torch_function__`` is given only the tensor. A weak reference to the parameter
+# would prevent its data from being moved to another device.
 _known = dict[int, _Known]()
 
 
@@ -227,23 +240,23 @@ def _read(leaf: Any) -> Any:
 def send_away(
     param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None, *, is_half: bool = False
 ) -> None:
-    """Mark a parameter as held by other stages. Its values stay, for whoever gives them to those.
+    """Mark a parameter as held by other stages only. Its values stay, so that they can still be sent to those stages.
 
     Args:
-        dtype: that it has there (None: its own).
-        is_half: it is a parameter in 16 bits there that functions read as autocast reads fp32 parameters.
+        dtype: its dtype on those stages (None: its own).
+        is_half: on those stages it is a 16-bit parameter that functions read as autocast reads fp32 parameters.
     """
     _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype, is_half=is_half)
     param.__class__ = AbsentParameter
 
 
 def bring_back(param: nn.Parameter) -> None:
-    """Undo :func:`send_away`: the parameter has its values still."""
+    """Undo :func:`send_away` for a parameter that still has its values."""
     param.__class__ = _known.pop(id(param)).kind
 
 
 def forget(params: Iterable[int]) -> None:
-    """The model that had these absent parameters (ids) is gone."""
+    """Drop the metadata of absent parameters, by their ids, when their model is gone."""
     for key in params:
         _known.pop(key, None)
 
@@ -252,7 +265,9 @@ def forget(params: Iterable[int]) -> None:
 def all_away(
     module: nn.Module, device: torch.device, note: Callable[[Tensor], None] = lambda param: None
 ) -> Iterator[None]:
-    """Inside the block all parameters of a module are absent; ``note`` is told of each read of one that was there."""
+    """Make all parameters of a module absent inside the block. ``note`` is called at each read of one that was not
+    absent before.
+    """
     there = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
     for name, param in there:
         send_away(param, name, device, is_half=isinstance(param, HalfParameter))

@@ -1,4 +1,4 @@
-"""Put a model under a pipeline: what of it this rank holds, and the order of its work."""
+"""Application of the pipeline axis to a model: the parameters that this rank holds, and the schedule."""
 
 import weakref
 
@@ -22,7 +22,7 @@ from partita.planner.parameters import find_everywhere
 
 
 def schedule_of(resolved: Resolved) -> Schedule:
-    """The order of work that the config asks for."""
+    """Return the schedule that the config asks for."""
     parallel = resolved.config.parallel
     return make_schedule(parallel.schedule, Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks))
 
@@ -57,13 +57,17 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
 
 
 def leave_alone_elsewhere(model: nn.Module, parallel: Parallel) -> None:
-    """Take back what other axes changed of modules that run on other stages alone."""
+    """Undo what other axes changed in modules that run on other stages only."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
     parallel.changes.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
 
 
 def _check_loss(model: nn.Module) -> None:
-    """Refuse what a model of transformers adds to its loss from inside all blocks."""
+    """Refuse a loss that a transformers model computes from values inside all blocks.
+
+    Raises:
+        ConfigError: the model's config asks for such a loss.
+    """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ConfigError(
             f"parallel.pipeline: {type(model).__name__} adds a loss on the router logits of all blocks "

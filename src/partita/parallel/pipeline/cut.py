@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and which stages hold each of its parameters."""
+"""Division of a model into stages, and the stages that hold each of its parameters."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,12 @@ KEY = "parallel.cut"
 
 @dataclass(frozen=True)
 class Cut:
-    """``blocks`` in the order in which the forward calls them; stage ``s`` runs those of ``range(bounds[s],
-    bounds[s + 1])``. ``stages``: of each parameter, by id, those that compute with it.
+    """The division of a model into stages.
+
+    Attributes:
+        blocks: the names of the blocks, in the order in which the forward calls them.
+        bounds: stage ``s`` runs the blocks of ``range(bounds[s], bounds[s + 1])``.
+        stages: for each parameter, by id, the stages that compute with it.
     """
 
     blocks: tuple[str, ...]
@@ -76,7 +80,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """What stages can begin with: the repeated blocks, the layers of a Sequential, and the modules named."""
+    """Return the modules that can begin a stage: repeated blocks, the layers of a Sequential, and the modules
+    ``names``.
+
+    Raises:
+        ConfigError: a name is not that of a module, or of one inside a block.
+    """
     found = [name for name, _ in find_blocks(model)]
     if isinstance(model, nn.Sequential):
         outer = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
@@ -103,11 +112,12 @@ Reads = Mapping[int, Sequence[int]]
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[tuple[str, ...], Reads]:
-    """The blocks in the order in which the forward calls them, and for each parameter, by id, how many of them had been
-    called when code outside them read it.
+    """Return the blocks in the order in which the forward calls them, and where code outside the blocks reads each
+    parameter.
 
-    Found by a run without data where the model says what its inputs look like (``dummy_inputs``, as models of
-    transformers do). Where it does not, modules are expected to be called in the order in which they are registered.
+    A read, by the parameter's id, is the number of blocks that had been called before it. Both are found by a run
+    without data if the model has example inputs (``dummy_inputs``, as models of transformers do). If not, modules are
+    expected to be called in the order in which they are registered.
     """
     order, reads = _run(model, blocks, device)
     registered = _registered(model, blocks)
@@ -119,7 +129,7 @@ def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -
 
 
 def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[list[str], Mapping[int, set[int]]]:
-    """What a run without data finds, as far as it comes."""
+    """Run the model without data. Return the order of the blocks and the reads that were found before any error."""
     order, reads = list[str](), defaultdict[int, set[int]](set)
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, Mapping):
@@ -133,7 +143,7 @@ def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, note):
             model(**{name: value.to(device) for name, value in inputs.items()})
-    except Exception:  # whatever a forward raises at inputs that are not meant for it: what it did before counts
+    except Exception:  # the inputs may not fit the forward; what it did before the error counts
         pass
     finally:
         for block in passed:
@@ -142,7 +152,7 @@ def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple
 
 
 class _Passed:
-    """A block that is passed by, and noted."""
+    """Wrapper of a block's call that records the call and returns a placeholder output."""
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
         self._name = name
@@ -167,8 +177,9 @@ class _Passed:
 
 
 def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]:
-    """For each parameter outside blocks, by id, how many of them are registered before its places; a parameter of a
-    module that contains blocks may be read anywhere between them.
+    """Return, for each parameter by id, how many blocks are registered before its owners outside the blocks.
+
+    A parameter of a module that contains blocks may be read anywhere between them.
     """
     before, num = dict[str, int](), 0
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -191,12 +202,12 @@ def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]
 
 
 def _cost(param: Tensor) -> int:
-    """Of a sample's forward and backward: the elements of a matrix, each of which is multiplied."""
+    """Return the cost of a parameter in a sample's forward and backward: the elements of a matrix, 0 for a vector."""
     return param.numel() if param.ndim > 1 else 0
 
 
 def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Bounds of ``num_stages`` ranges of blocks, none empty, of which the most expensive is as cheap as can be."""
+    """Return the bounds of ``num_stages`` non-empty ranges of blocks, with the lowest possible maximum cost."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -213,7 +224,11 @@ def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
-    """Bounds in front of the blocks named."""
+    """Return the bounds of stages that begin with the blocks ``names``.
+
+    Raises:
+        ConfigError: these are not ``num_stages`` stages.
+    """
     starts = sorted({blocks.index(name) for name in names} - {0})
     if len(starts) != num_stages - 1:
         raise ConfigError(
@@ -224,7 +239,7 @@ def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[i
 
 
 def outside(model: nn.Module, blocks: Sequence[str], held: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside blocks, and not around any, that own parameters of ``held`` (ids)."""
+    """Yield the modules outside blocks that contain no block and own parameters of ``held`` (ids)."""
     for name, module in model.named_modules():
         around = not name or any(_inside(block, name) for block in blocks)
         within = any(name == block or _inside(name, block) for block in blocks)

@@ -1,7 +1,7 @@
-"""What goes from stage to stage: what the next one lacks of its first block's arguments, and the gradients of that.
+"""Communication between stages: missing arguments of the next stage's first block, and their gradients.
 
-Both sides run the model's own forward, so the receiver knows the shapes: micro-batches may have others. Which
-of the arguments it lacks depends on their form alone, and is asked for when a form comes for the first time.
+Both sides run the model's own forward, so the receiver knows the shapes, which may differ between micro-batches. Which
+arguments it lacks depends only on their form. It requests them from the sender once for each new form.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,7 @@ PURPOSE = "pipeline"
 
 @dataclass
 class Arrival:
-    """A floating-point value that has arrived here, and what will be its gradient. It does not hold the value, whose
-    graph holds it.
-    """
+    """Metadata and gradient of a floating-point value that has arrived. The value itself is held only by its graph."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -39,7 +37,7 @@ class Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """A value as one that was computed: it may be changed in place, and its gradient is kept for its sender."""
+    """Graph node of a received value: the value may be changed in place, and its gradient is kept to be sent back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, passed: list[Tensor], arrival: Arrival) -> Tensor:
@@ -54,17 +52,22 @@ class _Arrive(torch.autograd.Function):
 
 @dataclass
 class Edges:
-    """Those of one stage of this rank, ``stage`` of ``num_stages``; ``group`` is that of the pipeline."""
+    """The connections of one stage of this rank with the stages before and after it.
+
+    Args:
+        group: the ranks of the pipeline.
+        stage: the number of the stage, of ``num_stages``.
+    """
 
     group: Group
     stage: int
     num_stages: int
     device: torch.device
-    _asked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # of the next stage
-    _lacked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # here
+    _asked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # requested by the next stage, by form
+    _lacked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # missing in this stage, by form
     _sent: list[list[Handle]] = field(default_factory=list)  # forward, by micro-batch
     _sent_back: list[list[Handle]] = field(default_factory=list)
-    _num_back: int = 0  # backwards of which that is over
+    _num_back: int = 0  # the batch's backwards whose sends have completed
 
     @property
     def _before(self) -> int:
@@ -77,7 +80,7 @@ class Edges:
     # ------------------------------------------------------------------------- forward
 
     def send(self, arguments: Arguments, training: bool, reader: str) -> list[Tensor]:
-        """Send the next stage what it lacks of the arguments of its block ``reader``; returns the floating-point ones.
+        """Send the next stage the arguments that its first block ``reader`` lacks; return the floating-point ones.
 
         Raises:
             PartitaError: this rank does not have one of them.
@@ -100,10 +103,14 @@ class Edges:
     def receive(
         self, arguments: Arguments, lacking: Sequence[int], training: bool
     ) -> tuple[list[Tensor], list[Arrival]]:
-        """Receive the arguments that are lacking; with them, where gradients are on, what will have their gradients.
+        """Receive the arguments that are lacking.
+
+        Returns:
+            The values, and the arrivals that will have the gradients of the floating-point ones (none if gradients are
+            off).
 
         Raises:
-            PartitaError: they are others than those asked for before, of arguments of the same form.
+            PartitaError: other arguments are lacking than in an earlier call of the same form.
         """
         form = arguments.form, training
         if form not in self._lacked:
@@ -134,39 +141,41 @@ class Edges:
     # ------------------------------------------------------------------------ backward
 
     def send_back(self, arrivals: Sequence[Arrival]) -> None:
-        """Send the stage before the gradients of what it sent; zeros where a value was not used."""
+        """Send the previous stage the gradients of what it sent; zeros for a value that was not used."""
         gradients = [arrival.gradient_or_zeros() for arrival in arrivals]
         for arrival in arrivals:
-            arrival.gradient = None  # the graph that holds it stays for the weights' gradients, where these come later
+            arrival.gradient = None  # the graph that holds the arrival lives on for deferred weight gradients
         handles = self.group.send(gradients, self._before, "backward", PURPOSE) if gradients else []
         self._sent_back.append(list(handles))
 
     def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Receive the gradients of the floating-point values that were sent, which have left since."""
+        """Receive the gradients of the floating-point values that were sent; wait until their send has completed."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
         _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")
         _wait(self._sent.pop(0), "what was sent")
         return gradients
 
     def wait(self, most: int = 0) -> None:
-        """Until what was sent forward has left, but for ``most`` micro-batches."""
+        """Wait until the forward sends of all but the last ``most`` micro-batches have completed."""
         while len(self._sent) > most:
             _wait(self._sent.pop(0), "what was sent")
 
     def wait_back(self, num: int) -> None:
-        """Until the gradients of the batch's first ``num`` micro-batches, which the stage before has had, have left."""
+        """Wait until the gradient sends of the batch's first ``num`` micro-batches have completed. The previous stage
+        has already received them.
+        """
         while self._num_back < num:
             _wait(self._sent_back.pop(0), "what was sent")
             self._num_back += 1
 
     def end_batch(self) -> None:
-        """Until all that was sent has left."""
+        """Wait until all sends have completed."""
         self.wait()
         self.wait_back(self._num_back + len(self._sent_back))
         self._num_back = 0
 
     def abandon(self) -> None:
-        """Drop all that was sent, whether it has left or not."""
+        """Drop all sends, whether they have completed or not."""
         self._sent.clear()
         self._sent_back.clear()
 
@@ -178,7 +187,9 @@ def _wait(handles: Sequence[Handle], what: str) -> None:
 
 
 def _strided_as(value: Tensor, like: Tensor) -> Tensor:
-    """``value`` with the strides that it has where it was computed: kernels may add in another order elsewhere."""
+    """Return ``value`` with the strides that it had on the sending stage: with other strides kernels may add in another
+    order.
+    """
     if value.stride() == like.stride():
         return value
     return torch.empty_like(like._form, device=value.device).copy_(value) if isinstance(like, Absent) else value

@@ -1,4 +1,4 @@
-"""This rank's stages at work: forwards and backwards of micro-batches in the order of a schedule."""
+"""Execution of this rank's stages: forwards and backwards of micro-batches in the order of a schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from partita.planner.elsewhere import is_elsewhere
 
 @dataclass
 class _Kept:
-    """Of a forward, until its backward: what it sent, and what it received."""
+    """Results of a forward that its backward needs: the values it sent, and the arrivals of those it received."""
 
     sent: list[Tensor] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
@@ -33,11 +33,12 @@ class _Kept:
 class Pipeline:
     """The stages of this rank. Without a pipeline there is one, which is the model.
 
-    Attributes: ``weights``: where backwards leave the weights' gradients, if the schedule computes them apart.
-
     Args:
-        parallel: says where the model is cut, and what its modules are while they run.
+        parallel: the cut of the model, and the changes to its modules.
         schedule: of a training batch.
+
+    Attributes:
+        weights: the deferred weight gradients, if the schedule computes them separately from the backward.
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
@@ -62,30 +63,32 @@ class Pipeline:
 
     @property
     def order(self) -> Order:
-        """What this rank does for a training batch."""
+        """The actions of this rank in a training batch."""
         return self.schedule.orders[self._group.index]
 
     def order_without_backwards(self, num_micros: int) -> Order:
-        """The same for a batch of so many micro-batches that nothing is learned from."""
+        """Return the actions of this rank in a batch of ``num_micros`` micro-batches without training."""
         shape = Shape(self.schedule.shape.ranks, num_micros, self.schedule.shape.chunks)
         actions = make_schedule("gpipe", shape).orders[self._group.index]
         return tuple(action for action in actions if action.work is Work.FORWARD)
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are several stages."""
+        """True if there are several stages."""
         return self._cut is not None
 
     def is_last(self, action: Action) -> bool:
-        """Whether this is the work of the stage that computes the loss."""
+        """Return whether the action belongs to the stage that computes the loss."""
         shape = self.schedule.shape
         return shape.stage(self._group.index, action.chunk) == shape.num_stages - 1
 
     # ------------------------------------------------------------------------- forward
 
     def forward(self, action: Action, call: Callable[[], Any]) -> Any:
-        """Do a stage's forward by ``call``, one of the whole model; returns the model's output in the last stage, else
-        None.
+        """Run a stage's forward by ``call``, a forward of the whole model.
+
+        Returns:
+            The model's output in the last stage, else None.
         """
         if self._cut is None or self._stages is None:
             return call()
@@ -110,15 +113,21 @@ class Pipeline:
         return output
 
     def check_arrived(self, loss: Tensor) -> None:
-        """Raises PartitaError: a loss depends on what this stage does not have."""
+        """Check that a loss depends only on values that this stage has.
+
+        Raises:
+            PartitaError: it depends on others.
+        """
         if isinstance(loss, Absent) and is_missing(loss):
             raise bypasses(loss, "the loss")
 
     # ------------------------------------------------------------------------ backward
 
     def backward(self, action: Action, loss: Tensor | None, run: Callable[..., None]) -> None:
-        """Do a stage's backward: ``run(roots, gradients)`` from the ``loss`` in the last stage, else from what it sent
-        and the gradients that come back for it; what it received has its gradients sent back.
+        """Run a stage's backward, and send the gradients of received values back.
+
+        ``run(roots, gradients)`` starts from the ``loss`` in the last stage. In other stages it starts from the values
+        that the forward sent, with the gradients that come back for them.
         """
         if loss is not None:
             run([loss], [None])
@@ -134,40 +143,42 @@ class Pipeline:
         edges.send_back(kept.arrivals)
 
     def wait_for_sent(self) -> None:
-        """Until no more is on its way than there are ranks: those behind may be slower."""
+        """Wait until no stage has more unfinished sends than there are ranks. The receiving stages may be slower."""
         for edges in self._edges if self.is_cut else ():
             edges.wait(self._group.size)
 
     def end_batch(self) -> None:
-        """Until all that was sent has left."""
+        """Wait until all sends have completed."""
         for edges in self._edges if self.is_cut else ():
             edges.end_batch()
 
     def forget(self) -> None:
-        """Let go of what a batch that failed has kept."""
+        """Drop what a failed batch has kept for its backwards."""
         self._kept.clear()
         if self.weights is not None:
             self.weights.forget()
 
     def abandon(self) -> None:
-        """Drop what is on its way to other stages, which keeps the connections open; nothing is sent after this."""
+        """Drop unfinished sends to other stages, which keep connections open. Nothing may be sent after this."""
         for edges in self._edges if self.is_cut else ():
             edges.abandon()
 
     def share_loss(self, total: Tensor) -> Tensor:
-        """The last stage's number, on all ranks of the pipeline."""
+        """Return the ``total`` of the last stage on all ranks of the pipeline."""
         every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
     def remove(self) -> None:
-        """Give every module its own calls back."""
+        """Restore the calls of all modules."""
         if self._stages is not None:
             self._stages.remove()
 
 
 def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
-    """For each forward of these stages, of a rank's chunks: how many gradients of theirs the stage before has had when
-    it sends what the forward receives.
+    """Yield each forward of a rank's ``stages`` with the number of backwards that the previous stage runs before it.
+
+    That is the number of gradients from this stage that the previous stage has received when it sends the forward's
+    inputs.
     """
     for chunk, number in enumerate(stages):
         before, rank = divmod(number - 1, schedule.shape.ranks)

@@ -1,4 +1,4 @@
-"""Orders of a batch's work on the ranks of a pipeline, as data.
+"""Pipeline schedules: the order of a batch's work on each rank, as data.
 
 A rank holds ``chunks`` stages of the model: stage ``chunk * ranks + rank`` is chunk ``chunk`` of rank ``rank``. GPipe:
 Huang et al., 2019. 1F1B: Narayanan et al., "PipeDream", 2019, section 3.2; interleaved: Narayanan et al., "Efficient
@@ -14,8 +14,8 @@ from itertools import pairwise
 
 
 class Work(StrEnum):
-    """Of a stage, for one micro-batch. ``BACKWARD`` leaves the weights' gradients out where the order has ``WEIGHTS``
-    apart.
+    """The kinds of work of a stage for one micro-batch. ``BACKWARD`` leaves out the weight gradients if the order has
+    ``WEIGHTS``.
     """
 
     FORWARD = "F"
@@ -40,7 +40,7 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a pipeline: its ranks, the micro-batches of a batch, and the stages that each rank holds."""
+    """The size of a pipeline: its ranks, the micro-batches of a batch, and the stages (chunks) of each rank."""
 
     ranks: int
     micros: int
@@ -51,13 +51,13 @@ class Shape:
         return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The number of a stage, in the order of the forward."""
+        """Return the number of a stage, in the order of the forward."""
         return chunk * self.ranks + rank
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of a pipeline does, in its order."""
+    """The actions of each rank of a pipeline, in order."""
 
     name: str
     shape: Shape
@@ -65,12 +65,12 @@ class Schedule:
 
     @cached_property
     def splits_weights(self) -> bool:
-        """Whether the weights' gradients are computed apart from the backward."""
+        """True if weight gradients are computed separately from the backward."""
         return any(action.work is Work.WEIGHTS for action in self.orders[0])
 
     @property
     def last_work(self) -> Work:
-        """With which a stage is done with a micro-batch."""
+        """The last kind of work that a stage does for a micro-batch."""
         return Work.WEIGHTS if self.splits_weights else Work.BACKWARD
 
     def __str__(self) -> str:
@@ -78,8 +78,8 @@ class Schedule:
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
-    """The order called ``name`` (``parallel.schedule``) for a pipeline of this shape; of one rank, every micro-batch's
-    backward follows its forward.
+    """Return the schedule called ``name`` (``parallel.schedule``) for a pipeline of this shape. With one stage, each
+    backward directly follows its forward.
     """
     if shape.num_stages == 1:
         orders = [_alternate(_forwards(shape), _backwards(shape), ahead=0)]
@@ -93,7 +93,10 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
 
 
 def _rounds(shape: Shape) -> list[range]:
-    """The micro-batches that go through one chunk before the next one: as many as there are ranks, or a few more."""
+    """Return the rounds of micro-batches: all of a round pass through one chunk before the next chunk.
+
+    With several chunks, a round has as many micro-batches as there are ranks, or a few more.
+    """
     num = max(1, shape.micros // shape.ranks) if shape.chunks > 1 else 1
     cuts = [-(-shape.micros * at // num) for at in range(num + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
@@ -110,13 +113,13 @@ def _backwards(shape: Shape) -> list[Action]:
 
 
 def _ahead(shape: Shape, rank: int) -> int:
-    """Forwards that a rank has done before its first pair of forward and backward."""
+    """Return the number of forwards that a rank runs before its first pair of forward and backward."""
     behind = shape.ranks - 1 - rank
     return behind if shape.chunks == 1 else (shape.chunks - 1) * max(map(len, _rounds(shape))) + 2 * behind
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
-    """``ahead`` forwards, then one forward and one backward by turns, then the backwards that are left."""
+    """Return an order: ``ahead`` forwards, then one forward and one backward in turn, then the other backwards."""
     order = list(forwards[:ahead])
     left = list(backwards)
     for forward in forwards[ahead:]:
@@ -125,9 +128,11 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: i
 
 
 def _zero_bubble(shape: Shape, rank: int) -> list[Action]:
-    """As many forwards as there are stages from this one on, then a backward and a forward by turns; the gradients of
-    weights begin as many micro-batches later as there are stages before this one, and fill its bubbles. No rank keeps
-    more than the first one does under 1F1B (Qi et al., section 3.1: ZB-H1).
+    """Return a rank's order in schedule ZB-H1 (Qi et al., section 3.1).
+
+    It begins with as many forwards as there are stages from this one on, then backwards and forwards follow in turn.
+    The weight gradients begin as many micro-batches later as there are stages before this one, and fill its bubbles. No
+    rank keeps more activations than the first one does under 1F1B.
     """
     forwards, backwards = _forwards(shape), _backwards(shape)
     weights = [Action(Work.WEIGHTS, action.micro) for action in backwards]

@@ -1,4 +1,4 @@
-"""What an order of a pipeline's work costs, and whether it can be run at all: found without running it."""
+"""Simulation of a pipeline schedule: what it costs, and whether it can run at all."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from partita.errors import PartitaError
 from partita.parallel.pipeline.schedule import Action, Schedule, Work
 
-# Of a rank's work for one micro-batch, in forwards; where weights are apart, a backward is without them.
+# Times of a rank's work for one micro-batch, in forwards. _BACKWARD includes the weight gradients.
 _FORWARD, _BACKWARD, _WEIGHTS = 1.0, 2.0, 1.0
 
 
 @dataclass(frozen=True)
 class Course:
-    """The share of a batch's time that ranks wait (``bubble``); for each rank the most forwards whose activations it
-    keeps at once (of one of its chunks each).
+    """The cost of a schedule.
+
+    Attributes:
+        bubble: the share of a batch's time that ranks wait.
+        most_kept: for each rank, the most forwards whose activations it keeps at once (each of one of its chunks).
     """
 
     bubble: float
@@ -21,7 +24,7 @@ class Course:
 
 
 def simulate(schedule: Schedule) -> Course:
-    """Run the orders of a schedule on paper: each rank does its work in order, as soon as it can.
+    """Simulate a schedule: each rank does its work in order, as soon as it can.
 
     Raises:
         PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
@@ -58,7 +61,7 @@ def simulate(schedule: Schedule) -> Course:
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:
-    """What must be done before the work of the stage ``number``: (work, stage, micro-batch)."""
+    """Return what must be done before the action of stage ``number``: (work, stage, micro-batch)."""
     micro = action.micro
     if action.work is Work.FORWARD:
         return [(Work.FORWARD, number - 1, micro)] if number else []
@@ -69,7 +72,11 @@ def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int
 
 
 def _check_edges(schedule: Schedule) -> None:
-    """See that what goes over an edge, in one direction, is received in the order in which it is sent."""
+    """Check that a rank receives messages from another rank, in one direction, in the order in which they are sent.
+
+    Raises:
+        PartitaError: the orders differ.
+    """
     shape, last = schedule.shape, schedule.shape.num_stages - 1
     sent, received = (
         defaultdict[tuple[Work, int, int], list[tuple[int, int]]](list),

@@ -1,8 +1,8 @@
-"""A stage: the model's own forward, of which only some blocks are run.
+"""A stage: the model's own forward, in which only some blocks are run.
 
-The forward runs from the beginning, without data where it depends on parameters of earlier stages. At the stage's first
-block what is lacking arrives; where the first block of the next stage is called the forward ends. The code between two
-blocks belongs to the stage of the earlier one, and that before all blocks to the first stage.
+The forward runs from the beginning, without data for values that depend on parameters of earlier stages. At the stage's
+first block the missing values arrive. The forward ends when it calls the first block of the next stage. The code
+between two blocks belongs to the stage of the earlier one, and the code before all blocks to the first stage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from partita.transforms.modules import ModuleTransforms
 
 @dataclass(frozen=True)
 class Arguments:
-    """Those of a block's call. ``form`` tells calls apart that may lack other arguments."""
+    """The arguments of a block's call. Calls with different ``form`` may lack different arguments."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -35,22 +35,27 @@ class Arguments:
 
 
 class ReachedError(ForwardEndedError):
-    """The forward has come to the first block of the next stage, called with ``arguments``."""
+    """The forward has called the first block of the next stage, with ``arguments``."""
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__([leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)])
         self.arguments = arguments
 
 
-# What a module returns here that is not run: of its arguments.
+# Returns the placeholder output of a module that is not run here, for its args and kwargs.
 StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-# Gets what a block lacks: the call's arguments, and which of their leaves.
+# Receives what a block lacks: called with its arguments, and the indices of the missing leaves.
 Receive = Callable[[Arguments, Sequence[int]], Sequence[Tensor]]
 
 
 @dataclass
 class Passage:
-    """One forward, for the stage of the blocks ``[start, stop)``; ``position``: how many were called or passed."""
+    """One forward, for the stage of the blocks ``[start, stop)``.
+
+    Attributes:
+        receive: called to receive the arguments that the first block lacks.
+        position: the index after that of the last block that was called or passed by.
+    """
 
     start: int
     stop: int
@@ -59,7 +64,7 @@ class Passage:
 
     @property
     def between_own(self) -> bool:
-        """Whether the code that runs now, outside blocks, is this stage's."""
+        """True if the code that now runs outside blocks belongs to this stage."""
         return self.position > self.start or self.start == 0
 
 
@@ -69,7 +74,7 @@ class Stages:
     Args:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
-        stand_in: of a module and its name, what stands in for it where another stage runs it.
+        stand_in: returns, for a module and its name, the function that makes its placeholder output.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Stages:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
 
         Returns:
-            What it returned, or the :class:`Arguments` of the block ``stop``, if there is one.
+            The result of ``call``, or the :class:`Arguments` of the block ``stop``, if there is one.
 
         Raises:
             PartitaError: the forward calls its blocks in another order than expected.
@@ -114,12 +119,12 @@ class Stages:
         return output
 
     def remove(self) -> None:
-        """Give every module its own calls back."""
+        """Restore the calls of all modules."""
         self._calls.undo()
 
 
 class _Call:
-    """Stands between a module and who calls it, before the module's hooks. ``index``: of a block."""
+    """Wrapper of a module's call, outside the module's hooks. ``index``: the block's, or None for other modules."""
 
     def __init__(self, index: int | None, stages: Stages, module: nn.Module, stand_in: StandsIn, name: str) -> None:
         self._index = index
@@ -147,13 +152,19 @@ class _Call:
         return self._call(own, passage, Arguments.of(args, kwargs))
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the module returns on another stage, without data. Hooks may collect it, or change its form; one
-        that reads values runs on that stage alone.
+        """Return the placeholder output of a module that another stage runs.
+
+        Hooks may store the output or change its form. A hook that reads values has no effect here; it runs on the other
+        stage.
         """
         return call_within_hooks(self._module, self._stand_in, args, kwargs, ignored=DataNeededError)
 
     def _call(self, own: Callable[..., Any], passage: Passage, arguments: Arguments) -> Any:
-        """Run an own block, with what arrives for it."""
+        """Run a block of this stage, with the arguments that arrive for it.
+
+        Raises:
+            PartitaError: an argument depends on another stage, and does not arrive.
+        """
         leaves = arguments.leaves
         if self._index == passage.start:
             lacking = [at for at, leaf in enumerate(leaves) if is_missing(leaf)]
@@ -188,7 +199,7 @@ class _Call:
 
 
 def bypasses(value: Absent, reader: str) -> PartitaError:
-    """The error about a value of another stage that ``reader`` needs and that is not sent."""
+    """Return the error about a value of another stage that ``reader`` needs and that is not sent."""
     return PartitaError(
         f"{reader} needs a value that depends on '{value.origin}', which is on an earlier stage of the pipeline, and "
         "it does not pass the cut: only the arguments of a stage's first block are sent; hand it to the blocks, cut so "

@@ -1,4 +1,4 @@
-"""What a block of another stage returns here: the form of its output, without data."""
+"""Placeholder output of a block that another stage runs: shapes and dtypes, without data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +16,14 @@ Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 
 class StandIn:
-    """Stands in for a module's forward. The form of the output is found by running the module without data, once for
-    each form of its arguments; where that needs data (a router's choice), it is run with zeros, and if zeros fail as
-    well, the output is like the first argument. What the run leaves elsewhere (an auxiliary loss) is absent, too.
+    """Replacement for the forward of a module that another stage runs.
+
+    The shapes and dtypes of the output are found by running the module without data, once for each form of its
+    arguments. If that needs data (a router's choice), the module is run with zeros. If zeros fail as well, the output
+    is like the first tensor of the arguments. Values that the run stores elsewhere (an auxiliary loss) are absent, too.
 
     Args:
-        plain: makes modules what they were before other axes changed their forwards, in a ``with`` block.
+        plain: a context manager that undoes the changes of other axes to the given modules inside its block.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
@@ -54,7 +56,9 @@ class StandIn:
             return next(tensors_in((args, kwargs)))
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trial: Trial) -> Any:
-        """Run the module. Positions and masks may decide what a forward does; what is computed does not."""
+        """Run the module. Floating-point arguments become absent; others (positions, masks) keep their values, as
+        forwards may branch on them.
+        """
 
         def absent(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -82,14 +86,15 @@ class StandIn:
 
 
 def _form(value: Any) -> Any:
-    """What tells arguments apart of which outputs have different forms. Every absent block is asked for it in every
-    micro-batch: what comes most often is looked for first, and by its very type.
+    """Return a key of arguments. Arguments for which the output has different shapes or dtypes have different keys.
+
+    This runs for every absent block in every micro-batch, so the most frequent types are tested first, by exact type.
     """
     kind = type(value)
     if value is None or kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        own = value._form if isinstance(value, Absent) else value  # which answers without a call of Python's
+        own = value._form if isinstance(value, Absent) else value  # a plain tensor, read without __torch_function__
         return own.shape, own.dtype
     if kind is dict or isinstance(value, Mapping):
         return tuple([(key, _form(item)) for key, item in value.items()])

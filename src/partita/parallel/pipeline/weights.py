@@ -1,8 +1,9 @@
-"""Gradients of weights apart from the backward that goes through them, for orders of work that compute them later.
+"""Deferred weight gradients, for schedules that compute them separately from the backward.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2. Where a module does no more than multiply its input with
-its parameters, its forward makes a graph of its own. Backward goes through that for the gradient of the input alone,
-and leaves the rest of it, with the gradient that came, for later: autograd computes both, so they have the same bits.
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2. If a module only multiplies its input with its
+parameters, its forward makes a graph of its own. Backward goes through that graph for the gradient of the input alone.
+The rest of the graph is kept for later, with the gradient of its output. Autograd computes both, so the gradients have
+the same bits as in one backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,25 +26,25 @@ from partita.transforms.modules import forward_wrappers
 
 @dataclass
 class Left:
-    """What a backward has left: graphs that lead to parameters, and the gradients that came to their outputs."""
+    """Deferred work of one backward: graphs that lead to parameters, and the gradients of the graphs' outputs."""
 
     roots: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     params: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def add(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """One more graph, of whose leaves ``params`` are to have their gradients."""
+        """Add a graph that ends in ``root``; its leaves ``params`` are to get their gradients."""
         self.roots.append(root)
         self.gradients.append(gradient)
         self.params.update((id(param), param) for param in params)
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """A gradient that was computed already."""
-        with torch._C.DisableTorchFunctionSubclass():  # its data may be at rest, and is not needed
+        """Add a gradient that is already computed."""
+        with torch._C.DisableTorchFunctionSubclass():  # its data may be sharded, and is not needed
             self.add(get_gradient_edge(param), gradient, [param])
 
     def run(self) -> None:
-        """Compute the gradients, and add them to the parameters' as any backward does."""
+        """Compute the gradients, and accumulate them in the parameters as any backward does."""
         params = list(self.params.values())
         if params:
             with torch._C.DisableTorchFunctionSubclass():
@@ -54,7 +55,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class WeightGradients:
-    """Where the backward under way leaves gradients of weights for later."""
+    """The deferred weight gradients of all micro-batches whose backward has run."""
 
     def __init__(self) -> None:
         self._left: Left | None = None
@@ -62,7 +63,7 @@ class WeightGradients:
 
     @contextmanager
     def apart(self, micro: int) -> Iterator[Left]:
-        """A block with the backward of a micro-batch, which leaves them."""
+        """Defer the weight gradients of a micro-batch's backward, which runs inside the block."""
         self._left = self._of_micro[micro] = Left()
         try:
             yield self._left
@@ -70,15 +71,15 @@ class WeightGradients:
             self._left = None
 
     def take(self, micro: int) -> Left:
-        """What the backward of a micro-batch has left."""
+        """Remove and return what the backward of a micro-batch has deferred."""
         return self._of_micro.pop(micro)
 
     def forget(self) -> None:
-        """A batch has failed: what it left is void."""
+        """Drop all deferred work, after a batch has failed."""
         self._of_micro.clear()
 
     def leave(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """See :meth:`Left.add`. A backward outside the block leaves nothing."""
+        """Defer a graph, as :meth:`Left.add`. Outside the block of :meth:`apart`, run its backward at once."""
         if self._left is None:
             torch.autograd.backward([root], [gradient], inputs=list(params))
         else:
@@ -86,8 +87,10 @@ class WeightGradients:
 
 
 class _OwnGraph:
-    """The graph from a module's input to its output. It does not hold the input: what backward has of it (where the
-    forward around is recomputed, that is another tensor) is put in its place.
+    """The graph from a module's input to its output.
+
+    It does not hold the input. In backward it uses the input that the surrounding graph has saved, which is another
+    tensor if the forward is recomputed.
     """
 
     def __init__(self, weights: WeightGradients, params: Sequence[nn.Parameter], product: Product, x: Tensor) -> None:
@@ -104,7 +107,7 @@ class _OwnGraph:
         del self._x
 
     def _pack(self, tensor: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
-        """A view of the input as its sizes, strides, and offset in it."""
+        """Return a view of the input as its sizes, strides, and offset in the input; other tensors as they are."""
         if tensor.untyped_storage().data_ptr() != self._x.untyped_storage().data_ptr():
             return tensor
         return tensor.shape, tensor.stride(), int(tensor.storage_offset() - self._x.storage_offset())
@@ -116,7 +119,7 @@ class _OwnGraph:
         return self._x.as_strided(shape, stride, self._x.storage_offset() + offset)
 
     def back(self, x: Tensor, gradient: Tensor) -> Tensor | None:
-        """The gradient of the input ``x``, if it has one; the rest is left for later."""
+        """Return the gradient of the input ``x``, if it has one, and defer the rest."""
         self._x, found = x, None
         if self._entrance is not None:
             (found,) = torch.autograd.grad([self._root], [self._entrance], [gradient], retain_graph=True)
@@ -125,12 +128,12 @@ class _OwnGraph:
 
 
 def _anchor() -> Tensor:
-    """What makes a function's output have a gradient, whether its inputs do or not."""
+    """Return a tensor that, as an input, makes a function's output require a gradient."""
     return torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
 
 
 class _Enter(torch.autograd.Function):
-    """A value as one that was computed: no graph holds it."""
+    """Graph node whose output is the passed tensor. The node does not hold the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, passed: list[Tensor]) -> Tensor:
@@ -142,7 +145,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """The output that a module computed from ``x`` in a graph of its own."""
+    """Graph node of the output that a module computed from ``x`` in a graph of its own."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, output: list[Tensor], graph: _OwnGraph) -> Tensor:
@@ -156,7 +159,7 @@ class _Through(torch.autograd.Function):
 
 
 class Apart:
-    """Runs the product of a module's input with its parameters, whose gradients are computed apart."""
+    """Wrapper of a module's product with its parameters, which defers their gradients."""
 
     def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
         self._module = module
@@ -178,8 +181,10 @@ class Apart:
 
 
 def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:
-    """Have the modules that this rank runs leave their weights' gradients for later: linear layers (those of which it
-    has a part, too) and embeddings, the parameters of which no other kind of module owns.
+    """Have the modules that this rank runs defer their weight gradients.
+
+    These are linear layers (also those of which it has a part) and embeddings whose parameters no other kind of module
+    owns.
     """
     weights = WeightGradients()
     chosen = {id(module): module for module in model.modules() if _is_product(module)}
@@ -200,7 +205,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether a module's output is a product with its weight, for the gradient of which the weight is not needed."""
+    """Return whether a module's output is a product with its weight, whose gradient does not depend on the weight."""
     if "forward" in vars(module):
         return _outermost_linear(module) is not None
     if isinstance(module, nn.Embedding):
@@ -209,6 +214,6 @@ def _is_product(module: nn.Module) -> bool:
 
 
 def _outermost_linear(module: nn.Module) -> LinearForward | None:
-    """The outermost wrapper of a module's forward, if it is that of a split linear layer."""
+    """Return the outermost wrapper of a module's forward, if it is that of a split linear layer."""
     wrapper = next(iter(forward_wrappers(module)), None)
     return wrapper if isinstance(wrapper, LinearForward) else None

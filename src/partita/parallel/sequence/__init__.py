@@ -1,1 +1,1 @@
-"""Sequence parallelism: between its first and last block, each rank has a slice of every sample's positions."""
+"""Sequence parallelism: from the first to the last block, each rank has a slice of every sample's positions."""

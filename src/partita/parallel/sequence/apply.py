@@ -1,4 +1,4 @@
-"""Sequence parallelism on an unmodified model: what is put on its modules, and taken off again."""
+"""Application of sequence parallelism to an unmodified model: hooks and wrappers, which can be removed again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,17 +21,18 @@ from partita.transforms.modules import ModuleTransforms
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
-# What transformers' models collect from their blocks, each of which has a slice.
+# Outputs that transformers' models collect from their blocks, where each rank has only a slice.
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class SequenceParallel:
-    """The blocks of a model on slices, and its head.
+    """Sequence parallelism of a model: its blocks and its output layer run on slices of the sequence.
 
-    Attributes: ``lines`` say what runs on slices, one module each.
+    Attributes:
+        lines: one line for each module that runs on slices.
 
     Raises:
-        ConfigError: the model has no blocks, or an attention that tells nothing of the keys that a query sees.
+        ConfigError: the model has no blocks, or an attention that takes no mask of the keys that each query sees.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: ModuleTransforms) -> None:
@@ -73,7 +74,7 @@ class SequenceParallel:
 
 
 class HeadOfSlices:
-    """Runs the module that makes the logits on the positions of this rank."""
+    """Wrapper that runs the output layer (which makes the logits) on the positions of this rank."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
@@ -88,7 +89,11 @@ class HeadOfSlices:
 
 
 def _offer_attention(model: nn.Module, changes: ModuleTransforms) -> set[str]:
-    """Have a model of transformers compute attention of slices; the implementations that its configurations name."""
+    """Have a transformers model compute attention on slices; return the implementations that its configs name.
+
+    Raises:
+        ConfigError: an implementation takes no mask that can be split by queries.
+    """
     found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
     kinds = {id(config): str(config._attn_implementation) for config in found.values()}
     for kind in kinds.values():
@@ -106,13 +111,13 @@ def _offer_attention(model: nn.Module, changes: ModuleTransforms) -> set[str]:
 
 
 def _attention_config(module: nn.Module) -> Any:
-    """A configuration of transformers that names the attention of its model."""
+    """Return a module's config of transformers if it names the attention implementation, else None."""
     config = getattr(module, "config", None)
     return config if isinstance(getattr(config, "_attn_implementation", None), str) else None
 
 
 def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """The blocks of each container, by name."""
+    """Return the blocks of each container, by name."""
     found = dict[str, dict[str, nn.Module]]()
     for name, block in find_blocks(model):
         found.setdefault(name.rpartition(".")[0], {})[name] = block
@@ -120,7 +125,9 @@ def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _head(model: nn.Module, stacks: Sequence[Mapping[str, nn.Module]]) -> tuple[str, nn.Module] | None:
-    """The module that makes the logits: what transformers says, or the last linear layer outside the blocks."""
+    """Return the module that makes the logits, and its name: what transformers names, or the last linear layer outside
+    the blocks.
+    """
     inside = {id(module) for blocks in stacks for block in blocks.values() for module in block.modules()}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     found = None

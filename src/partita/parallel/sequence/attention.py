@@ -1,6 +1,6 @@
-"""Attention over a cut sequence: the model's own, given what the ranks have exchanged.
+"""Attention over a split sequence: the model's own attention, applied to tensors that the ranks have exchanged.
 
-It is seen where modules call it through transformers' attention interface, or ``F.scaled_dot_product_attention``.
+It is intercepted where modules call transformers' attention interface, or ``F.scaled_dot_product_attention``.
 """
 
 import sys
@@ -22,20 +22,26 @@ from partita.parallel.sequence.exchange import gather, heads_for_positions, posi
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
 
-# What the block that runs has slices of; transformers' registry of attention functions is the process's.
+# The slices of the running block. It is global because transformers' registry of attention functions is.
 _running: ContextVar[Slices | None] = ContextVar("_running", default=None)
-# Whether the attention module that runs looks at keys of an encoder, which are whole.
+# True if the running attention module reads the keys of an encoder, which are not split.
 looks_across: ContextVar[bool] = ContextVar("looks_across", default=False)
 _PREFIX = "partita_"
-# Of transformers' implementations these take a mask that tells which keys each query sees.
+# The implementations of transformers that take a mask of the keys that each query sees.
 KINDS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One attention: ``query`` ``[batch, heads, positions, size]``, ``key`` and ``value`` with as many heads or a
-    divisor of them; ``mask`` of the whole sequence, broadcast to ``[batch, heads, positions, positions]``;
-    ``causal`` without one; a ``bias`` of the scores, of the same form.
+    """The arguments of one attention.
+
+    Attributes:
+        query: ``[batch, heads, positions, size]``.
+        key: like ``query``, with as many heads or a divisor of them.
+        value: like ``key``.
+        mask: of the full sequence, broadcast to ``[batch, heads, positions, positions]``.
+        causal: attention is causal, and has no mask.
+        bias: added to the scores, with the shape of a mask.
     """
 
     query: Tensor
@@ -47,7 +53,7 @@ class Call:
 
     @property
     def num_groups(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
 
@@ -55,17 +61,20 @@ Attend = Callable[[Call], Tensor]
 
 
 def running() -> Slices | None:
-    """What the block that runs has slices of; None: all positions are there."""
+    """Return the slices of the running block; None if it has all positions."""
     return _running.get()
 
 
 def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False, scale: float | None = None) -> Tensor:
-    """The attention of a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
+    """Compute attention for a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
 
     Args:
-        own: the model's own attention, for a call that has all that it reads.
-        whole_heads: it has more that belongs to heads than the call tells of.
-        scale: of the scores, where ``own`` is nothing but the softmax of them; None: it is more.
+        own: the model's own attention, for a call with all tensors that it reads.
+        whole_heads: the attention also reads tensors by head that are not in the call.
+        scale: the scale of the scores if ``own`` only applies their softmax to the values; None: it does more.
+
+    Raises:
+        PartitaError: the call's queries and keys do not have this rank's positions.
     """
     positions = tuple(stop - start for start, stop in slices.ranges)
     batch, heads, num_own, head_dim = call.query.shape
@@ -89,7 +98,7 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
 
 
 def by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
-    """Attention of whole sequences by each rank, of its share of the heads; tensors as :func:`attend` takes them."""
+    """Compute attention over full sequences for this rank's share of the heads. Tensors are those of :func:`attend`."""
     heads = sizes.own_heads
     query = heads_for_positions(call.query, heads, slices)
     key, value = (heads_for_positions(x, sizes.own_key_heads, slices) for x in (call.key, call.value))
@@ -105,12 +114,12 @@ def _of_heads(x: Tensor | None, heads: Sequence[int]) -> Tensor | None:
 
 
 def _own_rows(call: Call, slices: Slices) -> Call:
-    """The call of this rank's queries, with all keys."""
+    """Return a call with this rank's queries and all keys."""
     return replace(call, mask=_of_queries(call, slices), causal=False, bias=_rows(call.bias, slices))
 
 
 def _of_queries(call: Call, slices: Slices) -> Tensor | None:
-    """Which of all keys this rank's queries see."""
+    """Return the mask of this rank's queries over all keys; None if they see every key."""
     if call.mask is None and call.causal:
         position = torch.arange(slices.length, device=call.query.device)
         return (position[slices.own, None] >= position)[None, None]
@@ -123,10 +132,10 @@ def _rows(x: Tensor | None, slices: Slices) -> Tensor | None:
 
 @contextmanager
 def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
-    """Inside it attention has this rank's slices (None: it has all positions).
+    """Run attention inside the block on this rank's slices (None: on all positions).
 
     Args:
-        intercept: it calls ``F.scaled_dot_product_attention``, not transformers' interface.
+        intercept: the model calls ``F.scaled_dot_product_attention``, and not transformers' interface.
     """
     token = _running.set(slices)
     try:
@@ -161,7 +170,7 @@ def _scaled_dot_product(slices: Slices, asked: DotProduct) -> Tensor:
 
 
 def offer_to_transformers(kind: str) -> str:
-    """Make an attention function of transformers work on slices, too; returns its name there."""
+    """Register a variant of a transformers attention function that works on slices; return its name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -173,7 +182,7 @@ def offer_to_transformers(kind: str) -> str:
 
 
 class _Interface:
-    """An attention function of transformers' interface."""
+    """An attention function of transformers' interface that also works on slices."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -192,10 +201,10 @@ class _Interface:
                 f"{type(module).__name__} adds a bias {tuple(bias.shape)} to attention of {slices.length} queries to "
                 f"{num_keys} keys, of whose positions each rank sees its own: set parallel.sequence: 1"
             )
-        others.pop("position_ids", None)  # of this rank's positions alone; the mask says what they mean
+        others.pop("position_ids", None)  # they have this rank's positions only; the mask already contains them
         asked = others.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
-        causal = causal and attention_mask is None and self._kind == "sdpa"  # the others do what the mask says
+        causal = causal and attention_mask is None and self._kind == "sdpa"  # the other kinds follow the mask
         causal = causal and not across
 
         def attention(call: Call) -> Tensor:
@@ -226,7 +235,7 @@ class _Interface:
 
 
 class _With:
-    """A module with other values of some attributes."""
+    """A module in which some attributes have other values."""
 
     def __init__(self, module: nn.Module, **values: object) -> None:
         self.__dict__.update(values, _module=module)

@@ -1,7 +1,8 @@
-"""Biases that attention adds to scores by the distance of positions, as T5 does, and attention across to an encoder.
+"""Attention biases by the distance of positions, as in T5, and cross-attention to an encoder, on a split sequence.
 
-Blocks hand a bias on to the next ones. Like masks it stays whole, for attention to read: what computes it on slices is
-told the length of the sequence. What an encoder has computed is whole on every rank, too.
+Blocks pass a bias on to the next ones. Like masks it is not split, so that attention can read all of it: the method
+that computes it on slices is called with the length of the full sequence. Every rank also has the full output of an
+encoder.
 """
 
 import inspect
@@ -23,8 +24,8 @@ _COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
 
 
 def follow_biases(model: nn.Module, changes: ModuleTransforms) -> None:
-    """Have the attention modules of a model of transformers compute biases of the whole sequence, and tell whether the
-    keys are those of an encoder.
+    """Have the attention modules of a transformers model compute biases of the full sequence, and record if their keys
+    are those of an encoder.
     """
     for module in model.modules():
         names = inspect.signature(type(module).forward).parameters
@@ -39,7 +40,7 @@ def follow_biases(model: nn.Module, changes: ModuleTransforms) -> None:
 
 
 class WholeBias:
-    """What runs in place of a module's ``compute_bias(queries, keys)``: on slices it is of all positions."""
+    """Replacement for a module's ``compute_bias(queries, keys)``: on slices it computes the bias of all positions."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -56,7 +57,9 @@ class WholeBias:
 
 
 def _without_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A module that would make zeros of its positions, for the blocks behind it, gets some that are as wide as any."""
+    """Pass a broadcastable zero bias to a module that has no bias of its own. It would create zeros for its own
+    positions, and the blocks after it would use them.
+    """
     if running() is None or kwargs.get(_BIAS) is not None or getattr(module, _HAS_OWN):
         return None
     across = kwargs.get(_ACROSS)

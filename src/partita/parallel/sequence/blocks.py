@@ -1,4 +1,4 @@
-"""A model's blocks on slices: what each of them is given of its arguments, and what comes out of the last one."""
+"""A model's blocks on slices: the arguments that each block gets, and the output of the last one."""
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
@@ -19,25 +19,25 @@ from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import ModuleTransforms
 
-# How a block's forward is told of its slices: forwards that are run again in backward still know theirs.
+# The keyword that gives a forward its slices (also if it is recomputed in backward); the attribute of enabled blocks.
 _KEYWORD, _ON = "partita_slices", "partita_on_slices"
-# With what a block of transformers checkpoints its own forward.
+# The attribute with which a block of transformers checkpoints its own forward.
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-# Told of a block's first call, before it: the blocks, this one, and its arguments.
+# Called before a block's first call with the blocks, this one, and its args and kwargs.
 BeforeFirst = Callable[["Blocks", nn.Module, Any, Any], None]
 
 
 class Blocks:
-    """Blocks that follow each other: the sequence is cut before the first one and gathered after the last one.
+    """Consecutive blocks: the sequence is split before the first one and gathered after the last one.
 
-    Their input is ``[batch, positions, width]``. Of their other arguments, those that have the sequence's length in a
-    dim are cut there; masks and biases stay whole, for attention to read, and so does what an encoder has computed.
+    Their input is ``[batch, positions, width]``. Other arguments that have the sequence's length in a dim are split
+    along it. Masks, biases and the output of an encoder are not split.
 
     Args:
         blocks: by name, in their order.
-        changes: what is done to them, to be undone.
+        changes: records what is changed in them, so that it can be undone.
         intercept: attention is called as ``F.scaled_dot_product_attention``.
     """
 
@@ -54,7 +54,7 @@ class Blocks:
         self.before_first: BeforeFirst | None = None
         self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
-        self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: the tensor, and its slice
+        self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: a tensor, and its slice
         # Suspending the first block's attribute switches all blocks off; their wrappers are never suspended.
         changes.set_attribute(self._first, _ON, True)
         forwards = ModuleTransforms()
@@ -66,7 +66,7 @@ class Blocks:
 
     @property
     def are_on(self) -> bool:
-        """Whether blocks are given slices; otherwise every rank computes all positions, as they by themselves do."""
+        """True if blocks are given slices. Otherwise every rank computes all positions, like the unmodified model."""
         return hasattr(self._first, _ON)
 
     def name(self, block: nn.Module) -> str:
@@ -87,11 +87,13 @@ class Blocks:
             self._called.add(id(module))
             if self.before_first is not None:
                 self.before_first(self, module, args, kwargs)
-                self._cut.clear()  # what it cut has no gradient
+                self._cut.clear()  # slices made there have no gradient
         return self.cut(module, (args, kwargs), slices)
 
     def cut(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
-        """A block's arguments as its forward takes them: the slices of those that have all positions."""
+        """Return the arguments for a block's forward: slices of those that have all positions, and ``slices`` as a
+        keyword.
+        """
         hidden = hidden_in(arguments)
         assert hidden is not None
         batch = hidden.shape[0]
@@ -99,8 +101,13 @@ class Blocks:
         return args, {**kwargs, _KEYWORD: slices}
 
     def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
-        """Those of a block's input. The first block begins them; a call that a checkpoint of the model's own repeats in
-        backward has those that its input had in forward.
+        """Return the slices of a block's input.
+
+        The first block creates them. A call that a checkpoint of the model's own repeats in backward has the slices
+        that its input had in forward.
+
+        Raises:
+            PartitaError: the input does not have this rank's positions.
         """
         if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
             return self._of_inputs[hidden]
@@ -117,7 +124,7 @@ class Blocks:
         return self.slices
 
     def whole(self, module: nn.Module, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        """A block's arguments with all positions of the hidden states of which this rank has slices."""
+        """Return a block's arguments, with all positions of the hidden states of which this rank has slices."""
         slices = self.slices
         assert slices is not None
         return _changed(module, arguments, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
@@ -132,8 +139,10 @@ class Blocks:
         return self._cut[key][1]
 
     def pass_by(self, block: nn.Module, stand_in: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a block returns here that another stage of a pipeline runs: ``stand_in(args, kwargs)`` is it without
-        data, of all positions.
+        """Return the placeholder output of a block that another pipeline stage runs.
+
+        ``stand_in(args, kwargs)`` returns it for all positions. The result has this rank's positions, except after the
+        last block.
         """
         hidden = hidden_in((args, kwargs))
         if not self.are_on or hidden is None:
@@ -152,7 +161,7 @@ class Blocks:
         return output if block is self._last else map_tensors(output, own)
 
     def forget(self) -> None:
-        """Let go of what was cut: the forward has ended, where other ranks have the last blocks."""
+        """Drop the slices made in a forward that ended without the last block, which another rank runs."""
         self._cut.clear()
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -164,7 +173,7 @@ class Blocks:
 
 
 def _is_states(tensor: Tensor) -> bool:
-    """Whether these can be hidden states: ``[batch, positions, width]``."""
+    """Return whether a tensor may contain hidden states: ``[batch, positions, width]``."""
     return tensor.dim() == 3 and tensor.is_floating_point()
 
 
@@ -173,14 +182,14 @@ def _is_slice(tensor: Tensor, slices: Slices) -> bool:
 
 
 def hidden_in(arguments: Any) -> Tensor | None:
-    """A block's input, of its arguments."""
+    """Return a block's input: the first of its arguments that may contain hidden states; None if there is none."""
     return next((tensor for tensor in tensors_in(arguments) if _is_states(tensor)), None)
 
 
 def _changed(
     module: nn.Module, arguments: tuple[Any, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments with their tensors changed, but for those that stay whole."""
+    """Return a block's arguments with their tensors changed, except those that are not split."""
     args, kwargs = arguments
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     names += [""] * (len(args) - len(names))
@@ -197,8 +206,10 @@ def _stays_whole(name: str) -> bool:
 
 
 def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
-    """The dim of an argument along which it has the sequence's positions: ``[batch, positions, ...]`` or, of a table,
-    ``[positions, ...]``; None where it has none, and where it has a place for each pair of them.
+    """Return the dim of an argument that contains the sequence's positions.
+
+    It is that of positions in ``[batch, positions, ...]``, in a table ``[positions, ...]``, and in ``[batch, heads,
+    positions, size]``. None if there is no such dim, or if the tensor has an element for each pair of positions.
     """
     sizes = tensor.shape
     if tensor.dim() in (2, 4) and sizes[-1] == sizes[-2] == length:
@@ -211,7 +222,7 @@ def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
 
 
 class SlicedForward:
-    """Runs a block's forward on slices."""
+    """Wrapper that runs a block's forward on slices."""
 
     def __init__(self, block: nn.Module, *, intercept: bool) -> None:
         self._block = block
@@ -222,7 +233,7 @@ class SlicedForward:
         checkpoint = vars(self._block).get(_CHECKPOINT)
         if checkpoint is None:
             return run(forward, *args, **kwargs)
-        # What it repeats in backward is inside this call.
+        # The forward that it recomputes in backward must be inside `run` as well.
         setattr(self._block, _CHECKPOINT, lambda inner, *inputs: checkpoint(partial(run, inner), *inputs))
         try:
             return run(forward, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""How attention over a cut sequence is computed: a pure function of its sizes, with the figures that decide.
+"""Choice of how attention over a split sequence is computed: a pure function of its sizes.
 
 Either the ranks exchange positions for heads (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023), or each gathers all keys
 and values for its own queries (as in A. Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), or keys and
-values go around while each rank adds up what its queries see of them (H. Liu et al., "Ring Attention", 2023). Of a
-pattern each rank gathers those blocks of keys and values alone that its queries read.
+values are passed around a ring while each rank accumulates the results of its queries (H. Liu et al., "Ring Attention",
+2023). With a sparse pattern each rank gathers only those blocks of keys and values that its queries read.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,24 @@ from functools import cached_property
 from partita.plan.place import even
 
 HEADS, KEYS, BLOCKS, RING = "heads", "keys", "blocks", "ring"
-# Gathered keys and values that fit: of one attention, on each rank. Kept for backward, they are there for every layer.
+# The most gathered keys and values of one attention on each rank. They are kept for backward, for every layer.
 MOST_GATHERED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one attention: query ``heads``, which share ``key_heads`` evenly, of ``head_dim`` (values: ``value_dim``), the
-    number of positions of each rank, samples, and bytes of a number. ``reads`` says, where there is a pattern, how many
-    positions of all samples a rank (the first index) reads of another one's (the second).
+    """The sizes of one attention.
+
+    Attributes:
+        heads: the number of query heads.
+        key_heads: the number of key and value heads, which the query heads share evenly.
+        head_dim: elements of a query or key head.
+        value_dim: elements of a value head.
+        positions: the number of positions of each rank.
+        batch: the number of samples.
+        itemsize: bytes of a number.
+        reads: with a sparse pattern, how many positions of all samples a rank (the first index) reads of another one's
+            (the second index).
     """
 
     heads: int
@@ -35,7 +44,7 @@ class Sizes:
 
     @cached_property
     def own_heads(self) -> tuple[tuple[int, ...], ...]:
-        """Each rank's query heads, one after the other."""
+        """Each rank's query heads, in order."""
         return tuple(tuple(range(start, stop)) for start, stop in even(self.heads, len(self.positions)))
 
     @cached_property
@@ -45,8 +54,10 @@ class Sizes:
         return tuple(_shared_evenly([head // group for head in own]) for own in self.own_heads)
 
     def sent_bytes(self, way: str, *, backward: bool = False) -> tuple[int, ...]:
-        """By each rank, in a forward or in its backward: what one of them receives it sends gradients of in the other.
-        In a ring, the fp32 gradients of keys and values go around with these.
+        """Return the bytes that each rank sends in a forward, or in its backward.
+
+        In backward a rank sends the gradients of what it received in forward. In a ring, the fp32 gradients of keys and
+        values are passed along with these.
         """
         element, length, num = self.batch * self.itemsize, sum(self.positions), len(self.positions)
         per_position = (self.head_dim + self.value_dim) * element
@@ -79,7 +90,7 @@ class Sizes:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the keys and values that a rank reads, at most."""
+        """The bytes of the keys and values that a rank reads: the maximum over the ranks."""
         per_position = self.key_heads * (self.head_dim + self.value_dim)
         return max(map(sum, self._read)) * per_position * self.itemsize
 
@@ -92,12 +103,15 @@ def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
 def choose(
     sizes: Sizes, *, whole_heads: bool = False, ring: bool = True, most_gathered_bytes: int = MOST_GATHERED_BYTES
 ) -> str:
-    """The way that fits and sends less: :data:`HEADS` needs a query head per rank, :data:`KEYS` (of a pattern
-    :data:`BLOCKS`) the memory; :data:`RING` where neither is there.
+    """Return the method that fits and sends fewer bytes.
+
+    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (with a sparse pattern :data:`BLOCKS`) needs the
+    memory. :data:`RING` is chosen if neither fits.
 
     Args:
-        whole_heads: the attention has more that belongs to heads than queries, keys and values: they stay together.
-        ring: it is one that can be added up piece by piece; otherwise keys are gathered, whatever they take.
+        whole_heads: the attention reads tensors by head other than queries, keys and values, so all heads stay
+            together.
+        ring: attention can be accumulated piece by piece. If not, and heads do not fit, keys are gathered at any size.
     """
     heads_fit = sizes.heads >= len(sizes.positions) and not whole_heads
     keys_fit = sizes.gathered_bytes <= most_gathered_bytes or not (ring or heads_fit)

@@ -1,8 +1,9 @@
-"""What the ranks exchange of a sequence in forward, and the way back of its gradients.
+"""Exchange of parts of a sequence between the ranks in forward, and of their gradients in backward.
 
-Gradients are averaged over these ranks, as over those that see other samples. So what a rank computes of its slice
-alone has its gradient multiplied by their number, once, where the parts of the loss are added up: the mean is then the
-sum of the parts. What all ranks compute alike has the same gradient on all of them, and the mean of that is it.
+Gradients are averaged over these ranks, as over ranks that have other samples. Therefore the gradient of what a rank
+computes from its slice alone is multiplied by the number of ranks, once, where the parts of the loss are summed: the
+mean is then the sum of the parts. What all ranks compute alike has the same gradient on all of them, which is also the
+mean.
 """
 
 from collections import Counter
@@ -21,17 +22,17 @@ PURPOSE = "sequence"
 Heads = Sequence[Sequence[int]]
 Gradients = tuple[Tensor | None, ...]
 
-_forwards = Counter[Group]()  # of models on slices over a group, that are running
+_forwards = Counter[Group]()  # the number of running forwards of models on slices, by group
 _checks = set[Group]()  # groups whose first batch is being checked
 
 
 def forward_begins(group: Group) -> None:
-    """A forward of a model on slices begins."""
+    """Record that a forward of a model on slices begins."""
     _forwards[group] += 1
 
 
 def forward_ends(group: Group) -> None:
-    """It has ended, with or without an error."""
+    """Record that a forward of a model on slices has ended, with or without an error."""
     _forwards[group] -= 1
     if _forwards[group] <= 0:
         del _forwards[group]
@@ -39,7 +40,7 @@ def forward_ends(group: Group) -> None:
 
 @contextmanager
 def checking(group: Group) -> Iterator[None]:
-    """A block inside which gradients of slices are asked for by who knows that they are partial."""
+    """Allow gradients of slices inside the block, for a caller that knows that they are partial."""
     _checks.add(group)
     try:
         yield
@@ -48,7 +49,7 @@ def checking(group: Group) -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """True while a block's first call is checked, which is no call of the training."""
+    """Return whether a block's first call is being checked. Such a call is not part of the training."""
     return bool(_checks)
 
 
@@ -71,21 +72,26 @@ def check_backward(slices: Slices) -> None:
 
 
 def enter(whole: Tensor, dim: int, slices: Slices) -> Tensor:
-    """The rank's slice along ``dim`` of a tensor that all ranks have."""
+    """Return this rank's slice along ``dim`` of a tensor that all ranks have."""
     result: Tensor = _Enter.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
-    """All positions along ``dim`` of a tensor of which each rank has a slice. The gradient of a slice is the sum of
-    what the ranks make of it, in rank order.
+    """Gather all positions along ``dim`` of a tensor of which each rank has a slice.
+
+    The gradient of a slice is the sum of the ranks' gradients, in rank order.
     """
     result: Tensor = _Gather.apply(own, dim, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
-    """The gradient of this rank's slice along ``dim``: the sum of the ranks' gradients of all positions."""
+    """Return the gradient of this rank's slice along ``dim``: the sum of all ranks' gradients.
+
+    Args:
+        whole: this rank's gradient of all positions.
+    """
     check_backward(slices)
     parts = slices.cut(whole, dim)
     own = parts[slices.group.index]
@@ -97,17 +103,17 @@ def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
 
 
 def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-    """``[batch, heads, own positions, size]`` to ``[batch, own heads, all positions, size]``: rank ``r`` takes
-    ``heads[r]``, of which several ranks may take one, and one rank may take one several times.
+    """Turn ``[batch, heads, own positions, size]`` into ``[batch, own heads, all positions, size]``.
 
-    S. A. Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
+    Rank ``r`` gets ``heads[r]``. Several ranks may get the same head, and one rank may get a head several times. S. A.
+    Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
     """
     result: Tensor = _HeadsForPositions.apply(x, heads, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-    """The way back: ``[batch, own heads, all positions, size]`` to ``[batch, heads, own positions, size]``. The ranks'
+    """Turn ``[batch, own heads, all positions, size]`` back into ``[batch, heads, own positions, size]``. The ranks'
     ``heads`` follow each other.
     """
     result: Tensor = _PositionsForHeads.apply(x, heads, slices)  # type: ignore[no-untyped-call]
@@ -117,19 +123,25 @@ def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
 def rows_that_are_read(
     x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
 ) -> Tensor:
-    """Of the ranks' rows ``[rows, ...]`` those that this rank reads, ``[num_read, ...]``; what nobody sends is 0. The
-    gradient of a row is the sum of what its readers make of it, in rank order.
+    """Return those of the ranks' rows ``[rows, ...]`` that this rank reads, ``[num_read, ...]``; 0 for a row that no
+    rank sends.
+
+    The gradient of a row is the sum of its readers' gradients, in rank order.
 
     Args:
-        sent: for each rank, the rows of this one that it reads, none of them twice.
-        places: for each rank, where the rows that it sends are among those that are read.
+        x: this rank's rows.
+        sent: for each rank, the rows of this one that it reads, without duplicates.
+        places: for each rank, the positions of the rows that it sends among the rows that are read.
     """
     result: Tensor = _Read.apply(x, sent, places, num_read, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
-    """The sum over the ranks of what each has computed of its slice."""
+    """Return the sum over the ranks of what each has computed of its slice.
+
+    The gradient of a part is multiplied by the number of ranks, which makes up for the mean (see the module).
+    """
     result: Tensor = _SumOfParts.apply(part, slices)  # type: ignore[no-untyped-call]
     return result
 
@@ -231,7 +243,7 @@ class _Read(torch.autograd.Function):
         parts = [gradient.index_select(0, place) for place in ctx.places]
         total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
         for rows, part in zip(ctx.sent, slices.group.all_to_all(parts, shapes, PURPOSE), strict=True):
-            total[rows] += part  # no row is there twice
+            total[rows] += part  # the rows have no duplicates
         return total, None, None, None, None
 
 

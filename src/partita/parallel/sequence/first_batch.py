@@ -1,9 +1,10 @@
-"""Before its first call each block is run on the batch, shortened, whole and on slices: both must give the same outputs
-and gradients.
+"""Check of each block before its first call: on full sequences and on slices it must give the same outputs and
+gradients.
 
-A block may mix positions in a way that nothing here sees (a convolution, a scan, attention of its own). On slices it
-would train, and learn something else. A gate of 0, or a weight that starts at 0, may hide this from the first outputs,
-so the check runs with copies of the block's parameters and buffers that noise has moved away from such values.
+The block runs on a shortened batch. It may mix positions in a way that is not intercepted (a convolution, a scan,
+attention of its own). On slices such a block would train, and learn something else. A gate of 0, or a weight that
+starts at 0, may hide this in the first outputs, so the check also runs with copies of the block's parameters and
+buffers that noise has moved away from such values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,9 @@ from partita.sharding.hooks import Hook
 from partita.sharding.placeholder import is_resting
 from partita.sharding.pytree import map_tensors
 
-# Positions of each rank: enough to see that they are mixed, and as no other size of a model is.
+# Positions of each rank: enough to detect mixing, and not likely to be another size of a model.
 _POSITIONS = 11
-# Largest accepted difference, as a share of a block's largest output: sums are in another order.
+# Largest accepted difference, as a share of a block's largest output: the order of sums differs.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
 # The same for gradients, as a share of their norm. Rounding may turn one unit of a ReLU on or off.
 _OF_GRADIENTS, _OF_GRADIENTS_16_BIT = 1e-2, 1e-1
@@ -42,10 +43,10 @@ _NUM_PROJECTIONS = 4
 
 
 def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run a block both ways, before its first call; on all ranks of its slices.
+    """Compare a block on full sequences and on slices, before its first call. All ranks of its slices must call this.
 
     Raises:
-        PartitaError: on all of them: it computes something else on slices.
+        PartitaError: on all of them: the block computes something else on slices.
     """
     slices = blocks.slices
     assert slices is not None
@@ -74,7 +75,12 @@ def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> Non
 
 
 def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tensor) -> Tensor:
-    """Run a block on slices as well; returns this rank's part of the output."""
+    """Run a block on slices and compare its output with ``whole``, the output on full sequences; return this rank's
+    part.
+
+    Raises:
+        PartitaError: on all ranks: the outputs differ.
+    """
     name, size = blocks.name(block), blocks.group.size
     short = Slices.even(whole.shape[1], blocks.group, blocks.mesh)
     with together(blocks.group):
@@ -96,7 +102,12 @@ def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tenso
 def _compare_gradients(
     blocks: Blocks, block: nn.Module, sample: Any, outputs: tuple[Tensor, Tensor], moved: "_Moved"
 ) -> None:
-    """Run the backward of a block's ``outputs``, the whole one and this rank's part of it."""
+    """Run the backward of a block's ``outputs`` (the full output, and this rank's part of it) and compare the
+    gradients.
+
+    Raises:
+        PartitaError: on all ranks: the gradients differ.
+    """
     (output, own), group = outputs, blocks.group
     if not output.requires_grad:
         return
@@ -134,7 +145,7 @@ def _mixes(name: str, size: int, what: str) -> PartitaError:
 
 
 def _off(expected: Tensor, found: Tensor) -> float:
-    """The norm of the largest difference of a row, as a share of the norm of the largest row."""
+    """Return the largest norm of a row's difference, as a share of the largest norm of a row."""
     expected, found = (x.float().nan_to_num().flatten(1) for x in (expected, found))
     largest = expected.norm(dim=1).max().clamp_min(1e-12)
     return float((found - expected).norm(dim=1).max() / largest)
@@ -145,14 +156,14 @@ def _off(expected: Tensor, found: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Gradients of a block's input, and ``projections`` of those of its parameters, a row for each."""
+    """The gradients of a block's input, and ``projections`` of those of its parameters, one row for each."""
 
     of_input: Tensor
     projections: Tensor
 
 
 def _gradients(output: Tensor, gradient: Tensor, sample: Any, moved: "_Moved") -> _Gradients:
-    """Run the backward of an output, for this ``gradient`` of it."""
+    """Run the backward of an output with this ``gradient``; return the gradients of the input and of the parameters."""
     hidden, leaves = hidden_in(sample), moved.leaves
     assert hidden is not None
     size = moved.num_tensors + 1, _NUM_PROJECTIONS**2
@@ -168,7 +179,7 @@ def _gradients(output: Tensor, gradient: Tensor, sample: Any, moved: "_Moved") -
 
 
 def _project(total: Tensor, leaf: Tensor) -> None:
-    """Replace a parameter's gradient by projections of it, added to ``total``: gradients of a block are large."""
+    """Replace a parameter's gradient, which may be large, by random projections of it, and add these to ``total``."""
     gradient, leaf.grad = leaf.grad, None
     assert gradient is not None
     rows = gradient.detach().to_dense().float()
@@ -178,7 +189,7 @@ def _project(total: Tensor, leaf: Tensor) -> None:
 
 
 def _noise(shape: Sequence[int], device: torch.device, number: int = 0) -> Tensor:
-    """Random numbers of the normal distribution, the same on every device for the same ``number``."""
+    """Return normally distributed random numbers, the same on every device for the same ``number``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device)
 
@@ -187,7 +198,7 @@ def _noise(shape: Sequence[int], device: torch.device, number: int = 0) -> Tenso
 
 
 def shortened(arguments: Any, slices: Slices, positions: int) -> tuple[Any, Any]:
-    """A block's arguments with so many positions for each rank, in every dim that has all of them."""
+    """Return a block's arguments with ``positions`` positions for each rank, in every dim that has all of them."""
     hidden, length = hidden_in(arguments), slices.length
     assert hidden is not None
     batch = hidden.shape[0]
@@ -203,7 +214,9 @@ def shortened(arguments: Any, slices: Slices, positions: int) -> tuple[Any, Any]
 
 
 def _moved_input(arguments: Any) -> tuple[Any, Any]:
-    """Copies of a block's arguments: its input with noise, as positions may be alike, and with a gradient."""
+    """Return copies of a block's arguments. The input gets noise, since its positions may be alike, and requires a
+    gradient.
+    """
     hidden = hidden_in(arguments)
     assert hidden is not None
     noise = _noise(hidden.shape, hidden.device)
@@ -218,10 +231,10 @@ def _num_infinite(output: Tensor) -> int:
 
 
 class _Moved:
-    """Has copies of a block's parameters and buffers in their places, with noise, inside a ``with`` block.
+    """Context in which noisy copies replace a block's parameters and buffers.
 
-    Vectors are moved away from 0: those that have to be positive (variances, scales) stay so. A parameter that is
-    sharded until the unit inside the block that owns it runs is copied then.
+    Vectors are moved away from 0, so that those that must be positive (variances, scales) stay so. A parameter that is
+    sharded until the unit inside the block that owns it runs is copied at that time.
 
     Args:
         scale: of the noise.
@@ -279,14 +292,14 @@ class _Moved:
 
 
 def _evaluate(block: nn.Module) -> None:
-    """Have nothing dropped out; a batch norm stays as it is, whose statistics in training mix positions."""
+    """Switch dropout off. Batch norms stay in their mode: in training, their statistics mix positions."""
     for module in block.modules():
         module.training = module.training and isinstance(module, _BatchNorm)
 
 
 @contextmanager
 def _attributes_kept(block: nn.Module) -> Iterator[None]:
-    """A block that leaves the attributes of a module, and of those inside it, as they were."""
+    """Restore the attributes of a module, and of its submodules, after the block."""
     kept = [(vars(module), dict(vars(module))) for module in block.modules()]
     try:
         yield

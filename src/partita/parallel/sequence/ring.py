@@ -1,7 +1,8 @@
-"""Attention for this rank's queries while the ranks' keys and values go around: no rank ever has all of them.
+"""Ring attention: keys and values are passed around the ranks, and each rank applies them to its queries.
 
-H. Liu et al., "Ring Attention with Blockwise Transformers", 2023; pieces are merged by the logarithm of the sum of
-their exponentials, and backward computes each piece again (T. Dao et al., "FlashAttention", 2022, appendix B).
+No rank ever has all keys and values. H. Liu et al., "Ring Attention with Blockwise Transformers", 2023. Pieces are
+merged by the log-sum-exp of their scores, and backward recomputes each piece (T. Dao et al., "FlashAttention", 2022,
+appendix B).
 """
 
 import math
@@ -14,19 +15,20 @@ from torch import Tensor
 from partita.parallel.sequence.exchange import PURPOSE, Gradients, check_backward
 from partita.parallel.sequence.slices import Slices
 
-# Keys whose scores are there at a time.
+# The number of keys whose scores are computed at a time.
 PIECE = 1024
 
 
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, slices: Slices, scale: float
 ) -> Tensor:
-    """``softmax(query @ key^T * scale + mask) @ value`` over all positions: ``[batch, heads, own positions, size]``.
+    """Compute ``softmax(query @ key^T * scale + mask) @ value`` over all positions: ``[batch, heads, own positions,
+    size]``.
 
     Args:
         query: ``[batch, heads, own positions, size]``; ``key``, ``value``: with as many heads or a divisor of them.
-        mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``: True where a key is seen,
-            or what is added to its score. A query that sees nothing gives zeros.
+        mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``: True where a query sees a
+            key, or a number that is added to the score. The result is zeros for a query that sees no key.
     """
     result: Tensor = _Ring.apply(query, key, value, mask, slices, scale)  # type: ignore[no-untyped-call]
     return result
@@ -77,8 +79,10 @@ class _Ring(torch.autograd.Function):
 
 
 def _around(tensors: list[Tensor], slices: Slices, *, home: bool = False) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Each rank's tensors and whose they are, this rank's own first; with ``home`` what has become of the own ones is
-    in ``tensors`` at the end. Between two of them each goes on to the next rank.
+    """Yield each rank's index and tensors, this rank's own first. Between two yields, each rank passes its tensors to
+    the next one.
+
+    With ``home``, ``tensors`` at the end has this rank's own tensors, as all ranks have changed them.
     """
     group = slices.group
     held, dim = list(tensors), 2
@@ -91,7 +95,7 @@ def _around(tensors: list[Tensor], slices: Slices, *, home: bool = False) -> Ite
 
 
 def _passed_on(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
-    """What the rank before this one has of ``source``'s, for what this one had."""
+    """Send ``tensor`` to the next rank; return the tensor of rank ``source``, which the previous rank sends."""
     group = slices.group
     nothing, sizes = tensor.narrow(dim, 0, 0), slices.shapes(tensor, dim)
     sent, shapes = [nothing] * group.size, [list(nothing.shape)] * group.size
@@ -102,14 +106,16 @@ def _passed_on(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
 
 
 def _pieces(keys: Tensor, values: Tensor, start: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Where pieces of the keys and values that begin at a position lie; in fp32, with a dim for the query heads."""
+    """Yield pieces of keys and values that begin at position ``start``: the positions of each, its keys and its values.
+    The latter are in fp32, with an added dim for the query heads.
+    """
     for at, (key, value) in enumerate(zip(keys.split(PIECE, 2), values.split(PIECE, 2), strict=True)):
         first = start + at * PIECE
         yield slice(first, first + key.shape[2]), key.unsqueeze(2).float(), value.unsqueeze(2).float()
 
 
 def _grouped(x: Tensor, num_keys: int) -> Tensor:
-    """``[batch, heads, positions, size]`` as ``[batch, key heads, heads of each, positions, size]``, in fp32."""
+    """Return ``[batch, heads, positions, size]`` as ``[batch, key heads, heads of each, positions, size]``, in fp32."""
     grouped: Tensor = x.unflatten(1, (num_keys, -1)).float()
     return grouped
 
@@ -129,5 +135,5 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, at: slice, scale: 
 
 
 def _ratio(logarithm: Tensor, of: Tensor) -> Tensor:
-    """``exp(logarithm - of)``; 0 where both are the logarithm of nothing."""
+    """Return ``exp(logarithm - of)``; 0 where both are the logarithm of 0."""
     return (logarithm - of).exp().nan_to_num(0.0)

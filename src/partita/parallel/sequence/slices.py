@@ -1,4 +1,4 @@
-"""How a sequence is cut over the ranks of a group."""
+"""Division of a sequence over the ranks of a group."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from partita.plan.place import even
 
 @dataclass(frozen=True)
 class Slices:
-    """A sequence of which each rank of ``group``, on a ``mesh``, has the positions ``[start, stop)`` of ``ranges``.
-    These follow each other; some may be empty.
+    """A sequence of which each rank of ``group``, on a ``mesh``, has the positions ``[start, stop)`` of its entry in
+    ``ranges``. The ranges follow each other; some may be empty.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ class Slices:
 
     @staticmethod
     def even(length: int, group: Group, mesh: Mesh) -> "Slices":
-        """Of ``length`` positions; the first ranks have one more where they do not divide it.
+        """Divide ``length`` positions evenly. If they do not divide, the first ranks have one more.
 
         Raises:
             PartitaError: there are fewer positions than ranks.
@@ -36,7 +36,7 @@ class Slices:
         return Slices(tuple(even(length, group.size)), group, mesh)
 
     def within(self, start: int, stop: int) -> "Slices":
-        """Of the positions from ``start`` to before ``stop`` alone, counted from ``start``."""
+        """Return the slices of the positions ``[start, stop)`` only, counted from ``start``."""
         clipped = tuple(tuple(min(max(at, start), stop) - start for at in places) for places in self.ranges)
         return Slices(clipped, self.group, self.mesh)  # type: ignore[arg-type]
 
@@ -55,14 +55,14 @@ class Slices:
         return stop - start
 
     def shapes(self, tensor: Tensor, dim: int) -> list[list[int]]:
-        """Of each rank's slice of a tensor along ``dim``, of any length there."""
+        """Return the shape of each rank's slice of a tensor along ``dim``, whatever the tensor's length there."""
         sizes = list(tensor.shape)
         return [[*sizes[:dim], stop - start, *sizes[dim + 1 :]] for start, stop in self.ranges]
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's slice of a tensor that has all positions along ``dim``."""
+        """Return this rank's slice of a tensor that has all positions along ``dim``."""
         return whole.narrow(dim, self.own.start, self.num_own)
 
     def cut(self, whole: Tensor, dim: int) -> list[Tensor]:
-        """Each rank's slice of a tensor that has all positions along ``dim``."""
+        """Return each rank's slice of a tensor that has all positions along ``dim``."""
         return [whole.narrow(dim, start, stop - start) for start, stop in self.ranges]

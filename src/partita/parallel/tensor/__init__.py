@@ -1,1 +1,1 @@
-"""One layer's matrices over several ranks: each has a slice of them and computes a part."""
+"""Tensor parallelism: each rank has slices of a layer's matrices and computes a part of its output."""

@@ -1,8 +1,8 @@
 """Attention split by heads: queries, keys and values as one matrix each, or fused in one.
 
-Each rank computes whole heads: it has their outputs of the projections, and their inputs of the output projection. Key
-heads that several ranks need (there are fewer than ranks, or they do not divide) are whole on all of them, and the
-gradients, of which each rank computes a part, are summed.
+Each rank computes complete heads: it has their outputs of the projections, and their inputs of the output projection.
+If several ranks need a key head (there are fewer than ranks, or they do not divide evenly), every rank has a copy of
+its projection. The gradients, of which each rank computes a part, are summed.
 """
 
 import copy
@@ -31,7 +31,7 @@ _BIAS_BY_HEAD = "relative_attention_bias"
 
 @dataclass(frozen=True)
 class Refused:
-    """Why an attention is not split by heads."""
+    """The reason why an attention is not split by heads."""
 
     reason: str
 
@@ -40,7 +40,7 @@ Way = Callable[[Splitter, nn.Module, str], Refused | None]
 
 
 def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """The names of its four projections, if it has them."""
+    """Return the names of a module's four projections, if it has them."""
     for names in SEPARATE:
         if all(is_linear(getattr(module, name, None)) for name in names):
             return names
@@ -48,12 +48,12 @@ def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
 
 
 def head_width(module: nn.Module) -> int | None:
-    """Elements of one head, if the module says it."""
+    """Return the number of elements of one head, if the module has an attribute for it."""
     return _number(module, _WIDTH)
 
 
 def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
-    """Attention whose queries, keys and values are a matrix each."""
+    """Split attention whose queries, keys and values are a matrix each; return the reason if it cannot be split."""
     names, width = separate(module), head_width(module)
     if names is None or width is None:
         return Refused("its projections are not known")
@@ -77,9 +77,13 @@ def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | 
 class Fused:
     """Attention with one matrix for queries, keys and values, and one for the output.
 
-    ``by_head``: of several key heads the outputs are those of one head after the other (its query, key and value);
-    otherwise of all queries, all keys, all values. ``slopes``: its forward may be given linear biases of all heads.
-    ``reads_config``: it takes the number of query heads from its configuration in every forward.
+    Attributes:
+        qkv: the name of the fused projection.
+        out: the name of the output projection.
+        by_head: with several key heads, outputs are ordered by head (the query, key and value of each); otherwise they
+            are all queries, all keys, all values.
+        slopes: the forward may be given linear biases of all heads.
+        reads_config: every forward reads the number of query heads from the module's config.
     """
 
     qkv: str
@@ -89,7 +93,7 @@ class Fused:
     reads_config: bool = False
 
     def __call__(self, splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
-        """Split it, as :func:`split_separate` does."""
+        """Split the module, as :func:`split_separate` does."""
         qkv, out = getattr(module, self.qkv, None), getattr(module, self.out, None)
         width = head_width(module)
         if width is None or not is_linear(qkv) or not is_linear(out):
@@ -114,7 +118,7 @@ class Fused:
         return None
 
     def _outputs(self, heads: Heads, rank: int, width: int) -> Ranges:
-        """Those that a rank computes."""
+        """Return the outputs of the fused projection that a rank computes."""
         queries, keys = heads.queries_of(rank), heads.keys_of(rank)[0]
         if self.by_head and heads.keys > 1:
             return scaled(queries, 3 * width)
@@ -124,7 +128,7 @@ class Fused:
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The first of these attributes that is a number."""
+    """Return the first of these attributes that is an integer."""
     for name in names:
         if isinstance(found := getattr(module, name, None), int):
             return found
@@ -134,7 +138,9 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
 def _check(
     splitter: Splitter, module: nn.Module, heads: Heads, projections: list[nn.Module], width: int
 ) -> Refused | None:
-    """Whether whole heads can be given to the ranks, and everything in the module is known."""
+    """Return the reason if complete heads cannot be given to the ranks, or the module has unknown parameters; else
+    None.
+    """
     if heads.queries < heads.size:
         return Refused(f"{heads.queries} query heads are fewer than {heads.size} tensor ranks")
     if heads.keys < 1 or heads.queries % heads.keys:
@@ -151,7 +157,7 @@ def _check(
 
 
 def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, width: int) -> None:
-    """Have the module count this rank's heads, and what else is of heads in it be of those."""
+    """Set the module's numbers of heads to those of this rank, and split whatever else it has by head."""
     changes, rank = splitter.parallel.changes, splitter.rank
     ranges, share = heads.keys_of(rank)
     queries, keys = length(heads.queries_of(rank)), length(ranges)
@@ -178,7 +184,7 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
 
 
 def _use_copies(splitter: Splitter, module: nn.Module) -> None:
-    """Have a module apply its own parameters to this rank's heads."""
+    """Have a module apply its own parameters, of which each rank has a copy, to this rank's heads."""
     params = [param for param in module.parameters(recurse=False) if id(param) not in splitter.parallel.parts]
     for param in params:
         splitter.sum_copies(param)
@@ -187,9 +193,10 @@ def _use_copies(splitter: Splitter, module: nn.Module) -> None:
 
 
 class OwnSlopes:
-    """Attention that may be given a linear bias of each head (Press et al., "Train Short, Test Long", section 3), as
-    ``alibi`` ``[samples * heads, 1, keys]``, ``[samples, heads, 1, keys]``, or in a mask ``[samples, heads, queries,
-    keys]``: it uses those of its own heads.
+    """Wrapper of attention that may be given a linear bias by head (Press et al., "Train Short, Test Long", section 3).
+
+    It passes on the biases of this rank's heads. They are in ``alibi`` ``[samples * heads, 1, keys]`` or ``[samples,
+    heads, 1, keys]``, or in a mask ``[samples, heads, queries, keys]``.
     """
 
     def __init__(self, heads: Heads, rank: int) -> None:
@@ -205,7 +212,7 @@ class OwnSlopes:
         return forward(*args, **kwargs)
 
 
-# How attention of these classes is split; a common name stands with the module that defines it.
+# How attention of these classes is split. An ambiguous class name is given with its module.
 BY_CLASS: dict[str, Way] = {
     "GPT2Attention": Fused("c_attn", "c_proj"),
     "GPTNeoXAttention": Fused("query_key_value", "dense", by_head=True),

@@ -1,8 +1,8 @@
-"""Dropout inside a module of which each rank computes a part: the rank's part of the mask that the whole module has.
+"""Dropout inside a split module: each rank applies its part of the full module's mask.
 
-All tensor ranks draw from one stream (:mod:`partita.parallel.random`). Where they have parts of a tensor each draws the
-mask of the whole and takes its own part. Attention that drops out in its kernel draws there, for the heads that it is
-given: from a stream of this rank's, so that heads of different ranks have different masks.
+All tensor ranks draw from one stream (:mod:`partita.parallel.random`). Where they have parts of a tensor, each draws
+the full mask and takes its own part. Attention that applies dropout in its kernel draws there, for its own heads only.
+It draws from a stream of this rank, so that heads of different ranks have different masks.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from partita.parallel.tensor.linear import Ranges
 
 
 class DropsParts:
-    """Runs a split module's forward with this rank's part of the dropout masks.
+    """Wrapper that runs a split module's forward with this rank's part of the dropout masks.
 
-    Of ``num`` heads (dim 1 of four) or features (the last dim) this rank has ``own``.
+    Of ``num`` heads (dim 1 of four) or features (the last dim), this rank has the range ``own``.
     """
 
     def __init__(self, module: nn.Module, entrance: Entrance, own: Ranges, num: int, *, heads: bool) -> None:
@@ -40,7 +40,7 @@ class DropsParts:
             return forward(*args, **kwargs)
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """``F.dropout`` of a whole tensor, or of this rank's part of one."""
+        """Apply ``F.dropout`` to a full tensor, or to this rank's part of one."""
         if not (training and p > 0 and self._entrance.in_part):
             return F.dropout(x, p, training, inplace)
         dim = 1 if self._heads else x.dim() - 1
@@ -54,18 +54,18 @@ class DropsParts:
         return x.mul_(mask) if inplace else x * mask
 
     def apart(self, device: torch.device) -> AbstractContextManager[None]:
-        """Inside it this rank draws other numbers than the other tensor ranks."""
+        """Have this rank draw other random numbers than the other tensor ranks inside the block."""
         return drawn_apart(f"tensor {self._entrance.group.index}", device)
 
 
 def _shares_of(module: nn.Module) -> list[str]:
-    """Attributes that are the share of what a module's forward drops out."""
+    """Return the names of a module's attributes that are dropout probabilities."""
     names = ["p"] if isinstance(module, _DropoutNd) else [name for name in vars(module) if "drop" in name]
     return [name for name in names if isinstance(getattr(module, name), float)]
 
 
 class _Dropouts(TorchFunctionMode):
-    """While it is on, dropout is that of a split module."""
+    """Mode in which dropout is that of a split module."""
 
     def __init__(self, split: DropsParts) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Mixtures of experts whose weights are one tensor for all experts: each rank has a part of every expert's features.
 
-A token's experts and their shares are chosen alike on every rank; each computes a part of their output.
+Every rank chooses the same experts and routing weights for a token. Each computes a part of the experts' output.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,10 @@ _WIDTH = ("intermediate_dim", "intermediate_size", "moe_intermediate_size")
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module's parameters are ``gate_up_proj`` ``[experts, 2 * width, hidden]``, of which a gate and a value
-    half are multiplied, and ``down_proj`` ``[experts, hidden, width]``, as in Mixtral and Qwen of transformers.
+    """Return whether a module's parameters are those of experts, as in Mixtral and Qwen of transformers.
+
+    They are ``gate_up_proj`` ``[experts, 2 * width, hidden]``, whose gate half and value half are multiplied, and
+    ``down_proj`` ``[experts, hidden, width]``.
     """
     params = dict(module.named_parameters())
     if tuple(params) != _NAMES or any(param.dim() != 3 for param in params.values()):
@@ -30,7 +32,7 @@ def are_experts(module: nn.Module) -> bool:
 
 
 def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
-    """Give each rank its features of every expert; False where there are too few."""
+    """Give each rank its features of every expert. Return False if there are fewer features than ranks."""
     gate_up, down = (module.get_parameter(name) for name in _NAMES)
     width = down.shape[2]
     if width < splitter.size:
@@ -49,7 +51,7 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
 
 
 class Experts:
-    """Sums the parts of the output of ``forward(hidden, chosen experts, their shares)``."""
+    """Wrapper that sums the ranks' parts of the output of ``forward(hidden, chosen experts, their weights)``."""
 
     def __init__(self, entrance: Entrance, own: OwnParts) -> None:
         self._group = entrance.group

@@ -15,8 +15,13 @@ from partita.plan.place import even
 
 @dataclass(frozen=True)
 class FeedForward:
-    """``ups``: layers by name, with the number of parts that the outputs of each are cut in; ``down``: the last one, of
-    ``width`` inputs.
+    """The layers of a feed-forward module.
+
+    Attributes:
+        ups: the first layers: the name of each, and the number of parts of ``width`` features in its outputs.
+        down: the name of the last layer, which has ``width`` inputs.
+        hidden: the number of inputs of the first layers.
+        width: the number of features between the layers.
     """
 
     ups: tuple[tuple[str, int], ...]
@@ -25,7 +30,7 @@ class FeedForward:
     width: int
 
     def split(self, splitter: Splitter, module: nn.Module, by: str) -> None:
-        """Give each rank its features."""
+        """Split the layers: each rank gets its part of the features."""
         cuts = even(self.width, splitter.size)
         for name, num_parts in self.ups:
             ranges = [self._outputs(cut, num_parts) for cut in cuts]
@@ -34,26 +39,26 @@ class FeedForward:
         drop_parts(splitter, module, self.width)
 
     def _outputs(self, cut: tuple[int, int], num_parts: int) -> Ranges:
-        """Of a layer of so many parts."""
+        """Return the ranges of the features ``cut`` in a layer whose outputs are ``num_parts`` parts."""
         return tuple(place for part in range(num_parts) for place in scaled((cut,), 1, part * self.width))
 
 
 def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
-    """Have dropout between the layers of ``module``, of which each rank has a part of ``width`` features, be its part
-    of the whole's.
+    """Have dropout between the layers of ``module`` use this rank's part of the full mask. Each rank has a part of
+    ``width`` features.
     """
     own = (even(width, splitter.size)[splitter.rank],)
     forward = DropsParts(module, splitter.entrance, own, width, heads=False)
     splitter.parallel.changes.wrap_forward(module, forward)
 
 
-# Feed-forward layers of these classes, whose last linear layer leads back, need no proof (which would take all their
-# weights).
+# Feed-forward layers of these classes need no proof (which would allocate all their weights): their last linear layer
+# leads back.
 KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.forecast.gpt.FeedForward")
 
 
 def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:
-    """How a layer of one of the classes :data:`KNOWN` is split."""
+    """Return the layers of a module of one of the classes :data:`KNOWN`; None for other modules."""
     kind = type(module)
     if kind.__name__ not in KNOWN and f"{kind.__module__}.{kind.__qualname__}" not in KNOWN:
         return None
@@ -62,7 +67,7 @@ def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:
 
 
 def like_feed_forward(module: nn.Module, size: int) -> Iterator[FeedForward]:
-    """The ways to take a module for a feed-forward layer on ``size`` ranks, by shapes alone."""
+    """Yield the ways to split a module as a feed-forward layer over ``size`` ranks, judged by shapes alone."""
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
     own = any(True for _ in module.parameters(recurse=False))
     if len(children) < 2 or own or not all(is_linear(child) for child in children.values()):

@@ -1,8 +1,8 @@
-"""What tensor ranks do together inside forward and backward, as autograd functions.
+"""Collectives of the tensor ranks inside forward and backward, as autograd functions.
 
-M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3:
-f is the identity whose gradient is summed, g the sum whose gradient is passed on. Sums are in rank order, so that all
-ranks go on with the same bits. Between a g and the next f every rank computes the same, in forward and in backward.
+M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3: f
+is the identity whose gradient is summed, g the sum whose gradient is passed through. Sums are in rank order, so that
+all ranks have the same bits. Between a g and the next f every rank computes the same, in forward and in backward.
 
 Each backward calls the function whose backward is its own forward, so that gradients are differentiable to any order.
 """
@@ -76,37 +76,40 @@ def _gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
 
 @eager
 def enter(x: Tensor, group: Group) -> Tensor:
-    """f: ``x``, from which each rank computes a part; its gradients are parts of the true one, and summed."""
+    """Apply f: return ``x``, from which each rank computes a part. The ranks' gradients are partial, and are summed."""
     out: Tensor = _Enter.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
 def leave(x: Tensor, group: Group) -> Tensor:
-    """g: the sum of the ranks' parts ``x``, of one shape."""
+    """Apply g: return the sum of the ranks' parts ``x``, which have one shape."""
     out: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
 def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """The ranks' parts ``[..., sizes[rank]]``, one after the other; all ranks go on with the same."""
+    """Gather the ranks' parts ``[..., sizes[rank]]`` along the last dim. All ranks must compute the same from the
+    result.
+    """
     out: Tensor = _Gather.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
 def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Of ``x`` ``[..., sum(sizes)]``, which all ranks have, this rank's part ``[..., sizes[rank]]``."""
+    """Return this rank's part ``[..., sizes[rank]]`` of ``x`` ``[..., sum(sizes)]``, which all ranks have."""
     out: Tensor = _Slice.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
 class Entrance:
-    """f, once for an input that several layers one after the other read (queries, keys and values; gate and value):
-    their gradients are added up before they are summed over the ranks.
+    """Function f, applied once to an input that several layers in a row read (queries, keys and values; gate and
+    value). Their gradients are accumulated before they are summed over the ranks.
 
-    Attributes: ``in_part``: what runs now is between such a layer and the sum, where ranks have parts.
+    Attributes:
+        in_part: the running code is between such a layer and the sum, where each rank has a part.
     """
 
     def __init__(self, group: Group) -> None:
@@ -129,7 +132,7 @@ class Entrance:
         return entered
 
     def forget(self) -> None:
-        """What was read last is read no more."""
+        """Drop the last input and its result."""
         self._last = self._entered = None
 
     def _forget(self, input_: weakref.ref[Tensor]) -> None:
@@ -174,11 +177,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 @eager
 def cross_entropy(logits: Tensor, targets: Tensor, sizes: tuple[int, ...], ignored: int, group: Group) -> Tensor:
-    """-log softmax at the target, of each row: ``[rows]``, 0 where the target is ``ignored``.
+    """Return -log softmax at the target for each row: ``[rows]``, 0 where the target is ``ignored``.
 
     Args:
-        logits: ``[rows, width]``: this rank's part of the vocabulary, of which the ranks have ``sizes``.
-        targets: ``[rows]``, in the whole vocabulary; ``ignored`` are left out.
+        logits: ``[rows, width]``: this rank's part of the vocabulary, which has ``sizes`` by rank.
+        targets: ``[rows]``, in the full vocabulary; ``ignored`` are left out.
     """
     out: Tensor = _CrossEntropy.apply(logits, targets, sizes, ignored, group)  # type: ignore[no-untyped-call]
     return out

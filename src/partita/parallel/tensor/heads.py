@@ -1,4 +1,4 @@
-"""Which query heads each tensor rank computes, and which key and value heads these read."""
+"""Distribution of query heads over the tensor ranks, with the key and value heads that they read."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,12 @@ from partita.plan.place import even
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention of ``queries`` heads over ``keys`` key and value heads (``queries / keys`` in a row share one), on
-    ``size`` ranks, which have a head more or less where they do not divide.
+    """The heads of an attention on ``size`` ranks.
+
+    Attributes:
+        queries: the number of query heads. If they do not divide evenly, some ranks have one more.
+        keys: the number of key and value heads; ``queries / keys`` query heads in a row share one.
+        size: the number of ranks.
     """
 
     queries: int
@@ -21,8 +25,9 @@ class Heads:
         return (even(self.queries, self.size)[rank],)
 
     def keys_of(self, rank: int) -> tuple[Ranges, int]:
-        """The key heads of a rank's queries, in their order, and how many of its queries share each. Where these are
-        not as many for each, every query has its own.
+        """Return the key heads that a rank's queries read, in order, and how many of its queries share each.
+
+        If its key heads have different numbers of queries, each query gets a key head of its own.
         """
         ((start, stop),) = self.queries_of(rank)
         used = [head * self.keys // self.queries for head in range(start, stop)]

@@ -1,6 +1,6 @@
 """Linear layers of which each rank has a part: rows of outputs (column-parallel) or columns of inputs (row-parallel).
 
-Shoeybi et al., section 3. Transposed weights (``Conv1D`` of transformers, ``[in, out]``) are the same with other dims.
+Shoeybi et al., section 3. Transposed weights (``Conv1D`` of transformers, ``[in, out]``) are split along the other dim.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Forward = Callable[..., Tensor]
 # Ranges [start, stop) of a dim.
 Ranges = tuple[tuple[int, int], ...]
 
-# Classes whose forward is x W^T + b (W: [out, in]), or x W + b (W: [in, out]), in other words than nn.Linear's.
+# Classes with a forward of their own that is x W^T + b (W: [out, in]), or x W + b (W: [in, out]).
 _LINEAR, _TRANSPOSED = ("FalconLinear",), ("Conv1D",)
 
 
 def is_linear(module: object) -> TypeGuard[nn.Module]:
-    """Whether this is a module that computes what ``nn.Linear`` does, and nothing else."""
+    """Return whether this is a module that computes exactly what ``nn.Linear`` does."""
     if not isinstance(module, nn.Module):
         return False
     plain = type(module).forward is nn.Linear.forward or type(module).__name__ in (*_LINEAR, *_TRANSPOSED)
@@ -33,7 +33,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def num_outputs(module: nn.Module) -> int:
-    """Of a linear layer, by its weight."""
+    """Return the number of outputs of a linear layer, by its weight."""
     return int(module.get_parameter("weight").shape[output_dim(module)])
 
 
@@ -42,7 +42,7 @@ def num_inputs(module: nn.Module) -> int:
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dim of the weight that its outputs are."""
+    """Return the dim of the weight that contains the outputs."""
     return 1 if is_transposed(module) else 0
 
 
@@ -52,8 +52,8 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 
 class Product:
-    """``x`` ``[..., in]`` times the weight that a layer has now, plus the bias (if ``biased``); of ``chosen`` outputs
-    only.
+    """The product of ``x`` ``[..., in]`` and a layer's current weight, plus the bias (if ``biased``). If ``chosen`` is
+    given, only these outputs are computed.
     """
 
     def __init__(self, module: nn.Module, own: OwnParts, chosen: Tensor | None = None, *, biased: bool = True) -> None:
@@ -76,8 +76,8 @@ class Product:
 
 
 class LinearForward:
-    """A forward of a linear layer, run in place of its own; ``product`` is the part that reads the weight,
-    inside a block of ``own``.
+    """Replacement for the forward of a linear layer. ``product`` is the part that reads the weight, inside a block of
+    ``own``.
     """
 
     def __init__(self, module: nn.Module, own: OwnParts, product: Product) -> None:
@@ -87,8 +87,11 @@ class LinearForward:
 
 
 class Column(LinearForward):
-    """Of the outputs each rank computes its own; ``sizes`` (by rank): then all are gathered. ``chosen``: the weight is
-    whole on every rank, and these are the outputs it computes.
+    """Column-parallel forward: each rank computes its own outputs.
+
+    Args:
+        sizes: the number of outputs of each rank, which are then gathered; None: outputs stay split.
+        chosen: the outputs that this rank computes from a full copy of the weight; None: it has its part of the weight.
     """
 
     def __init__(
@@ -110,8 +113,11 @@ class Column(LinearForward):
 
 
 class Row(LinearForward):
-    """Of the inputs each rank has its own (``sizes`` by rank), and the products are summed. ``splits``: it is given all
-    inputs, and takes its own.
+    """Row-parallel forward: each rank has its own inputs, and the products are summed.
+
+    Args:
+        sizes: the number of inputs of each rank.
+        splits: the forward is given all inputs, and takes this rank's.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Parameters that are split over the tensor ranks, as code outside their module's own forward sees them: whole.
+"""Parameters that are split over the tensor ranks. Code outside their module's own forward sees them unsplit.
 
 After the engine has taken the model over, a split parameter's data is this rank's part. Its module's split forward
-computes with that part (:class:`OwnParts`). Any other operation on the parameter gathers the whole one first, on all
-tensor ranks, and is differentiable: this rank's part of the gradient arrives in its part of the parameter.
+computes with that part (:class:`OwnParts`). Any other operation on the parameter gathers the full parameter first, on
+all tensor ranks. The gather is differentiable: this rank's part of the gradient arrives in its part of the parameter.
 """
 
 import sys
@@ -31,11 +31,11 @@ from partita.sharding.placeholder import METADATA, Resting, asked_for, is_access
 Gradient = Callable[[Tensor], Tensor | None]
 _CALL = "a read of a split parameter"
 
-# Answered as the whole parameter would, without its data.
+# Answered for the full parameter, without its data.
 _SHAPE = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "nbytes", "stride", "__len__"})
 # About the memory of this rank's part.
 _MEMORY = frozenset({"untyped_storage", "data_ptr", "get_device", "is_pinned", "is_shared"})
-# They return the same object where they change nothing.
+# Conversions, which return the same object if they change nothing.
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu"})
 _IN_PLACE = frozenset(
     f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
@@ -44,35 +44,37 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True)
 class Part:
-    """How the ranks of ``group`` hold a parameter: rank ``r`` has ``places[r]`` of it. None: each has a copy and
-    computes a part of its gradient.
+    """The division of a parameter over the ranks of ``group``: rank ``r`` has ``places[r]`` of it. If ``places`` is
+    None, each rank has a copy and computes a part of its gradient.
     """
 
     group: Group
     places: tuple[Place, ...] | None = None
 
     def whole(self, local: Tensor) -> Tensor:
-        """The whole of what the ranks hold, alike on all of them; the gradient is taken apart again."""
+        """Return the full tensor on all ranks, given each rank's ``local`` part of it. Its gradient is split again."""
         out: Tensor = (_Copy if self.places is None else _Whole).apply(local, self)  # type: ignore[no-untyped-call]
         return out
 
     def own(self, whole: Tensor) -> Tensor:
-        """What this rank computes with of a tensor that all ranks have; gradients become the whole one's."""
+        """Return this rank's part of a tensor that all ranks have. The gradient of the full tensor is gathered from the
+        parts (for copies, summed).
+        """
         if self.places is None:
             return enter(whole, self.group)
         out: Tensor = _Own.apply(whole, self)  # type: ignore[no-untyped-call]
         return out
 
     def whole_gradient(self, gradient: Tensor) -> Tensor:
-        """The whole gradient, of what this rank has of it."""
+        """Return the full gradient, given this rank's part of it."""
         return leave(gradient, self.group) if self.places is None else self.whole(gradient)
 
     def own_gradient(self, whole: Tensor) -> Tensor:
-        """The opposite of :meth:`whole_gradient`."""
+        """Return this rank's part of a full gradient: the inverse of :meth:`whole_gradient`."""
         return _first_only(whole, self.group) if self.places is None else self.own(whole)
 
     def is_whole(self, tensor: Tensor) -> bool:
-        """True if a tensor that stands for the parameter, and is not it, is whole."""
+        """Return whether a tensor that takes the parameter's place is full."""
         if self.places is None:
             return not isinstance(tensor, nn.Parameter)
         return tuple(tensor.shape) == self.places[0].shape
@@ -108,7 +110,9 @@ class _Own(torch.autograd.Function):
 
 
 class _MadeWhole(torch.autograd.Function):
-    """A parameter whose data is whole for a while. Autograd knows it by this rank's part, and its gradient is that."""
+    """Graph node of a parameter whose data is temporarily full. Autograd knows the parameter by this rank's part, so
+    the gradient is cut to that.
+    """
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, part: Part) -> Tensor:
@@ -143,7 +147,7 @@ class _FirstOnly(torch.autograd.Function):
 
 
 def _first_only(x: Tensor, group: Group) -> Tensor:
-    """``x``, which all ranks have, as parts to be summed: the first rank's counts."""
+    """Return ``x``, which all ranks have, as parts to be summed: ``x`` on the first rank, zeros on the others."""
     out: Tensor = _FirstOnly.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -153,7 +157,7 @@ def _first_only(x: Tensor, group: Group) -> Tensor:
 
 @dataclass
 class _Known:
-    """What a split parameter's class knows of it; ``kind`` is the class that the user gave it."""
+    """Record about a split parameter. ``kind`` is the class that the parameter had before."""
 
     name: str
     kind: type[nn.Parameter]
@@ -162,7 +166,12 @@ class _Known:
     closed: bool = False
 
     def whole(self, param: Tensor, reader: str) -> Tensor:
-        """Raises PartitaError: the engine is closed, not every rank reads it, or an autograd.Function was given it."""
+        """Return the full parameter.
+
+        Raises:
+            PartitaError: the engine is closed, not every rank reads the parameter, or an autograd.Function was given a
+                copy.
+        """
         if self.part.places is None:
             if not torch.is_grad_enabled() and (function := _function_of(param)):
                 raise PartitaError(
@@ -187,7 +196,7 @@ class _Known:
         return self.part.whole(param)
 
     def hooked(self, hook: Gradient) -> Gradient:
-        """A hook on this rank's gradient that calls the user's ``hook`` with the whole one."""
+        """Return a hook on this rank's gradient that calls the user's ``hook`` with the full gradient."""
 
         def on_part(gradient: Tensor) -> Tensor | None:
             whole = self.part.whole_gradient(gradient)
@@ -201,7 +210,9 @@ class _Known:
 
 
 def _function_of(param: Tensor) -> str:
-    """The name of the autograd.Function whose forward runs and has the parameter as an argument; empty if none has."""
+    """Return the name of the autograd.Function whose forward is running with the parameter as an argument; empty if
+    there is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame := frame.f_back if frame is not None else None:
         if frame.f_code is _APPLY and any(each is param for each in frame.f_locals["args"]):
@@ -211,15 +222,15 @@ def _function_of(param: Tensor) -> str:
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # of a class method
 
-# By the parameter: only a tensor is at hand when it is used.
+# By the parameter: ``__torch_function__`` is given only the tensor.
 _known = WeakIdKeyDictionary()
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives that needs no whole parameter; NotImplemented if it does.
+    """Return the result of a call that needs no full parameter; NotImplemented if it needs one.
 
     Raises:
-        PartitaError: the call writes to this rank's part, or would.
+        PartitaError: the call writes to this rank's part, or could; or it registers a post-accumulate hook.
     """
     if func is torch.autograd.grad:
         return _grad(*args, **kwargs)
@@ -232,7 +243,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             if name == "stride":
                 dim = args[1] if len(args) > 1 else kwargs.get("dim")
                 return whole.stride if dim is None else whole.stride[dim]
-            # Of no size, or a simulated device would count it.
+            # Expanded from no dims: a simulated device would count a full tensor.
             form = torch.empty((), dtype=first.dtype, device="meta").expand(whole.shape)
             return func(form, *args[1:], **kwargs)
         if name == "register_hook":
@@ -266,7 +277,7 @@ _AFTER_ACCUMULATION = (
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` with whole gradients."""
+    """Call ``torch.autograd.grad`` and return full gradients of split parameters."""
     found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
     result = list[Tensor | None](found)
     for at, (param, gradient) in enumerate(zip(inputs, found, strict=True)):
@@ -283,7 +294,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor 
 
 
 class SplitParameter(nn.Parameter):
-    """The class of a parameter of which this rank has a part, while the part is there."""
+    """The class of a parameter of which this rank has a part, while its data is unsharded."""
 
     @classmethod
     def __torch_function__(
@@ -318,7 +329,7 @@ class SplitParameter(nn.Parameter):
 
 
 class RestingSplit(Resting):
-    """The class of such a parameter while its part is not there."""
+    """The class of a parameter of which this rank has a part, while its data is sharded."""
 
     @classmethod
     def __torch_function__(
@@ -334,9 +345,10 @@ class RestingSplit(Resting):
 
 
 class WholeParameter(nn.Parameter):
-    """The class of a split parameter whose data is whole inside ``engine.gathered``.
+    """The class of a split parameter whose data is full inside ``engine.gathered``.
 
-    What is computed from it sends its gradient to this rank's part. ``torch.autograd.grad`` and hooks get whole ones.
+    The gradient of what is computed from it goes to this rank's part. ``torch.autograd.grad`` and hooks get full
+    gradients.
     """
 
     @classmethod
@@ -373,22 +385,22 @@ class WholeParameter(nn.Parameter):
 
 @cache
 def _split_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class that a split parameter of the user's class ``kind`` has."""
+    """Return the class of a split parameter that the user gave the class ``kind``."""
     return SplitParameter if kind is nn.Parameter else type(kind.__name__, (SplitParameter, kind), {})
 
 
 def check_hooks(param: nn.Parameter, name: str) -> None:
-    """Refuse hooks that would see a part of the gradient.
+    """Refuse hooks that would see only a part of the gradient.
 
     Raises:
-        ConfigError: names the parameter.
+        ConfigError: the parameter has such a hook. The message names the parameter.
     """
     if getattr(param, "_post_accumulate_grad_hooks", None):
         raise ConfigError(_AFTER_ACCUMULATION.format(name))
 
 
 class SplitParameters:
-    """The parameters that this rank has a part of. They have their class while the engine is open."""
+    """The parameters of which this rank has a part. They have classes for it while the engine is open."""
 
     def __init__(self, members: Iterable[Member], parts: Mapping[int, Part], mesh: Mesh) -> None:
         self._members = [member for member in members if id(member.param) in parts]
@@ -406,7 +418,7 @@ class SplitParameters:
                 hooks[key] = known.hooked(hook)
 
     def remove(self) -> None:
-        """Undo it: the engine did not start."""
+        """Restore the classes of the parameters, for example because the engine did not start."""
         while self._members:
             member = self._members.pop()
             del _known[member.param]
@@ -417,7 +429,7 @@ class SplitParameters:
                 member.param.__class__ = Resting if is_resting(member.param) else member.kind
 
     def close(self) -> None:
-        """The engine is closed: copies are parameters like any other, parts can no longer be made whole."""
+        """Handle the closing of the engine: copies become ordinary parameters, and parts can no longer be gathered."""
         for member in self._members:
             _known[member.param].closed = True
         self._members = [member for member in self._members if _known[member.param].part.places is None]
@@ -425,10 +437,11 @@ class SplitParameters:
 
 
 class OwnParts(AbstractContextManager[None]):
-    """A block in which a module computes with this rank's parts of its own parameters. As a wrapper of its forward, it
-    is the block. ``parts`` by the attributes' names.
+    """Context in which a module computes with this rank's parts of its own parameters. Called as a wrapper, it runs the
+    forward inside that context. ``parts`` are by the attributes' names.
 
-    Tensors put in the parameters' place (``torch.func.functional_call``) may be whole: then their parts are taken.
+    Tensors that replace the parameters (``torch.func.functional_call``) may be full. Then this rank's parts are taken
+    from them.
     """
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
@@ -464,7 +477,7 @@ class OwnParts(AbstractContextManager[None]):
         with self:
             return forward(*args, **kwargs)
 
-    @eager_itself  # torch's compiler knows nothing of a class that changes
+    @eager_itself  # torch.compile does not support changing an object's class
     def _outside_graphs(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter_uncompiled()
         try:

@@ -1,5 +1,5 @@
-"""Whether a way to split a module is right: run whole and on the slices of every rank, one after the other, it must
-give the same. A wrong cut of a fused matrix fits, and so does one of features that are mixed with each other.
+"""Proof that a way to split a module is right: its output must be the same without a split, and with the parts of every
+rank in turn. A wrong cut of a fused matrix fits by shape, and so does one of features that are mixed with each other.
 """
 
 import inspect
@@ -19,12 +19,12 @@ _SAMPLES, _LENGTH = 2, 3  # of the inputs
 _NOT_CALLED_SO = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 
 
-# Splits a module, giving the reason; what it returns is none where it did.
+# Splits a module; the last argument names the rule. Returns None if it has split the module.
 Way = Callable[[Splitter, nn.Module, str], object]
 
 
 class _Ranks:
-    """A group whose ranks compute one after the other: what they sum is whole when the last one does."""
+    """A group whose ranks compute one after the other. Their sum is complete when the last one has computed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,12 +37,12 @@ class _Ranks:
 
 
 def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: int = 1) -> bool:
-    """Whether a split over ``size`` ranks leaves the module's output what it is: of random inputs of ``hidden``
-    features, with random weights. Its parameters are not touched, and the module is left as it was.
+    """Return whether a split over ``size`` ranks preserves a module's output for random inputs of ``hidden`` features
+    and random weights. The module and its parameters are left as they were.
 
     Args:
-        split: returns None where it split the module.
-        width: features of one head, of which rotary positions are.
+        split: returns None if it has split the module.
+        width: features of one head, which rotary positions have.
     """
     inputs = _inputs(module, hidden, width)
     if inputs is None:
@@ -71,7 +71,7 @@ def _on_slices(
     values: Mapping[str, Tensor],
     inputs: dict[str, Any],
 ) -> list[Tensor]:
-    """Of the rank whose turn it is; none where the module cannot be split so."""
+    """Return the outputs of the rank whose turn it is; none if the module cannot be split this way."""
     parallel = Parallel()
     try:
         if split(Splitter(module, Entrance(ranks), parallel), module, "a proof") is not None:
@@ -84,8 +84,8 @@ def _on_slices(
 
 
 def _inputs(module: nn.Module, hidden: int, width: int) -> dict[str, Any] | None:
-    """For the arguments that a forward needs: hidden states, and what attention of transformers is given beside them.
-    None: it needs others.
+    """Return random inputs for the arguments that a forward requires: hidden states, and other arguments of
+    transformers' attention. None if an argument is positional only.
     """
     found = dict[str, Any]()
     for at, (name, parameter) in enumerate(inspect.signature(module.forward).parameters.items()):

@@ -1,8 +1,8 @@
-"""How each module is split over the tensor ranks, and who decides: the first of these rules that knows it.
+"""Rules that decide how each module is split over the tensor ranks. The first rule that knows a module decides.
 
-1. ``parallel.tensor_rules`` of the config. 2. A table by class. 3. What the model says of itself (``tp_plan`` of
-transformers). 4. What is found by its shape and stands the proof (:mod:`partita.parallel.tensor.proof`). 5. Any other
-linear layer: its outputs are split, and gathered, so that its states are split whatever happens around it.
+1. ``parallel.tensor_rules`` of the config. 2. A table by class. 3. The model's own plan (``tp_plan`` of transformers).
+4. Layers found by their shape that pass the proof (:mod:`partita.parallel.tensor.proof`). 5. Any other linear layer:
+its outputs are split, and gathered, so that its states are split whatever surrounds it.
 """
 
 import re
@@ -24,12 +24,12 @@ from partita.planner.group_units import modules_like
 
 KEY = "parallel.tensor_rules"
 
-# Modules that read the weights of those inside them, past their forwards.
+# Modules that read the weights of their submodules without calling their forwards.
 _READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str, TensorRule]]) -> None:
-    """Decide on every module that has parameters.
+    """Split the model: decide on every module that has parameters.
 
     Raises:
         ConfigError: a rule of the config fits no module, or a module that it cannot split.
@@ -81,7 +81,7 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
 
 
 def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | None:
-    """Why a module cannot be split so."""
+    """Return why a module cannot be split by this rule; None if it can."""
     if rule == "vocabulary":
         if not (is_linear(module) or is_embedding(module)):
             return "which is neither an embedding nor a linear layer; name one, or set 'whole'"
@@ -122,7 +122,9 @@ def _by_heads(splitter: Splitter, module: nn.Module, way: Way, by: str) -> None:
 
 
 def _say_once(splitter: Splitter, kind: str, reason: str) -> None:
-    """Why heads are not split over the ranks: each computes all of them, and the layers' states are split still."""
+    """Record why the heads of a class of attention are not split: each rank computes all of them, but the layers'
+    states are still split.
+    """
     said = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
     if said not in splitter.parallel.said:
         splitter.parallel.said.append(said)
@@ -147,12 +149,14 @@ def _by_metadata(splitter: Splitter) -> None:
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
-    """Of a module, by the pattern that the plan has for its name."""
+    """Return the plan's style for a module, by the pattern of the module's name; None if it has none."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], by: str) -> None:
-    """Linear layers in a module, whose slices fit: what the first have as outputs the last have as inputs."""
+    """Split linear layers in a module if their sizes match: the outputs of the first ones are the inputs of the last
+    ones.
+    """
     columns = [layer for layer, style in layers.items() if style == "colwise"]
     rows = [layer for layer, style in layers.items() if style == "rowwise"]
     widths = {num_outputs(layer) for layer in columns} | {num_inputs(layer) for layer in rows}
@@ -180,8 +184,9 @@ def _by_proof(splitter: Splitter) -> None:
 
 
 def _proven_way(module: nn.Module, size: int) -> Way | None:
-    """To split a module that no rule before this one knows: as attention with a matrix each for queries, keys and
-    values, or as a feed-forward layer.
+    """Return a proven way to split a module that no earlier rule knows; None if there is none.
+
+    It is split as attention with a matrix each for queries, keys and values, or as a feed-forward layer.
     """
     names, width = separate(module), head_width(module)
     if names is not None and width is not None:
@@ -192,7 +197,7 @@ def _proven_way(module: nn.Module, size: int) -> Way | None:
 
 
 def _kind(module: nn.Module) -> object:
-    """Modules of which one's proof is every one's: of one class, of parts of the same classes and shapes."""
+    """Return a key of modules for which one proof is enough: the same classes, shapes and settings."""
     return (
         *((name, type(inner)) for name, inner in module.named_modules()),
         *((name, tuple(param.shape)) for name, param in module.named_parameters()),

@@ -1,4 +1,4 @@
-"""The record of how a model is split over the tensor ranks: each rule adds what it decided about a module."""
+"""Record of how a model is split over the tensor ranks. Each rule adds its decisions about modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +19,18 @@ TENSOR = "tensor"
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a module: ``split`` says how it is split, ``by`` which rule said so."""
+    """The decision about a module: ``split`` says how it is split, ``by`` which rule decided it."""
 
     split: str
     by: str
 
 
 class Splitter:
-    """Splits modules of ``model`` over the ranks that ``entrance`` enters for, and writes it down.
+    """Division of a model's modules over the ranks of ``entrance``, and a record of it.
 
-    ``names`` are the modules' (by id), ``decisions`` what was decided, by name. A module is decided on once.
+    Attributes:
+        names: the names of the modules, by id.
+        decisions: the decisions, by the module's name. A module is decided on once.
     """
 
     def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
@@ -42,11 +44,11 @@ class Splitter:
         self._num_owners = _owners(model)
 
     def is_free(self, module: nn.Module) -> bool:
-        """Whether nothing was decided about the module, and nobody else has its parameters."""
+        """Return whether the module has no decision, and shares no parameter with another module."""
         return self.name(module) not in self.decisions and not self.is_tied(module)
 
     def is_tied(self, module: nn.Module) -> bool:
-        """Whether another module has one of its parameters, too."""
+        """Return whether another module also has one of its parameters."""
         return any(self._num_owners[id(param)] > 1 for param in module.parameters(recurse=False))
 
     def name(self, module: nn.Module) -> str:
@@ -57,7 +59,7 @@ class Splitter:
         self.decisions[self.name(module)] = Decision(split, by)
 
     def lines(self) -> list[str]:
-        """A line for each module that was decided on, in the model's order."""
+        """Return a line for each module that was decided on, in the model's order."""
         decided = [(name, self.decisions[name]) for name in self.names.values() if name in self.decisions]
         width = max((len(name) for name, _ in decided), default=0)
         return [f"{name:<{width}}  {decision.split} ({decision.by})" for name, decision in decided]
@@ -65,32 +67,33 @@ class Splitter:
     # ------------------------------------------------------------------- parameters
 
     def cut(self, param: nn.Parameter, dim: int, ranges: Sequence[Ranges]) -> None:
-        """Give rank ``r`` the ranges ``ranges[r]`` of ``dim``."""
+        """Split a parameter: rank ``r`` gets the ranges ``ranges[r]`` of ``dim``."""
         places = tuple(Place(tuple(param.shape), dim, of_rank) for of_rank in ranges)
         self._share(param, place=places[self.rank], averaged=())
         self.parallel.parts[id(param)] = Part(self.entrance.group, places)
 
     def sum_copies(self, param: nn.Parameter) -> None:
-        """Every rank has all of it, and computes a part of its gradient."""
+        """Give every rank a copy of a parameter. Each computes a part of its gradient; the parts are summed."""
         self._share(param, averaged=(), summed=(TENSOR,))
         self.parallel.parts[id(param)] = Part(self.entrance.group)
 
     def own_parts(self, module: nn.Module) -> OwnParts:
-        """The block in which the module computes with what this rank has of its parameters."""
+        """Return the context in which the module computes with this rank's parts of its parameters."""
         parts = self.parallel.parts
         own = {name: parts.get(id(param)) for name, param in module._parameters.items()}
         return OwnParts(module, {name: part for name, part in own.items() if part is not None})
 
     def _share(self, param: nn.Parameter, **changed: Any) -> None:
-        """Say more of what this rank has of a parameter, of which other stages may have a copy."""
+        """Change fields of this rank's share of a parameter, which already exists if other stages have a copy."""
         shares = self.parallel.shares
         shares[id(param)] = replace(shares.get(id(param), Share(Place(tuple(param.shape)))), **changed)
 
     # ---------------------------------------------------------------------- layers
 
     def column(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, gathers: bool) -> None:
-        """Each rank computes the outputs ``ranges[rank]`` (None: equal parts). What several ranks need is whole on all
-        of them.
+        """Split a linear layer by outputs: each rank computes ``ranges[rank]`` (None: equal parts).
+
+        If several ranks need an output, every rank has a copy of the layer's parameters.
         """
         num = num_outputs(module)
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
@@ -112,7 +115,9 @@ class Splitter:
         self.decide(module, split + ", gathered" * gathers, by)
 
     def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
-        """Each rank has the inputs ``ranges[rank]`` (None: equal parts), and products are summed."""
+        """Split a linear layer by inputs: each rank has ``ranges[rank]`` (None: equal parts), and the products are
+        summed.
+        """
         num = num_inputs(module)
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
         sizes = tuple(length(part) for part in given)
@@ -124,7 +129,7 @@ class Splitter:
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
-    """How many modules have each parameter, by its id."""
+    """Return the number of modules that have each parameter, by its id."""
     found = dict[int, int]()
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -141,12 +146,14 @@ def indices(ranges: Ranges) -> list[int]:
 
 
 def scaled(ranges: Ranges, unit: int, offset: int = 0) -> Ranges:
-    """Ranges of units of so many elements each, the first of which begins at ``offset``, as ranges of elements."""
+    """Return ranges of units as ranges of elements. A unit has ``unit`` elements, and the first one begins at
+    ``offset``.
+    """
     return tuple((offset + start * unit, offset + stop * unit) for start, stop in ranges)
 
 
 def adjacent(numbers: Sequence[int]) -> Ranges:
-    """The ranges that numbers in a row make."""
+    """Return the ranges that consecutive numbers form."""
     found = list[tuple[int, int]]()
     for number in numbers:
         if found and found[-1][1] == number:

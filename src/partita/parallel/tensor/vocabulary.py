@@ -14,8 +14,10 @@ from partita.plan.place import even
 
 
 def is_embedding(module: nn.Module | None) -> bool:
-    """True if the module looks rows up and does nothing else: it changes no row, and scales no gradient by how often a
-    row was looked up, for which each rank would count only its own rows.
+    """Return whether the module only looks up rows.
+
+    It must change no row, and scale no gradient by how often a row was looked up: each rank would count only its own
+    rows.
     """
     if not isinstance(module, nn.Embedding) or module.sparse:
         return False
@@ -23,8 +25,10 @@ def is_embedding(module: nn.Module | None) -> bool:
 
 
 def find_vocabulary(model: nn.Module) -> list[nn.Module]:
-    """The embeddings and output layers of the vocabulary: what the model names so, else the one embedding and the one
-    linear layer behind the blocks of as many rows; and whoever has the same parameter.
+    """Return the embeddings and output layers of the vocabulary, and all other modules with the same parameters.
+
+    They are those that the model names. If it names none, they are an embedding and a linear child of the model that
+    have the same shape, if there is only one such pair.
     """
     found = [module for module in _named(model) if module is not None]
     if not found:
@@ -46,7 +50,7 @@ def _shape(linear: nn.Module) -> tuple[int, int]:
 
 
 def _named(model: nn.Module) -> list[nn.Module | None]:
-    """What a model of transformers says of itself."""
+    """Return the input and output embeddings that a transformers model names; None for one that it does not."""
     found = list[nn.Module | None]()
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -57,7 +61,7 @@ def _named(model: nn.Module) -> list[nn.Module | None]:
 
 
 def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], by: str) -> None:
-    """Give each rank a part of the rows of these modules, which may have one parameter together."""
+    """Give each rank a part of the rows of these modules, which may share one parameter."""
     for module in modules:
         num = len(module.get_parameter("weight"))
         cuts = even(num, splitter.size)
@@ -85,8 +89,8 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
 
 
 class Embedding:
-    """Each rank looks up the tokens ``[start, stop)`` of ``num``; those of others are zeros, and all are summed. A
-    token that nobody has is an error, on every rank.
+    """Forward of a split embedding. Each rank looks up the tokens ``[start, stop)`` of ``num``. Tokens of other ranks
+    give zeros, and the ranks' results are summed. A token outside the vocabulary is an error, on every rank.
     """
 
     def __init__(self, entrance: Entrance, own: OwnParts, rows: tuple[int, int], num: int) -> None:
@@ -103,7 +107,7 @@ class Embedding:
 
 
 class Head(LinearForward):
-    """Each rank computes the logits of its part of the vocabulary."""
+    """Forward of a split output layer: each rank computes the logits of its part of the vocabulary."""
 
     def __init__(self, module: nn.Module, entrance: Entrance, own: OwnParts, vocabulary: Vocabulary) -> None:
         super().__init__(module, own, Product(module, own))

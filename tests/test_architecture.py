@@ -317,6 +317,17 @@ def docstring(source: Source) -> Iterator[str]:
         yield f"{source.path}: has no docstring"
 
 
+OPENERS = re.compile(r"(What|Whether|Of|Where|That|Who|Whose|Which|How|Until)\b")
+
+
+def docstring_opener(source: Source) -> Iterator[str]:
+    """Docstrings say what a thing is or does: a noun phrase, or an imperative."""
+    for node in ast.walk(source.tree):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | Function)
+        if has_docstring and (found := OPENERS.match(ast.get_docstring(node) or "")):
+            yield source.at(node, f"a docstring opens with '{found.group()}'")
+
+
 Check = Callable[[Source], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     layering,
@@ -331,6 +342,7 @@ CHECKS: tuple[Check, ...] = (
     devices_known_in_one_file,
     tensors_are_no_default_s,
     docstring,
+    docstring_opener,
 )
 
 
@@ -358,6 +370,8 @@ MANY_PROPERTIES = "class A:" + "".join(f"\n    @property\n    def p{n}(self): ..
 MANY_PARAMETERS = "a, b, c, d, /, e, f, *g, h"
 
 BAD = [
+    (docstring_opener, "engine.py", '"""What a step takes."""'),
+    (docstring_opener, "engine.py", 'def f():\n    """Whether it is finite."""'),
     (layering, "plan/span.py", "from partita.comm import mesh"),
     (layering, "plan/span.py", "import partita.comm.mesh"),
     (layering, "plan/span.py", "from partita import comm"),
@@ -417,6 +431,7 @@ BAD = [
 ]
 
 GOOD = [
+    (docstring_opener, "engine.py", '"""Time of a step."""\ndef f():\n    """Return whether it is finite."""'),
     (layering, "plan/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.plan import steps"),
     (layering, "plan/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),
     (layering, "engine.py", "from partita.sharding.unit import Unit\nimport partita.comm.mesh"),

@@ -28,7 +28,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 from partita.plan.traffic import TrafficReport
-from partita.planner.elsewhere import Elsewhere
+from partita.planner.off_stage import Elsewhere
 from tests import seeds
 from tests.fakes import on_ranks
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from partita import PartitaError
+from partita.comm.collective_errors import together
 from partita.comm.collectives import Collectives
 from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
-from partita.comm.together import together
 from partita.comm.transport import HostTransport
 from partita.comm.world import Rendezvous
 from partita.errors import ConfigError

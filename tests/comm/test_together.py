@@ -3,8 +3,8 @@
 import socket
 from unittest import mock
 
+from partita.comm.collective_errors import TooLittle, lack_of_memory
 from partita.comm.collectives import Collectives
-from partita.comm.together import TooLittle, lack_of_memory
 from partita.plan.mesh_shape import MeshShape
 from tests.fakes import on_ranks
 

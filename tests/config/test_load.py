@@ -7,9 +7,9 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from partita.config import plain
+from partita.config import plain_values
 from partita.config.load import load_config, read_sections
-from partita.config.plain import parse_yaml
+from partita.config.plain_values import parse_yaml
 from partita.config.schema import Config
 from partita.errors import ConfigError
 
@@ -136,7 +136,7 @@ WRONG_JSON = [
 def test_wrong_files(
     name: str, content: str | bytes, fragment: str, loader: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_Loader", loader)
+    monkeypatch.setattr(plain_values, "_Loader", loader)
     path = written(tmp_path, name, content)
     with pytest.raises(ConfigError) as caught:
         load_config(path)

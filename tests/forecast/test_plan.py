@@ -18,7 +18,7 @@ from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
 from partita.forecast.choice import Resting
-from partita.forecast.otherwise import WORTH
+from partita.forecast.communication_variants import WORTH
 from partita.forecast.plan import Plan
 from partita.forecast.search import Search
 from partita.forecast.sending import AS_STAGES_DO, HIERARCHICAL

@@ -19,8 +19,8 @@ from partita import ConfigError
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.forecast.choice import Choice, Resting
+from partita.forecast.chunk_activations import moments, representative
 from partita.forecast.given import GivenPlan, given_plan
-from partita.forecast.part import moments, representative
 from partita.forecast.search import Search
 from partita.forecast.source import Source, read_source
 from partita.memory.ledger import STATES

@@ -21,9 +21,9 @@ from typer.testing import CliRunner, Result
 import partita
 import partita.integrations.deepspeed as deepspeed
 from partita import PartitaError
-from partita.checkpoint.foreign.convert import open_foreign
-from partita.checkpoint.foreign.foreign import write
-from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS
+from partita.checkpoint.external.convert import open_foreign
+from partita.checkpoint.external.source import write
+from partita.checkpoint.external.universal import CLIENT_STATE, COUNTERS
 from partita.checkpoint.format.stored import open_stored
 from partita.cli.main import app
 from partita.config.schema import Schedule as ScheduleSection

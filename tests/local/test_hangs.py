@@ -18,7 +18,7 @@ import partita
 from partita import PartitaError
 from partita.comm import stall
 from partita.comm.watchdog import Position
-from partita.sharding import agreement, runtime
+from partita.sharding import runtime, unshard_order
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss, world
 from tests.matrix import sampled
@@ -207,8 +207,8 @@ def runs_alone(name: str, way: str) -> str:
     said = ""
     with (
         mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
-        mock.patch.object(agreement, "PATIENCE_S", 0.7),
-        mock.patch.object(runtime, "agree", getattr(agreement, way)),
+        mock.patch.object(unshard_order, "PATIENCE_S", 0.7),
+        mock.patch.object(runtime, "agree", getattr(unshard_order, way)),
     ):
         try:
             with engine_of(3, "memory", 8) as engine:
@@ -260,7 +260,7 @@ def meets_another_first() -> None:
     group = dist.new_group([1, 2])
     with (
         mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
-        mock.patch.object(agreement, "PATIENCE_S", 0.7),
+        mock.patch.object(unshard_order, "PATIENCE_S", 0.7),
         mock.patch.object(stall.Stall, "_judge", count),
         engine_of(3, "memory", 20) as engine,
     ):
@@ -288,7 +288,7 @@ def is_late() -> list[str]:
 
     with (
         mock.patch.multiple(stall, FIRST_S=0.1, WARN_S=0.1),
-        mock.patch.object(agreement, "PATIENCE_S", 0.7),
+        mock.patch.object(unshard_order, "PATIENCE_S", 0.7),
         mock.patch.object(stall._log, "warning", note),
         engine_of(3, "memory", 20) as engine,
     ):

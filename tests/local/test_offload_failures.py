@@ -23,7 +23,7 @@ import partita
 from partita import PartitaError
 from partita.huggingface.weights import Weights
 from partita.memory.disk import Disk
-from partita.sharding import agreement
+from partita.sharding import unshard_order
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train
@@ -235,7 +235,7 @@ def waits_for_the_disk(folder: str) -> None:
     """A gather that takes longer than a rank's patience is no disagreement."""
     recipe = Recipe(Stack)
     expected = train(recipe, PLANS["3"])
-    with mock.patch.object(agreement, "PATIENCE_S", 0.0):
+    with mock.patch.object(unshard_order, "PATIENCE_S", 0.0):
         same(train(recipe, config(folder)["zero"]), expected, "without patience")
 
 

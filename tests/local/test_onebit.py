@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.planner.elsewhere import is_elsewhere
 from partita.planner.memory import model_state_bytes
+from partita.planner.off_stage import is_elsewhere
 from tests.local import pool
 from tests.local.lossless import lossless
 from tests.local.training import PLANS, Recipe, Stack, Trained, inputs, rank, same, square_loss, train, whole_weights

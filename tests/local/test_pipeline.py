@@ -17,7 +17,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from tests.local import pool
 from tests.matrix import matrix, sampled
 from tests.parallel import stages

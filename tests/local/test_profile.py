@@ -11,7 +11,7 @@ import pytest
 
 import partita
 from partita import PartitaError
-from partita.memory.timeline import Watcher, sent, span, told, watched_by
+from partita.memory.step_events import Watcher, sent, span, told, watched_by
 from partita.plan.traffic import TrafficKey
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss

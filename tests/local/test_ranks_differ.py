@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.sharding import agreement, runtime
+from partita.sharding import runtime, unshard_order
 from tests.local import pool
 from tests.local.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
 from tests.matrix import matrix, sampled
@@ -108,7 +108,7 @@ def detached_branch() -> None:
 
 def agreeing(way: str) -> Any:
     """Every engine that is made meanwhile finds out in this way."""
-    return mock.patch.object(runtime, "agree", getattr(agreement, way))
+    return mock.patch.object(runtime, "agree", getattr(unshard_order, way))
 
 
 def detached_sharded_branch(way: str) -> None:
@@ -189,7 +189,7 @@ class Late(nn.Module):
         return x
 
     def _wait(self, grad: Tensor | None = None) -> None:
-        time.sleep(4 * agreement.PATIENCE_S)
+        time.sleep(4 * unshard_order.PATIENCE_S)
 
 
 class SometimesLate(Stack):
@@ -216,13 +216,13 @@ def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
 
 def late_ranks(plans: tuple[str, ...]) -> None:
     """To be late is no difference."""
-    with mock.patch.object(agreement, "PATIENCE_S", 0.01):
+    with mock.patch.object(unshard_order, "PATIENCE_S", 0.01):
         check(Recipe(SometimesLate, evaluated_between), {plan: PLANS[plan] for plan in ("0", *plans)})
 
 
 def differs_while_another_is_late() -> None:
     """Rank 1 skips a unit, and the last rank comes late: the message still names all."""
-    with mock.patch.object(agreement, "PATIENCE_S", 0.3):
+    with mock.patch.object(unshard_order, "PATIENCE_S", 0.3):
         model = Chosen()
         if rank() == world() - 1:
             model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.2))

@@ -11,7 +11,7 @@ from torch import nn
 import partita
 from partita import PartitaError
 from partita.memory import allocate
-from partita.memory.shortage import is_shortage
+from partita.memory.out_of_memory import is_shortage
 from tests.local import pool
 from tests.local.training import Stack, rank, square_loss
 

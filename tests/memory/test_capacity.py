@@ -8,7 +8,7 @@ from torch import nn
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
-from partita.memory import accelerator, capacity, room
+from partita.memory import accelerator, capacity, capacity_check
 from partita.memory.capacity import DEVICE_SHARE, DISK_SHARE, free_budget, free_now, host_memory
 from partita.memory.disk import filesystem_in_memory
 

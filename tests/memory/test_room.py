@@ -12,7 +12,7 @@ from torch import nn
 import partita
 from partita import PartitaError
 from partita.config.schema import Config
-from partita.memory import room
+from partita.memory import capacity_check
 from partita.sharding.runtime import Runtime
 from tests.local import pool
 

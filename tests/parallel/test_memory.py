@@ -12,8 +12,8 @@ import torch
 import partita
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
-from partita.planner.elsewhere import is_elsewhere
 from partita.planner.memory import model_state_bytes
+from partita.planner.off_stage import is_elsewhere
 from tests.live_bytes import LiveBytes
 from tests.local import pool
 from tests.parallel import stages

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.parallel.pipeline.absent import arrived, send_away
 from partita.parallel.pipeline.cut import Cut, cut, outside
+from partita.parallel.pipeline.off_stage import arrived, send_away
+from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
-from partita.parallel.pipeline.stand_in import StandIn
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
 from tests.local import pool
 from tests.matrix import matrix

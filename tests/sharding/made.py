@@ -25,11 +25,11 @@ from partita.sharding.parameter import Member
 from partita.sharding.placeholder import claim
 from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
-from partita.sharding.residency import Residency
 from partita.sharding.runtime import make_buckets
 from partita.sharding.segment import Segment
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitResources
+from partita.sharding.unshard import Residency
 from partita.sharding.visits import FollowedUnit
 
 WIDTH = 5

@@ -17,7 +17,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
 from partita.plan.share import Share
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.traffic import StepShape, step_traffic
 from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
 from tests.matrix import matrix, sampled

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from partita.sharding.squares import square, sum_of_squares
+from partita.sharding.squared_norm import square, sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

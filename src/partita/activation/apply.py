@@ -15,8 +15,8 @@ from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
+from partita.comm.collective_errors import together
 from partita.comm.collectives import Collectives
-from partita.comm.together import together
 from partita.config.schema import Activations as ActivationsSection
 from partita.config.schema import Config
 from partita.memory import accelerator

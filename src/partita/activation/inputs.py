@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partita.activation.input_memory import STATE, Rooms
 from partita.activation.partition import Partition, Parts
-from partita.activation.rooms import STATE, Rooms
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record

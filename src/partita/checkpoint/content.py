@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
 from partita.checkpoint.names import FEEDBACK, MODEL, STATE
-from partita.checkpoint.plain import plain
+from partita.checkpoint.serializable import plain
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused

@@ -19,7 +19,7 @@ from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
 from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.together import together
+from partita.comm.collective_errors import together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split

@@ -14,7 +14,7 @@ from pathlib import Path
 from partita.checkpoint.backend import Backend, Draft, Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.together import lack_of_memory, together
+from partita.comm.collective_errors import lack_of_memory, together
 from partita.memory.capacity import HOST_SHARE, host_memory
 
 _log = logging.getLogger("partita")

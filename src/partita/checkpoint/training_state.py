@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.backend import Stored, Value, saved_boxes
 from partita.checkpoint.names import GROUPS, MODEL, some_of
-from partita.checkpoint.plain import digest, plain
+from partita.checkpoint.serializable import digest, plain
 from partita.checkpoint.settings import Change, Settings, apply, changes, configured
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.checkpoint.foreign.convert import open_foreign
-from partita.checkpoint.foreign.foreign import write
+from partita.checkpoint.external.convert import open_foreign
+from partita.checkpoint.external.source import write
 from partita.cli.console import show_notice, user_errors
-from partita.config.foreign import read_foreign
+from partita.config.external_format import read_foreign
 from partita.errors import ConfigError
 from partita.huggingface.trained import read_model
 

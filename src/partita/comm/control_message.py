@@ -14,7 +14,7 @@ from torch import Tensor
 
 from partita.comm.transport import Work
 from partita.errors import PartitaError
-from partita.memory.timeline import span
+from partita.memory.step_events import span
 
 # What precedes a message: the call that it belongs to, as text, and its bytes.
 HEADER = struct.Struct("<40sq")

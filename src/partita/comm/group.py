@@ -16,7 +16,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.transport import Transport, Work
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
-from partita.memory import accelerator, timeline
+from partita.memory import accelerator, step_events
 from partita.plan.scratch import received_elements
 from partita.plan.traffic import TrafficKey, TrafficMeter
 
@@ -259,7 +259,7 @@ class Group:
             self._mesh.log.operation = f"{collective} of {purpose}"
             key = TrafficKey(collective, self.axes if axes is None else axes, purpose)
             self._meter.add(key, sent_bytes)
-            timeline.sent(key, sent_bytes)
+            step_events.sent(key, sent_bytes)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -31,7 +31,7 @@ MOST_FAILURES = 5
 # Innermost frames of a stack that are shown.
 NUM_FRAMES = 12
 # Where a stack is that waits for other ranks.
-COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/agreement.py")
+COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/unshard_order.py")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from math import isfinite
 import yaml
 
 from partita.config.messages import KeyPath, Problem, nearest, report, shown
-from partita.config.plain import plain
+from partita.config.plain_values import plain
 from partita.config.schema import Config
 from partita.config.values import as_number
 

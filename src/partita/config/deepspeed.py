@@ -11,7 +11,7 @@ from partita.config.deepspeed_keys import OPTIMIZER as OPTIMIZER_PARAMS
 from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
 from partita.config.load import read_text
 from partita.config.messages import shown
-from partita.config.plain import parse_hjson, parse_yaml
+from partita.config.plain_values import parse_hjson, parse_yaml
 from partita.errors import ConfigError
 
 # DeepSpeed's defaults of missing keys.

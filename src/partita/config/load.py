@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from partita.config.messages import KeyPath, Where, dotted, shown
-from partita.config.plain import Parsed, parse_json, parse_yaml, plain
+from partita.config.plain_values import Parsed, parse_json, parse_yaml, plain
 from partita.config.schema import Config
 from partita.errors import ConfigError
 

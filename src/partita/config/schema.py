@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, create_model
 
 from partita.config.messages import Where, report, validation_problems
-from partita.config.plain import plain
+from partita.config.plain_values import plain
 from partita.config.values import (
     Auto,
     Bytes,

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.apply import Activations, Chosen, open_tier
 from partita.checkpoint.checkpoints import Checkpoints
+from partita.comm.collective_errors import check_settings_alike, together
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.several_axes import SeveralAxes
-from partita.comm.together import check_settings_alike, together
 from partita.config.extension import optional
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
@@ -26,10 +26,10 @@ from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
 from partita.inspection.whole import Whole
 from partita.memory.accelerator import is_simulated
+from partita.memory.capacity_check import check_room, tell_of_lower_stage
 from partita.memory.ledger import Ledger
-from partita.memory.room import check_room, tell_of_lower_stage
+from partita.memory.out_of_memory import Shortages
 from partita.memory.scratch import open_scratch
-from partita.memory.shortage import Shortages
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.consensus import AlikeCheck, LossScale
@@ -47,11 +47,11 @@ from partita.optim.traits import (
 )
 from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
+from partita.parallel.batch_check import SAMPLE_AXES, SameSamples
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.pipeline.simulate import simulate
 from partita.parallel.random import agreed_seed
-from partita.parallel.samples import SAMPLE_AXES, SameSamples
 from partita.parallel.tensor.parameter import SplitParameters, check_hooks
 from partita.plan.mesh_shape import AXES, BATCH_AXES, STATE_AXES
 from partita.plan.purposes import Needs, united

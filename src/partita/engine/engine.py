@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.checkpoint.load import Restored, Wanted
-from partita.comm.attendance import attend
 from partita.comm.mesh import Mesh
+from partita.comm.synchronization_check import attend
 from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Given, Parts, build
@@ -21,7 +21,7 @@ from partita.errors import PartitaError
 from partita.huggingface.export import export
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
-from partita.memory.shortage import explained
+from partita.memory.out_of_memory import explained
 from partita.optim.step import StepResult, StepUpdater
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.plan.state_plan import StatePlan

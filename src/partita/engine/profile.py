@@ -17,7 +17,7 @@ from torch.profiler import profile, record_function
 
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.memory.timeline import WAIT, Watcher, watched_by
+from partita.memory.step_events import WAIT, Watcher, watched_by
 from partita.plan.traffic import TrafficKey
 
 # Rows of a trace are told apart by process and thread numbers: these are of no process.

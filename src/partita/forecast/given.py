@@ -16,15 +16,15 @@ from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
+from partita.forecast.chunk_activations import moments as moments_of
+from partita.forecast.chunk_activations import most_held
 from partita.forecast.costs import Rates
-from partita.forecast.part import moments as moments_of
-from partita.forecast.part import most_held
+from partita.forecast.pending_gradients import gradients_of, parts_of
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Stage
-from partita.forecast.waiting import gradients_of, parts_of
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.schedule import Schedule
 from partita.plan.planned import PlannedUnit

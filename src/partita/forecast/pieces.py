@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from partita.activation.inputs import NUM_STAYING
-from partita.forecast.part import Part
+from partita.forecast.chunk_activations import Part
 from partita.forecast.peak import NO_PEAK, NOTHING, Peak, Size
 from partita.plan.residence import Tier
 

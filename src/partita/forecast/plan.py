@@ -14,8 +14,8 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.forecast.choice import Sections
+from partita.forecast.communication_variants import sent_otherwise
 from partita.forecast.given import given_plan
-from partita.forecast.otherwise import sent_otherwise
 from partita.forecast.search import Forecast, Search
 from partita.forecast.source import Source, read_source
 from partita.memory import accelerator

@@ -19,14 +19,14 @@ from partita.forecast.choice import (
     reaches,
     restings,
 )
+from partita.forecast.chunk_activations import Moment, moments, most_held, representative
 from partita.forecast.costs import Rates
-from partita.forecast.part import Moment, moments, most_held, representative
+from partita.forecast.pending_gradients import Gradients, gradients_of, parts_of
 from partita.forecast.pieces import Trace
 from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
-from partita.forecast.waiting import Gradients, gradients_of, parts_of
 from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.mesh_shape import STATE_AXES, MeshShape

@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
-from partita.checkpoint.foreign.trainer import Model
+from partita.checkpoint.external.trainer import Model
 from partita.errors import PartitaError
 from partita.inspection.modules import persistent_buffers
 

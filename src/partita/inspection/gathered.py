@@ -14,10 +14,10 @@ from partita.optim.step import Updater
 from partita.planner.parameters import Holding, find_quantized
 from partita.sharding.assemble import alike_ranks
 from partita.sharding.parameter import Member, replace_data
-from partita.sharding.residency import gradient_node
 from partita.sharding.runtime import Runtime
 from partita.sharding.structure import checksum
 from partita.sharding.unit import Unit
+from partita.sharding.unshard import gradient_node
 from partita.transforms.modules import ModuleTransforms
 
 

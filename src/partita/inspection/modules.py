@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from partita.comm.group import Group
-from partita.planner.elsewhere import modules_here
+from partita.planner.off_stage import modules_here
 
 EXTRA_STATE = "_extra_state"
 

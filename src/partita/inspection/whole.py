@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partita.comm.collective_errors import lack_of_memory, together
 from partita.comm.collectives import Collectives
 from partita.comm.several_axes import SeveralAxes
-from partita.comm.together import lack_of_memory, together
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
 from partita.memory.accelerator import is_host

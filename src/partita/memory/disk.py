@@ -29,8 +29,8 @@ from torch import Tensor
 from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.accelerator import HOST
+from partita.memory.step_events import span
 from partita.memory.streams import Event, Workers
-from partita.memory.timeline import span
 
 # O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096

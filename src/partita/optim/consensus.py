@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.comm.together import together
+from partita.comm.collective_errors import together
 from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator

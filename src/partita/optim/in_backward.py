@@ -27,7 +27,7 @@ from partita.optim.updates import Update
 from partita.sharding.buckets import Bucket
 from partita.sharding.reducer import factor_under_way
 from partita.sharding.segment import Segment
-from partita.sharding.squares import square
+from partita.sharding.squared_norm import square
 
 
 @dataclass

@@ -26,7 +26,7 @@ from partita.memory.allocate import trim
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import Holding
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment

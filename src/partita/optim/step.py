@@ -28,13 +28,13 @@ from partita.optim.optimizer import Guard, carry_overrides, copies
 from partita.optim.states import OptimizerStates, Views
 from partita.optim.updates import Context, Updates
 from partita.plan.residence import Tier
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere, find_quantized, is_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
-from partita.sharding.squares import sum_of_squares
+from partita.sharding.squared_norm import sum_of_squares
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.memory import accelerator
+from partita.memory.step_events import span, told
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.tiers import Lease, StateMemory
-from partita.memory.timeline import span, told
 from partita.optim.fused import FusedOptimizer
 from partita.optim.optimizer import Guard, InMemory, Snapshot, UpdateRule
 from partita.optim.states import Leases, OptimizerStates, View, Views

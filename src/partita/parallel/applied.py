@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from partita.parallel.pipeline.absent import bring_back
 from partita.parallel.pipeline.cut import Cut
+from partita.parallel.pipeline.off_stage import bring_back
 from partita.parallel.random import RandomStreams
 from partita.parallel.tensor.parameter import Part
 from partita.plan.share import Share

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from partita.comm.attendance import attend
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
+from partita.comm.synchronization_check import attend
 from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_of_parts
 from partita.parallel.sequence.slices import Slices

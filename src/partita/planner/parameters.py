@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 
 
 @dataclass

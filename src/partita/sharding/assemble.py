@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from partita.comm.collective_errors import together
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.comm.several_axes import SeveralAxes
-from partita.comm.together import together
 from partita.errors import ConfigError
 from partita.memory.tiers import StateMemory
 from partita.plan.box import Box
@@ -26,7 +26,7 @@ from partita.plan.mesh_shape import STATE_AXES
 from partita.plan.planned import PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import Holding, find_everywhere, find_holdings, find_quantized
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules

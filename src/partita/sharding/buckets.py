@@ -29,7 +29,7 @@ from partita.sharding.gradient_sync import GradientSync, StateOf, SyncCall, make
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
-from partita.sharding.squares import square
+from partita.sharding.squared_norm import square
 
 
 class Arrivals:

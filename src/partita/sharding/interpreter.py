@@ -12,9 +12,9 @@ from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.comm.transport import Work
 from partita.memory.accelerator import is_host
+from partita.memory.step_events import span
 from partita.memory.streams import finish
 from partita.memory.tiers import Kept, Lease
-from partita.memory.timeline import span
 from partita.plan.formats import Format
 from partita.plan.residence import Tier
 from partita.plan.scratch import scratch_bytes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import ConfigError, PartitaError
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 
 # Attributes and methods, by name, that take no data.
 METADATA = frozenset(

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from partita.memory.step_events import span, told
 from partita.memory.streams import Event, Stream, record
-from partita.memory.timeline import span, told
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps
 from partita.plan.strategies import PublishPlan

@@ -22,8 +22,8 @@ from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
+from partita.memory.step_events import span, told
 from partita.memory.streams import Event, after, record
-from partita.memory.timeline import span, told
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
 from partita.sharding.buckets import Bucket, SyncStates

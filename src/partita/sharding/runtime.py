@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partita.comm.collective_errors import together
 from partita.comm.collectives import Collectives
-from partita.comm.together import together
 from partita.errors import PartitaError
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, Loan
@@ -24,7 +24,6 @@ from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.sharding.agreement import agree
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
@@ -37,10 +36,11 @@ from partita.sharding.placeholder import claim, disclaim, leave_share, wake
 from partita.sharding.precision import ExactLoads, cast_buffers, forward_precision
 from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
-from partita.sharding.residency import Residency
 from partita.sharding.segment import Segment
 from partita.sharding.structure import Structure, Written
 from partita.sharding.unit import Unit, UnitResources, UnitState
+from partita.sharding.unshard import Residency
+from partita.sharding.unshard_order import agree
 from partita.sharding.visits import Subscriber
 
 _log = logging.getLogger("partita")

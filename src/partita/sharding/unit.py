@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from partita.memory.allocate import allocate, over
 from partita.memory.buffer_pool import BufferPool, Loan, Slot
+from partita.memory.step_events import span, told
 from partita.memory.streams import Event, Stream, record
-from partita.memory.timeline import span, told
 from partita.plan.planned import PlannedUnit
 from partita.plan.steps import steps
 from partita.planner.parameters import Holding

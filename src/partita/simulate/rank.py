@@ -17,7 +17,7 @@ from partita.errors import PartitaError
 from partita.forecast.without_values import without_values
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
-from partita.memory.timeline import Watcher, watched_by
+from partita.memory.step_events import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
 from partita.planner.memory import gradient_bytes_in_place

@@ -22,7 +22,7 @@ from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.forecast.trace import loss_of
 from partita.memory import accelerator
-from partita.memory.shortage import is_shortage
+from partita.memory.out_of_memory import is_shortage
 from partita.plan.residence import Tier
 from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Draft, Request, Stored, Value
-from partita.checkpoint.foreign.opening import open_any
+from partita.checkpoint.external.opening import open_any
 from partita.checkpoint.format.file import Snapshots, stream_file, write_snapshot
 from partita.checkpoint.format.folder import (
     LOCK_SUFFIX,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value
-from partita.checkpoint.plain import object_bytes
+from partita.checkpoint.serializable import object_bytes
 from partita.memory.collector import collector_paused
 
 # Records begin at multiples of this, as values do inside torch's archives.

@@ -17,7 +17,7 @@ from partita.checkpoint.format.manifest import MANIFEST, METADATA, read_manifest
 from partita.checkpoint.format.reading import Reading
 from partita.checkpoint.format.record import read_tensor
 from partita.checkpoint.format.system import checksum, damaged, read_range
-from partita.checkpoint.plain import read_object
+from partita.checkpoint.serializable import read_object
 from partita.errors import PartitaError
 
 

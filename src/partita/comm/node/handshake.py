@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from partita.comm.node.admission import admit, withdraw
 from partita.comm.node.peers import Channel, NodePeer, read_memory, receive_bytes
+from partita.comm.node.ptrace_permission import admit, withdraw
 from partita.errors import PartitaError
 
 _log = logging.getLogger("partita")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from partita.comm.node.admission import admit, withdraw
 from partita.comm.node.forks import keep_from_children
+from partita.comm.node.ptrace_permission import admit, withdraw
 
 # Its kind, the tag of its exchange; address and size of memory.
 MESSAGE = struct.Struct("<qqqq")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from partita.checkpoint.foreign.universal import CLIENT_STATE, COUNTERS, find_universal
+from partita.checkpoint.external.universal import CLIENT_STATE, COUNTERS, find_universal
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.training_state import EXTRA

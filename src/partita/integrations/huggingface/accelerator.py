@@ -19,7 +19,7 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
-from partita.integrations.fed import fed
+from partita.integrations.data_rank import fed
 from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
 from partita.integrations.huggingface.engines import Engines, adds_up_whole
 from partita.integrations.huggingface.generation import hook_generation

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor
 
 from partita.errors import ConfigError
-from partita.integrations.fed import Fed
+from partita.integrations.data_rank import Fed
 from partita.integrations.huggingface.replaced import replaced
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from partita.checkpoint.format.stored import open_stored
-from partita.checkpoint.plain import object_bytes
+from partita.checkpoint.serializable import object_bytes
 from partita.checkpoint.training_state import EXTRA
 from partita.engine.engine import Engine
 from partita.errors import PartitaError

@@ -5,7 +5,7 @@ from typing import Protocol
 from partita.config.launchers import set_local_world_size
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.integrations.fed import fed
+from partita.integrations.data_rank import fed
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
 

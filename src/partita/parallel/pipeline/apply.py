@@ -8,16 +8,16 @@ from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.errors import ConfigError
 from partita.parallel.applied import Parallel
-from partita.parallel.pipeline.absent import forget, send_away
 from partita.parallel.pipeline.cut import cut
+from partita.parallel.pipeline.off_stage import forget, send_away
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.plan.place import Place
 from partita.plan.residence import BF16, FP16
 from partita.plan.share import Share
 from partita.planner.blueprint import compute_encoding
 from partita.planner.dtypes import dtype_of
-from partita.planner.elsewhere import is_elsewhere
 from partita.planner.full_precision import find_full_precision
+from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
-from partita.parallel.pipeline.absent import all_away
-from partita.parallel.pipeline.stand_in import StandIn
+from partita.parallel.pipeline.off_stage import all_away
+from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
 from partita.sharding.buffers import buffers_kept

@@ -14,8 +14,8 @@ from torch import Tensor
 from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
 from partita.memory.accelerator import readable
-from partita.memory.timeline import span
-from partita.parallel.pipeline.absent import Absent, arrived, is_missing
+from partita.memory.step_events import span
+from partita.parallel.pipeline.off_stage import Absent, arrived, is_missing
 from partita.parallel.pipeline.stage import Arguments, bypasses
 
 PURPOSE = "pipeline"

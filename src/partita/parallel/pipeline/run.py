@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from partita.comm.collectives import Collectives
 from partita.memory import accelerator
 from partita.parallel.applied import Parallel
-from partita.parallel.pipeline.absent import Absent, is_missing
 from partita.parallel.pipeline.cut import outside
 from partita.parallel.pipeline.edges import Arrival, Edges
+from partita.parallel.pipeline.off_stage import Absent, is_missing
+from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
 from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
-from partita.parallel.pipeline.stand_in import StandIn
 from partita.parallel.pipeline.weights import WeightGradients, keep_apart
 from partita.plan.mesh_shape import PIPELINE_AXES
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from partita.errors import PartitaError
-from partita.parallel.pipeline.absent import Absent, DataNeededError, arrived, is_missing
+from partita.parallel.pipeline.off_stage import Absent, DataNeededError, arrived, is_missing
 from partita.sharding.hooks import ForwardEndedError, call_within_hooks
 from partita.transforms.modules import ModuleTransforms
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from partita.parallel.applied import Parallel
-from partita.parallel.pipeline.absent import arrived, is_missing
+from partita.parallel.pipeline.off_stage import arrived, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
-from partita.planner.elsewhere import is_elsewhere
+from partita.planner.off_stage import is_elsewhere
 from partita.sharding.compiler import eager
 from partita.transforms.modules import forward_wrappers
 

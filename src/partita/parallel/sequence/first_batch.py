@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from partita.comm.together import together
+from partita.comm.collective_errors import together
 from partita.errors import PartitaError
 from partita.parallel.sequence.apply import KEY
 from partita.parallel.sequence.blocks import Blocks, hidden_in, sequence_dim

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from partita.comm.attendance import attend
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
+from partita.comm.synchronization_check import attend
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.tensor.functions import PURPOSE, enter, leave
 from partita.plan.place import Place

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.memory.timeline import span
-from partita.sharding.agreement import Agreement
+from partita.memory.step_events import span
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitState
+from partita.sharding.unshard_order import Agreement
 from partita.sharding.visits import Subscriber, Visit
 
 

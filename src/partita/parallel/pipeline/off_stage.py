@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
 from partita.memory.autocast import autocast_dtype
-from partita.planner.elsewhere import Elsewhere, is_elsewhere
+from partita.planner.off_stage import Elsewhere, is_elsewhere
 from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 

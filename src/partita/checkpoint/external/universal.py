@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from partita.checkpoint.foreign.foreign import Foreign, latest_step, schedule_of
-from partita.checkpoint.foreign.torch_files import IMPLEMENTATION, TorchFiles, load_mapped
+from partita.checkpoint.external.source import Foreign, latest_step, schedule_of
+from partita.checkpoint.external.torch_files import IMPLEMENTATION, TorchFiles, load_mapped
 from partita.checkpoint.format.system import explained
 from partita.checkpoint.names import GROUPS, MODEL, STATE, some_of
 from partita.checkpoint.training_state import CONFIGURED, ENGINE, EXTRA, SCHEDULER

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
-from partita.parallel.pipeline.absent import Absent, DataNeededError, Trial, all_away, without_data
+from partita.parallel.pipeline.off_stage import Absent, DataNeededError, Trial, all_away, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from partita.checkpoint.foreign.beside import with_what_is_beside
-from partita.checkpoint.foreign.foreign import Foreign
-from partita.checkpoint.foreign.torch_files import TorchFiles
+from partita.checkpoint.external.companion_files import with_what_is_beside
+from partita.checkpoint.external.source import Foreign
+from partita.checkpoint.external.torch_files import TorchFiles
 from partita.checkpoint.names import GROUPS, MODEL
 from partita.errors import PartitaError
 

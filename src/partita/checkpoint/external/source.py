@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from partita.checkpoint.backend import Request, Stored, Value, saved_boxes
-from partita.checkpoint.foreign.torch_files import IMPLEMENTATION
+from partita.checkpoint.external.torch_files import IMPLEMENTATION
 from partita.checkpoint.format.backend import Alone, FileBackend
 from partita.checkpoint.names import GROUPS, MODEL, STATE
-from partita.checkpoint.plain import plain
+from partita.checkpoint.serializable import plain
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
 from partita.config.schema import Precision

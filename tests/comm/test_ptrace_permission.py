@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 import partita
-from partita.comm.node import admission
-from partita.comm.node.admission import admit, common_ancestor, withdraw
+from partita.comm.node import ptrace_permission
+from partita.comm.node.ptrace_permission import admit, common_ancestor, withdraw
 from tests.local import pool
 from tests.local.training import Stack
 
@@ -23,7 +23,7 @@ def named(scope: str | None, folder: Path) -> Iterator[list[int]]:
     file = folder / f"scope-{os.getpid()}"
     if scope is not None:
         file.write_text(f"{scope}\n")
-    with mock.patch.object(admission, "_SCOPE", file), mock.patch.object(admission, "_set_tracer", calls.append):
+    with mock.patch.object(ptrace_permission, "_SCOPE", file), mock.patch.object(ptrace_permission, "_set_tracer", calls.append):
         yield calls
 
 
@@ -47,7 +47,7 @@ def test_the_fewest_processes(siblings: list[int]) -> None:
 
 @pytest.mark.parametrize(("parent", "expected"), [(1, 1), (2, 0)])
 def test_init_is_named_by_its_own_children_only(siblings: list[int], parent: int, expected: int) -> None:
-    with mock.patch.object(admission.os, "getppid", return_value=parent):
+    with mock.patch.object(ptrace_permission.os, "getppid", return_value=parent):
         assert common_ancestor([siblings[0], 1]) == expected
 
 

@@ -7,7 +7,7 @@ another order.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from partita.forecast.part import Part
+from partita.forecast.chunk_activations import Part
 from partita.forecast.pieces import Trace
 from partita.forecast.stages import Stage
 from partita.plan.place import Place

@@ -7,7 +7,7 @@ full by ``torch.save`` (``FULL_STATE_DICT``).
 from pathlib import Path
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.foreign.torch_files import TorchFiles
+from partita.checkpoint.external.torch_files import TorchFiles
 from partita.checkpoint.format.manifest import METADATA
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.format.system import damaged

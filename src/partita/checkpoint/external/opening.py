@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.foreign.fsdp import open_fsdp
+from partita.checkpoint.external.fsdp import open_fsdp
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.format.system import explained
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.foreign.foreign import Foreign, latest_step
-from partita.checkpoint.foreign.torch_files import load_mapped
+from partita.checkpoint.external.source import Foreign, latest_step
+from partita.checkpoint.external.torch_files import load_mapped
 from partita.checkpoint.format.system import explained
 from partita.checkpoint.training_state import ENGINE, RANDOM, SCHEDULER
 from partita.errors import PartitaError

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from partita.checkpoint.foreign.beside import with_what_is_beside
-from partita.checkpoint.foreign.foreign import Foreign
-from partita.checkpoint.foreign.fsdp import open_fsdp
-from partita.checkpoint.foreign.trainer import Model, find_optimizer, open_trainer
-from partita.checkpoint.foreign.universal import find_universal, open_universal
+from partita.checkpoint.external.companion_files import with_what_is_beside
+from partita.checkpoint.external.fsdp import open_fsdp
+from partita.checkpoint.external.source import Foreign
+from partita.checkpoint.external.trainer import Model, find_optimizer, open_trainer
+from partita.checkpoint.external.universal import find_universal, open_universal
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.manifest import METADATA
 from partita.errors import PartitaError

@@ -72,9 +72,9 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
                 local = local.contiguous(memory_format=torch.channels_last)
             members.append(Member(Holding(nn.Parameter(local), [span.fqn]), span, segment))
             segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
-        segment.keep_rest(memory)
+        segment.keep_stored(memory)
         segments.append(segment)
-    unit: Any = SimpleNamespace(segments=segments, members=members, rests_whole=True)
+    unit: Any = SimpleNamespace(segments=segments, members=members, always_unsharded=True)
     optimizer = torch.optim.AdamW([member.param for member in members])
     for member in members:
         states = {state: held[f"{member.fqn} {state}"] for state in STATES if f"{member.fqn} {state}" in held}
@@ -90,7 +90,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     for member in members:
         model.register_parameter(member.fqn, member.param)
     runtime: Any = SimpleNamespace(units=[unit], model=model, collectives=collectives)
-    runtime.residency = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
+    runtime.unsharder = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
     runtime.gradient_group.size = mesh.data
     runtime.runs_all = True

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from partita import PartitaError
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
@@ -195,7 +195,7 @@ def failing(on: int) -> Callable[[Collectives], str]:
     def work(collectives: Collectives) -> str:
         undone = list[int]()
         try:
-            with together(collectives.all_ranks, lambda: undone.append(1)):
+            with shared_errors(collectives.all_ranks, lambda: undone.append(1)):
                 if collectives.mesh.rank == on:
                     raise ConfigError("so it is")
         except ConfigError as error:

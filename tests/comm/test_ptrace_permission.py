@@ -23,7 +23,10 @@ def named(scope: str | None, folder: Path) -> Iterator[list[int]]:
     file = folder / f"scope-{os.getpid()}"
     if scope is not None:
         file.write_text(f"{scope}\n")
-    with mock.patch.object(ptrace_permission, "_SCOPE", file), mock.patch.object(ptrace_permission, "_set_tracer", calls.append):
+    with (
+        mock.patch.object(ptrace_permission, "_SCOPE", file),
+        mock.patch.object(ptrace_permission, "_set_tracer", calls.append),
+    ):
         yield calls
 
 

@@ -17,7 +17,7 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
-from partita.forecast.choice import Resting
+from partita.forecast.choice import StateSettings
 from partita.forecast.communication_variants import WORTH
 from partita.forecast.plan import Plan
 from partita.forecast.search import Search
@@ -57,7 +57,9 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
 
 
 def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None:
-    whole = next(each for each in plan.forecasts if each.choice.resting == Resting(0) and each.choice.mesh.data == 8)
+    whole = next(
+        each for each in plan.forecasts if each.choice.state_settings == StateSettings(0) and each.choice.mesh.data == 8
+    )
     num = plan.source.num_params
     assert not whole.fits
     states = sum(whole.held[state, "device"] for state in ("parameters", "gradients", "master", "moments"))
@@ -71,7 +73,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     source = read_source(SMALL)
     search = Search(source, machine_named("h100"), 4, 64)
     mesh = MeshShape(data=4)
-    resolved = search._resolved(mesh, Resting(stage, optimizer=optimizer))
+    resolved = search._resolved(mesh, StateSettings(stage, optimizer=optimizer))
     tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]
     found = search.sized(MeshShape())
     units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
@@ -85,7 +87,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
 def test_offload_is_for_what_does_not_fit_without_it() -> None:
     with_host = partita.plan("gpt-13b", gpu="v100-32").best
     assert with_host is not None
-    assert with_host.choice.resting.optimizer == "host"
+    assert with_host.choice.state_settings.optimizer == "host"
     without = partita.plan("gpt-13b", gpu=machine_named("v100-32", host_memory=0, disk=0))
     assert without.best is None
     with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU lacks"):
@@ -155,14 +157,14 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
     full, coded = (
         partita.plan(sizes, gpus=4, gpu=slow, tokens=512, samples=8, compress=compress) for compress in (False, True)
     )
-    assert not any(each.choice.resting.sending.communication for each in full.forecasts)
+    assert not any(each.choice.state_settings.sending.communication for each in full.forecasts)
     best, slower = coded.best, full.best
     assert best is not None
     assert slower is not None
     assert best.time is not None
     assert slower.time is not None
     assert best.time.total_s < (1 - WORTH) * slower.time.total_s
-    assert coded.config()["communication"] == dict(best.choice.resting.sending.communication)
+    assert coded.config()["communication"] == dict(best.choice.state_settings.sending.communication)
     subject = Subject(lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta"))
     for rank in simulate(subject, coded.config(), Cluster(4, "cuda", 2)).ranks:
         sent = Counter[str]()
@@ -223,9 +225,13 @@ def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
     """Those of stage 3 for backward: it loses nothing, and takes memory."""
     slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)
     found = partita.plan("family=llama,layers=8,hidden=2048,heads=16,vocab=1000", gpus=8, gpu=slow, tokens=512)
-    (hierarchical, *_) = [each for each in found.forecasts if each.choice.resting.sending is HIERARCHICAL]
+    (hierarchical, *_) = [each for each in found.forecasts if each.choice.state_settings.sending is HIERARCHICAL]
     choice = hierarchical.choice
-    flat = replace(choice, mesh=replace(choice.mesh, node=1), resting=replace(choice.resting, sending=AS_STAGES_DO))
+    flat = replace(
+        choice,
+        mesh=replace(choice.mesh, node=1),
+        state_settings=replace(choice.state_settings, sending=AS_STAGES_DO),
+    )
     (other,) = [each for each in found.forecasts if each.choice == flat]
     assert hierarchical.time is not None
     assert other.time is not None
@@ -233,7 +239,7 @@ def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
     assert hierarchical.by_tier[Tier.DEVICE] > other.by_tier[Tier.DEVICE]
     assert choice.sections()["zero"] == {"stage": 3, "hierarchical": True}
     on_one_node = partita.plan(SMALL, gpus=4, gpu="h100", compress=True)
-    assert not any(each.choice.resting.sending.zero for each in on_one_node.forecasts)
+    assert not any(each.choice.state_settings.sending.zero for each in on_one_node.forecasts)
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partita import ConfigError
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.choice import Choice, Resting
+from partita.forecast.choice import Choice, StateSettings
 from partita.forecast.chunk_activations import moments, representative
 from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.search import Search
@@ -260,7 +260,7 @@ def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> Non
     machine = replace(machine_named("h100"), host_memory=1e12)
     for checkpoint, accumulate in (("none", 8), ("units", 2)):
         search = Search(source, machine, 2 * pipeline, 4 * accumulate, Config(), dtype="fp32")
-        choice = Choice(MeshShape(pipeline, 2), Resting(2), 2, accumulate, checkpoint)
+        choice = Choice(MeshShape(pipeline, 2), StateSettings(2), 2, accumulate, checkpoint)
         config = {**choice.sections(), "precision": {"compute": "fp32"}}
         resolve(Config(**config), 2 * pipeline, "cpu", 2 * pipeline)
         reports = simulate(subject_of(source, MODELS[name]), config, Cluster(2 * pipeline, "cpu", 8)).ranks

@@ -8,7 +8,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import partita
-from partita.sharding.placeholder import is_resting
+from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import UnitState
 from tests import seeds
 from tests.local import pool
@@ -67,13 +67,13 @@ def waits(stage: int) -> None:
         units = engine._parts.runtime.units
         for number in range(4):
             step(engine, number)
-            assert all(unit.state is UnitState.GATHERING for unit in units)
+            assert all(unit.state is UnitState.UNSHARDING for unit in units)
             params = dict(engine.module.named_parameters())
-            assert all(is_resting(param) for param in params.values())
+            assert all(is_sharded(param) for param in params.values())
             found = {name: param.detach().clone() for name, param in params.items() if number % 2}
-            assert all(unit.state is UnitState.WHOLE for unit in units) or not number % 2
+            assert all(unit.state is UnitState.UNSHARDED for unit in units) or not number % 2
             weights = engine.state_dict()
-            assert not any(is_resting(param) for param in params.values())
+            assert not any(is_sharded(param) for param in params.values())
             if rank() == 0:
                 assert all(torch.equal(value, weights[name]) for name, value in found.items())
 
@@ -82,7 +82,7 @@ def stays(per_node: int, stage: int) -> None:
     """On one node nothing is put to rest, nor where each rank updates all."""
     with on_nodes_of(per_node), partita.initialize(Stack(2), {"zero": {"stage": stage}}) as engine:
         step(engine, 0)
-        assert not any(is_resting(param) for param in engine.module.parameters())
+        assert not any(is_sharded(param) for param in engine.module.parameters())
 
 
 def unfrozen() -> None:

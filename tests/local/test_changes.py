@@ -54,7 +54,7 @@ def own_rests(engine: partita.Engine) -> Tensor:
     """What rests of the parameters whose master weights are this rank's."""
     engine._parts.updater.wait_for_updates()
     segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
-    return torch.cat([segment.part_of_rest(segment.rest.load()).float() for segment in segments])
+    return torch.cat([segment.part_of_stored(segment.rest.load()).float() for segment in segments])
 
 
 def assert_nodes_alike(engine: partita.Engine, per_node: int) -> None:

@@ -91,7 +91,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
         model,
         runtime,
         runtime._pool,
-        runtime.residency,
+        runtime.unsharder,
         runtime.reducer,
         engine.optimizer,
         engine._parts.runtime.memory.ledger,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.sharding.placeholder import is_resting
+from partita.sharding.placeholder import is_sharded
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights
@@ -31,13 +31,13 @@ def reads() -> None:
             with engine.gathered(module.blocks[1], module.last.weight):
                 assert torch.equal(module.blocks[1].up.weight, expected["blocks.1.up.weight"])
                 assert torch.equal(module.last.weight, expected["last.weight"])
-                assert is_resting(module.blocks[2].up.weight) == (zero["stage"] == 3)
+                assert is_sharded(module.blocks[2].up.weight) == (zero["stage"] == 3)
                 with engine.gathered(module.blocks[1]):
                     pass
                 assert torch.equal(module.blocks[1].up.weight, expected["blocks.1.up.weight"]), (
                     "held by the outer block"
                 )
-            assert is_resting(module.blocks[1].up.weight) == (zero["stage"] == 3)
+            assert is_sharded(module.blocks[1].up.weight) == (zero["stage"] == 3)
             assert_idle(engine)
 
 

@@ -139,7 +139,7 @@ def trained_states() -> None:
 
 
 def gathered_bytes(unit: PlannedUnit) -> int:
-    return 0 if unit.rests_whole else unit.num_bytes
+    return 0 if unit.always_unsharded else unit.num_bytes
 
 
 def exports(folder: Path) -> None:

@@ -123,11 +123,11 @@ def whole_at_a_time() -> None:
     """Never more units whole than one beside the root, and one ahead."""
     most = 0
     with partita.initialize(Stack(8), {"zero": {"stage": 3}}) as engine:
-        units = engine._parts.runtime.residency.units
+        units = engine._parts.runtime.unsharder.units
 
         def count(*_: Any) -> None:
             nonlocal most
-            most = max(most, sum(unit.state is not UnitState.RESTING for unit in units))
+            most = max(most, sum(unit.state is not UnitState.SHARDED for unit in units))
 
         def count_both(module: nn.Module, args: Any, output: Tensor) -> None:
             count()

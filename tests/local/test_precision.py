@@ -308,10 +308,10 @@ def one_loss_through_two_engines() -> None:
         with partita.initialize(seeded(1), actor_config) as actor, partita.initialize(seeded(2), second) as critic:
             loss = square_loss(actor, rank(), 0).float() + square_loss(critic, rank(), 0).float()
             actor.backward(loss)
-            together = [engine.gradient("last.weight") for engine in (actor, critic)]
+            gradients = [engine.gradient("last.weight") for engine in (actor, critic)]
             norms = [engine.step().grad_norm for engine in (actor, critic)]
         with partita.initialize(seeded(1), actor_config) as actor, partita.initialize(seeded(2), second) as critic:
-            for engine, gradient, norm in zip((actor, critic), together, norms, strict=True):
+            for engine, gradient, norm in zip((actor, critic), gradients, norms, strict=True):
                 engine.backward(square_loss(engine, rank(), 0))
                 torch.testing.assert_close(engine.gradient("last.weight"), gradient, rtol=1e-2, atol=1e-3)
                 assert engine.step().grad_norm == pytest.approx(norm, rel=1e-2)

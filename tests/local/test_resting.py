@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.memory import buffer_pool
-from partita.sharding.placeholder import Resting, is_resting
+from partita.sharding.placeholder import ShardedParameter, is_sharded
 from tests import seeds
 from tests.local import pool
 from tests.local.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train
@@ -28,7 +28,7 @@ def metadata() -> None:
         for (name, param), (_, expected) in zip(
             engine.module.named_parameters(), plain.named_parameters(), strict=True
         ):
-            assert is_resting(param), name
+            assert is_sharded(param), name
             assert isinstance(param, nn.Parameter)
             assert param.shape == expected.shape
             assert param.size() == expected.size()
@@ -340,10 +340,10 @@ def own_class() -> None:
     model = Stack()
     model.first.weight = Special(model.first.weight.data)
     with partita.initialize(model, SHARDED) as engine:
-        assert type(model.first.weight) is Resting
+        assert type(model.first.weight) is ShardedParameter
         with engine.gathered():
             assert type(model.first.weight) is Special
-        assert type(model.first.weight) is Resting
+        assert type(model.first.weight) is ShardedParameter
 
 
 def test_metadata_answers() -> None:

@@ -232,9 +232,9 @@ def whole_weights(engine: partita.Engine) -> dict[str, Tensor]:
 
 def assert_idle(engine: partita.Engine) -> None:
     """Between steps nothing is open: units rest, all slots of all pools are back, no reduction is under way."""
-    residency, reducer = engine._parts.runtime.residency, engine._parts.runtime.reducer
+    unsharder, reducer = engine._parts.runtime.unsharder, engine._parts.runtime.reducer
     open_units = [
-        u.title for u in residency.units if u.state is not UnitState.RESTING or u.visits or u.pinned or u.slot
+        u.title for u in unsharder.units if u.state is not UnitState.SHARDED or u.open_calls or u.pinned or u.slot
     ]
     assert not open_units, f"open: {open_units}"
     held = engine.memory_report().held

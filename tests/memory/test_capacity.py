@@ -53,7 +53,7 @@ def test_memory_that_pytorch_only_keeps_is_free(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(accelerator, "free_bytes", lambda device: 1_000 - sum(kept))
     assert free_budget(torch.device("xpu"), Offload()).device == int(DEVICE_SHARE * 1_000)
     kept.append(600)
-    assert room._free(nn.Module(), torch.device("xpu")).device == 1_000
+    assert capacity_check._free(nn.Module(), torch.device("xpu")).device == 1_000
 
 
 def test_files_in_memory_are_no_disk(tmp_path: Path) -> None:

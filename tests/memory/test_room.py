@@ -26,7 +26,7 @@ def model() -> nn.Module:
 
 @contextmanager
 def with_free(num_bytes: int) -> Iterator[None]:
-    with mock.patch.object(room, "host_memory", return_value=(2**40, num_bytes)):
+    with mock.patch.object(capacity_check, "host_memory", return_value=(2**40, num_bytes)):
         yield
 
 

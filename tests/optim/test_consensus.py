@@ -26,7 +26,7 @@ MEMBERS = [SimpleNamespace(fqn=name, segment=SEGMENT) for name in "abcd"]
 
 def rank(
     used: str = "",
-    waves: int = 1,
+    num_passes: int = 1,
     leftovers: Sequence[bool] = (False, False),
     scales: Sequence[float] = (),
     wrote: str = "",
@@ -38,7 +38,7 @@ def rank(
     buckets = [SimpleNamespace(arrivals=arrivals, members=members) for members in (MEMBERS[:3], MEMBERS[3:])]
     reducer = SimpleNamespace(
         buckets=buckets,
-        waves=waves,
+        num_passes=num_passes,
         leftovers=lambda: list(leftovers),
         scales=set(scales),
         finite=SimpleNamespace(is_suspect=suspect),
@@ -79,7 +79,7 @@ def scale(consensus: Consensus) -> float:
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_what_one_rank_used_all_update(num: int) -> None:
-    others = [rank("a", waves=2), rank("cd", leftovers=(False, True))]
+    others = [rank("a", num_passes=2), rank("cd", leftovers=(False, True))]
     ranks = [rank("b"), *others][-num:]
     used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
     scales = (NO_SCALE,) * num
@@ -131,7 +131,7 @@ def test_ranks_that_wrote_different_values_are_told_where() -> None:
         assert said.startswith(
             "step 7: rank 2 wrote other values into parameters than rank 0, or into others (of 2: 'b')"
         )
-    assert agreed([rank(wrote="a"), rank(wrote="a")], lambda consensus: before(consensus).waves) == [1, 1]
+    assert agreed([rank(wrote="a"), rank(wrote="a")], lambda consensus: before(consensus).num_passes) == [1, 1]
 
 
 def test_the_norm_is_the_sum_in_rank_order() -> None:

@@ -18,7 +18,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import Resting
+from partita.sharding.placeholder import ShardedParameter
 from partita.sharding.structure import Written
 from partita.sharding.unit import UnitState
 from tests.fakes import on_ranks
@@ -62,7 +62,7 @@ def on_two(
             members=lambda: ((unit, member) for unit in parts.units for member in unit.members),
             publisher=parts.publisher,
             device=collectives.mesh.device,
-            residency=parts.residency,
+            unsharder=parts.unsharder,
             memory=parts.memory,
             reducer=reducer,
             written=Written(parts.units, 0),
@@ -95,7 +95,7 @@ def backward(parts: Made, updater: StepUpdater, step: int, bad: str = "") -> Non
         if member.fqn == bad and rank == 1:
             member.param.grad.view(-1)[-1] = float("nan")
         updater._reducer.arrived(member)
-    updater._reducer.end_wave()
+    updater._reducer.end_pass()
 
 
 def expected(num_steps: int, max_norms: Sequence[float] = ()) -> dict[str, Tensor]:
@@ -114,12 +114,12 @@ def expected(num_steps: int, max_norms: Sequence[float] = ()) -> dict[str, Tenso
 def whole(parts: Made, member: Member) -> Tensor:
     """A parameter as the next forward finds it."""
     unit = next(unit for unit in parts.units if any(own is member for own in unit.members))
-    if unit.rests_whole:
+    if unit.always_unsharded:
         unit.finish_update()
         return member.param.detach()
-    parts.residency.hold([unit])
+    parts.unsharder.hold([unit])
     values = member.param.detach().clone()
-    parts.residency.let_go([unit])
+    parts.unsharder.let_go([unit])
     return values
 
 
@@ -160,9 +160,9 @@ def test_who_uses_parameters_waits_for_their_update() -> None:
     def work(parts: Made, updater: StepUpdater) -> None:
         backward(parts, updater, 0)
         updater.update()
-        assert all(type(member.param) is Resting for member in parts.members)
+        assert all(type(member.param) is ShardedParameter for member in parts.members)
         updater.wait_for_updates()
-        assert not any(type(member.param) is Resting for member in parts.members)
+        assert not any(type(member.param) is ShardedParameter for member in parts.members)
 
     on_two("zero2", PLACES["host"], work)
 
@@ -176,8 +176,8 @@ def test_gathers_between_nodes_are_under_way_when_the_step_returns(name: str) ->
         for step in range(2):
             backward(parts, updater, step)
             updater.update()
-            under_way = [unit for unit in parts.units if unit.state is UnitState.GATHERING]
-            assert under_way == [unit for unit in are_gathered if unit.rests_whole]
+            under_way = [unit for unit in parts.units if unit.state is UnitState.UNSHARDING]
+            assert under_way == [unit for unit in are_gathered if unit.always_unsharded]
         for member in parts.members:
             assert torch.equal(whole(parts, member), values[member.fqn]), member.fqn
 

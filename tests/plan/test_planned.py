@@ -42,8 +42,8 @@ def planned(
 def test_parameters(name: str) -> None:
     for mesh in (TWO, NODES):
         segment = planned(2048, mesh, name)
-        assert (segment.rests_whole, segment.stays_whole) == (name in WHOLE, name in WHOLE + GATHERED_ONCE)
-        assert segment.has_second == (name == "hierarchical" and mesh is NODES)
+        assert (segment.always_unsharded, segment.stays_unsharded) == (name in WHOLE, name in WHOLE + GATHERED_ONCE)
+        assert segment.has_secondary == (name == "hierarchical" and mesh is NODES)
         between_nodes = name == "hierarchical-changes" and mesh is NODES
         assert segment.update_is_gathered == (name in ("zero1", "zero2") or between_nodes)
         sizes = {"ddp": 1, "hsdp": mesh.size("local")}
@@ -51,23 +51,23 @@ def test_parameters(name: str) -> None:
         assert segment.master_is_parameter
         assert not planned(2048, mesh, name, MIXED).master_is_parameter
     alone = planned(2048, MeshShape(), name)
-    assert (alone.rests_whole, alone.stays_whole, alone.has_second) == (True, True, False)
+    assert (alone.always_unsharded, alone.stays_unsharded, alone.has_secondary) == (True, True, False)
     for tier in (Tier.HOST, Tier.DISK):
         away = planned(2048, MeshShape(), name, tiers=Tiers(parameters=tier))
-        assert (away.rests_whole, away.stays_whole) == (False, name in GATHERED_ONCE)
+        assert (away.always_unsharded, away.stays_unsharded) == (False, name in GATHERED_ONCE)
         assert not away.master_is_parameter
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
     """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
-    rests_whole = name in ("ddp", "zero1", "zero3-once")
+    always_unsharded = name in ("ddp", "zero1", "zero3-once")
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)
-            assert (segment.gradients.in_place, segment.gradients.rest_whole) == (False, rests_whole)
+            assert (segment.gradients.in_place, segment.gradients.rest_whole) == (False, always_unsharded)
             num_reductions = 2 if name in ("hsdp", "hierarchical-changes") and mesh is NODES else 1
-            assert segment.gradients.pass_through != rests_whole
+            assert segment.gradients.pass_through != always_unsharded
             assert len(segment.gradients.reductions) == num_reductions
             assert isinstance(segment.gradients.exact.sums[0], ReduceScatter), "they are collected in fp32"
             assert bool(segment.gradients.exact.gathers) == (name == "ddp")

@@ -75,7 +75,7 @@ def test_the_same_model_gives_the_same_blueprint() -> None:
     assert (one, one.buckets) == (other, other.buckets)
     assert one != make_blueprint(llama(), resolved({"stage": 3}, MIXED))
     assert one.resolved.mesh.size("local") == 8
-    assert all(segment.has_second for unit in one.units for segment in unit.segments)
+    assert all(segment.has_secondary for unit in one.units for segment in unit.segments)
 
 
 class Mixed(nn.Module):

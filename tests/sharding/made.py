@@ -29,8 +29,8 @@ from partita.sharding.runtime import make_buckets
 from partita.sharding.segment import Segment
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitResources
-from partita.sharding.unshard import Residency
-from partita.sharding.visits import FollowedUnit
+from partita.sharding.unit_events import FollowedUnit
+from partita.sharding.unshard import Unsharder
 
 WIDTH = 5
 ON_DEVICE = Tiers()
@@ -98,7 +98,7 @@ class Made:
 
     units: list[Unit]
     publisher: Publisher
-    residency: Residency
+    unsharder: Unsharder
     agreement: Agreeing
     pool: BufferPool
     memory: StateMemory
@@ -106,7 +106,7 @@ class Made:
     followed: list[FollowedUnit] = field(default_factory=list)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        self.residency.touched(param, what)
+        self.unsharder.touched(param, what)
 
     @property
     def members(self) -> list[Member]:
@@ -131,21 +131,21 @@ def made(
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
     model, loan, agreement = blocks(num_units), Loan(), Agreeing()
     planned = planned_units(model, name, mesh.shape, tiers)
-    sizes = tuple(unit.num_bytes for unit in planned if not unit.rests_whole)
+    sizes = tuple(unit.num_bytes for unit in planned if not unit.always_unsharded)
     pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)
     interpreter, stream = Interpreter(collectives), mesh.stream("parameters")
     resources = UnitResources(interpreter, pool, loan, stream)
     units = make_units(model, planned, mesh.rank, resources, by_kernels=False)
-    sharded = [unit for unit in units if not unit.rests_whole]
-    residency = Residency(sharded, agreement, prefetch_bytes, Written(units, 0))
-    result = Made(units, Publisher(interpreter, stream), residency, agreement, pool, memory, collectives)
+    sharded = [unit for unit in units if not unit.always_unsharded]
+    unsharder = Unsharder(sharded, agreement, prefetch_bytes, Written(units, 0))
+    result = Made(units, Publisher(interpreter, stream), unsharder, agreement, pool, memory, collectives)
     for unit in units:
-        unit.lay()
+        unit.allocate()
         for member in unit.members:
             unit.adopt(member)
             claim(member.param, member.fqn, result)
         for segment in unit.segments:
-            segment.keep_rest(memory)
-        if not unit.rests_whole:
-            unit.release()
+            segment.keep_stored(memory)
+        if not unit.always_unsharded:
+            unit.reshard()
     return result

@@ -12,7 +12,7 @@ from partita.plan.state_plan import Tiers
 from partita.sharding.assemble import make_units
 from partita.sharding.hooks import UnitEvents
 from partita.sharding.unit import Unit
-from partita.sharding.visits import Subscriber, Visit
+from partita.sharding.unit_events import Subscriber, UnitCall
 from tests.sharding.made import WIDTH, blocks, planned_units
 
 
@@ -23,7 +23,7 @@ class Seen:
         self.events = list[str]()
 
     def note(self, event: str, name: str = "") -> Callable[..., None]:
-        def told(visit: Visit, *graph: bool) -> None:
+        def told(visit: UnitCall, *graph: bool) -> None:
             self.events.append(" ".join([f"{name}{event}", visit.unit.name, *(["graph"] if any(graph) else [])]))
 
         return told
@@ -129,7 +129,7 @@ def test_a_subscriber_that_refuses_ends_the_backward_and_is_asked_again() -> Non
     model, units = model_and_units(1)
     events, asked = UnitEvents(), list[str]()
 
-    def refuse(visit: Visit) -> None:
+    def refuse(visit: UnitCall) -> None:
         asked.append(visit.unit.name)
         raise RuntimeError("refused")
 
@@ -145,7 +145,7 @@ def test_a_subscriber_that_refuses_ends_the_backward_and_is_asked_again() -> Non
 def test_visits_under_way_at_a_time() -> None:
     """Two forwards before their backwards: each has its own visit."""
     model, units = model_and_units(1)
-    events, visits = UnitEvents(), list[Visit]()
+    events, visits = UnitEvents(), list[UnitCall]()
     events.subscribe(units, Subscriber(opened=visits.append, closed_backward=lambda visit: visits.remove(visit)))
     losses = [loss_of(model, requires_grad=True) for _ in range(2)]
     first, second = visits

@@ -12,14 +12,14 @@ from partita.memory.streams import Event
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.sharding.placeholder import is_resting
+from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import Unit, UnitState
-from partita.sharding.visits import Backwards, FollowedUnit, Visit
+from partita.sharding.unit_events import Backwards, FollowedUnit, UnitCall
 from tests.fakes import on_ranks
 from tests.sharding.made import Made, blocks, made
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
-RESTING, GATHERING, WHOLE = UnitState.RESTING, UnitState.GATHERING, UnitState.WHOLE
+SHARDED, UNSHARDING, WHOLE = UnitState.SHARDED, UnitState.UNSHARDING, UnitState.UNSHARDED
 EXPECTED = [param.detach() for param in blocks(4).parameters()]
 
 
@@ -40,10 +40,10 @@ def assert_whole(*units: Unit) -> None:
         assert all(torch.equal(got, want) for got, want in zip(values(unit), expected, strict=False))
 
 
-def visit(unit: Unit, made: Made) -> Visit:
+def visit(unit: Unit, made: Made) -> UnitCall:
     """A visit that the unit's hooks would make."""
-    made.followed.append(FollowedUnit(unit, Backwards(), [made.residency.subscriber]))
-    return Visit(made.followed[-1])
+    made.followed.append(FollowedUnit(unit, Backwards(), [made.unsharder.subscriber]))
+    return UnitCall(made.followed[-1])
 
 
 # ---------------------------------------------------------------------------------------------------------- units
@@ -53,19 +53,19 @@ def visit(unit: Unit, made: Made) -> Visit:
 def test_gather_and_release(name: str) -> None:
     def work(made: Made) -> None:
         unit, other = made.units
-        assert unit.state is RESTING
-        assert all(is_resting(member.param) for member in unit.members)
+        assert unit.state is SHARDED
+        assert all(is_sharded(member.param) for member in unit.members)
         assert unit.storage.nbytes() == 0
         for _ in range(2):
-            unit.start_gather()
-            assert unit.state is GATHERING
-            assert not other.can_gather, "there is one slot"
-            unit.finish_gather()
+            unit.start_unshard()
+            assert unit.state is UNSHARDING
+            assert not other.can_unshard, "there is one slot"
+            unit.finish_unshard()
             assert_whole(unit)
-            unit.keep_second()
-            assert unit.has_second == (name == "hierarchical")
-            unit.release()
-            assert (unit.state, unit.slot, unit.storage.nbytes()) == (RESTING, None, 0)
+            unit.keep_secondary()
+            assert unit.has_secondary == (name == "hierarchical")
+            unit.reshard()
+            assert (unit.state, unit.slot, unit.storage.nbytes()) == (SHARDED, None, 0)
 
     on(NODES, work, name, 2, 1)
 
@@ -74,9 +74,9 @@ def test_what_rests_on_the_host_is_copied_into_a_slot() -> None:
     def work(collectives: Collectives) -> None:
         parts = made(collectives, "ddp", 1, 1, Tiers(parameters=Tier.HOST))
         (unit,) = parts.units
-        assert unit.state is RESTING
-        unit.start_gather()
-        unit.finish_gather()
+        assert unit.state is SHARDED
+        unit.start_unshard()
+        unit.finish_unshard()
         assert_whole(unit)
 
     on_ranks(TWO, work, ("data",))
@@ -90,9 +90,9 @@ def test_updated_weights_come_to_rest(name: str) -> None:
             segment.master.lend().wait().add_(1.0)
         made.publisher.publish(made.units)
         for unit in made.units:
-            if unit.state is RESTING:
-                unit.start_gather()
-                unit.finish_gather()
+            if unit.state is SHARDED:
+                unit.start_unshard()
+                unit.finish_unshard()
             for got, want in zip(values(unit), EXPECTED[2 * unit.number :], strict=False):
                 assert torch.equal(got, want + 1.0)
 
@@ -103,7 +103,7 @@ def test_whoever_uses_a_unit_waits_for_its_update() -> None:
     def work(made: Made) -> None:
         (unit,), passed = made.units, list[str]()
         unit.await_update(Event(lambda: passed.append("updated")))
-        assert all(is_resting(member.param) for member in unit.members)
+        assert all(is_sharded(member.param) for member in unit.members)
         assert passed == []
         unit.finish_update()
         unit.finish_update()
@@ -118,23 +118,23 @@ def test_whoever_uses_a_unit_waits_for_its_update() -> None:
 
 def test_open_visits_are_counted() -> None:
     def work(made: Made) -> None:
-        residency, (unit, _) = made.residency, made.units
+        unsharder, (unit, _) = made.unsharder, made.units
         first, second = visit(unit, made), visit(unit, made)
-        residency.subscriber.opened(first)
-        residency.subscriber.opened(second)
-        residency.subscriber.closed(first, False)
+        unsharder.subscriber.opened(first)
+        unsharder.subscriber.opened(second)
+        unsharder.subscriber.closed(first, False)
         assert_whole(unit)
-        residency.subscriber.closed(second, False)
-        assert unit.state is RESTING
+        unsharder.subscriber.closed(second, False)
+        assert unit.state is SHARDED
         assert made.agreement.gathered == [unit.number], "gathered once"
 
     on(TWO, work, "zero3", 2, 2)
 
 
-@pytest.mark.parametrize(("name", "between"), [("zero3", RESTING), ("zero3-kept", WHOLE), ("hierarchical", RESTING)])
+@pytest.mark.parametrize(("name", "between"), [("zero3", SHARDED), ("zero3-kept", WHOLE), ("hierarchical", SHARDED)])
 def test_between_forward_and_backward(name: str, between: UnitState) -> None:
     def work(made: Made) -> None:
-        tell, (unit,) = made.residency.subscriber, made.units
+        tell, (unit,) = made.unsharder.subscriber, made.units
         forward = visit(unit, made)
         tell.opened(forward)
         tell.closed(forward, True)
@@ -144,32 +144,32 @@ def test_between_forward_and_backward(name: str, between: UnitState) -> None:
         assert_whole(unit)
         tell.closed_backward(forward)
         tell.backward_ended()
-        assert unit.state is RESTING
+        assert unit.state is SHARDED
 
     on(NODES, work, name, 1, 1)
 
 
 def test_the_last_steps_order_is_gathered_ahead() -> None:
     def work(made: Made) -> None:
-        residency, units = made.residency, made.units
+        unsharder, units = made.unsharder, made.units
         for unit in units:
-            residency.open(unit)
-            residency.close(unit)
-        assert residency.forward_order == []
-        residency.end_micro_batch()
-        assert residency.forward_order == units
+            unsharder.open(unit)
+            unsharder.close(unit)
+        assert unsharder.forward_order == []
+        unsharder.end_micro_batch()
+        assert unsharder.forward_order == units
         assert made.agreement.num_steps == 1
         made.agreement.gathered.clear()
-        residency.open(units[0])
-        assert [unit.state for unit in units] == [WHOLE, GATHERING, RESTING]
-        residency.close(units[0])
-        assert [unit.state for unit in units] == [RESTING, GATHERING, RESTING]
-        residency.open(units[1])
-        assert [unit.state for unit in units] == [RESTING, WHOLE, GATHERING]
+        unsharder.open(units[0])
+        assert [unit.state for unit in units] == [WHOLE, UNSHARDING, SHARDED]
+        unsharder.close(units[0])
+        assert [unit.state for unit in units] == [SHARDED, UNSHARDING, SHARDED]
+        unsharder.open(units[1])
+        assert [unit.state for unit in units] == [SHARDED, WHOLE, UNSHARDING]
         assert made.agreement.gathered == [0, 1, 2]
-        residency.close(units[1])
-        residency.end_micro_batch()
-        assert {unit.state for unit in units} == {RESTING}
+        unsharder.close(units[1])
+        unsharder.end_micro_batch()
+        assert {unit.state for unit in units} == {SHARDED}
 
     unit_bytes = 4 * 2 * 256
     on(TWO, work, "zero3", 3, 2, prefetch_bytes=unit_bytes)
@@ -177,13 +177,13 @@ def test_the_last_steps_order_is_gathered_ahead() -> None:
 
 def test_an_idle_unit_makes_room() -> None:
     def work(made: Made) -> None:
-        residency, (first, second, third) = made.residency, made.units
-        residency.open(first)
-        residency.close(first, between=True)
-        residency.open(second)
+        unsharder, (first, second, third) = made.unsharder, made.units
+        unsharder.open(first)
+        unsharder.close(first, between=True)
+        unsharder.open(second)
         assert (first.state, second.state) == (WHOLE, WHOLE), "kept, as there is room"
-        residency.open(third)
-        assert (first.state, second.state) == (RESTING, WHOLE), "the idle one went, the open one stayed"
+        unsharder.open(third)
+        assert (first.state, second.state) == (SHARDED, WHOLE), "the idle one went, the open one stayed"
         assert_whole(second, third)
 
     on(TWO, work, "zero3-kept", 3, 2)
@@ -191,12 +191,12 @@ def test_an_idle_unit_makes_room() -> None:
 
 def test_holding_units_takes_memory_beyond_the_pools() -> None:
     def work(made: Made) -> None:
-        residency = made.residency
+        unsharder = made.unsharder
         before = sum(made.memory.ledger.report(torch.device("cpu")).held.values())
-        residency.hold(made.units)  # without the warning of a pool that grows
+        unsharder.hold(made.units)  # without the warning of a pool that grows
         assert_whole(*made.units)
-        residency.let_go(made.units)
-        assert {unit.state for unit in made.units} == {RESTING}
+        unsharder.let_go(made.units)
+        assert {unit.state for unit in made.units} == {SHARDED}
         assert sum(made.memory.ledger.report(torch.device("cpu")).held.values()) == before
 
     on(TWO, work, "zero3", 3, 1)
@@ -204,16 +204,16 @@ def test_holding_units_takes_memory_beyond_the_pools() -> None:
 
 def test_reading_a_parameter_at_rest() -> None:
     def work(made: Made) -> None:
-        residency, (unit, _) = made.residency, made.units
+        unsharder, (unit, _) = made.unsharder, made.units
         weight = unit.members[0].param
         with pytest.raises(PartitaError, match=r"parameter '0\.weight' is at rest: .*engine\.gathered"):
             weight.sum()
-        residency.forwards_under_way(1)
+        unsharder.forwards_under_way(1)
         with pytest.warns(UserWarning, match=r"'0\.weight' is read outside the forward of its unit '0'"):
             assert weight.sum() == EXPECTED[0].sum()
         assert (unit.state, unit.in_use) == (WHOLE, True)
-        residency.end_micro_batch()
-        assert unit.state is RESTING, "at the step"
+        unsharder.end_micro_batch()
+        assert unit.state is SHARDED, "at the step"
 
     def either(made: Made) -> None:
         work(made) if made.collectives.mesh.rank == 0 else read_along(made)
@@ -223,30 +223,30 @@ def test_reading_a_parameter_at_rest() -> None:
 
 def read_along(made: Made) -> None:
     """What the other ranks do where one reads a parameter: gather it, too."""
-    made.units[0].start_gather()
-    made.units[0].finish_gather()
+    made.units[0].start_unshard()
+    made.units[0].finish_unshard()
 
 
 def test_a_graph_of_other_parameters_is_refused() -> None:
     def work(made: Made) -> None:
-        tell, (unit,) = made.residency.subscriber, made.units
+        tell, (unit,) = made.unsharder.subscriber, made.units
         forward = visit(unit, made)
         tell.opened(forward)
         tell.closed(forward, True)
-        made.residency.updated()
+        made.unsharder.updated()
         with pytest.raises(PartitaError, match=r"backward reached unit '0' with parameters that were changed"):
             tell.opened_backward(forward)
-        assert unit.state is RESTING
+        assert unit.state is SHARDED
 
     on(TWO, work, "zero3", 1, 1)
 
 
 def test_what_failed_is_closed_by_the_next_forward() -> None:
     def work(made: Made) -> None:
-        residency, (unit,) = made.residency, made.units
-        residency.open(unit)
-        residency.open(unit)
-        residency.begin_forward()
-        assert (unit.state, unit.visits) == (RESTING, 0)
+        unsharder, (unit,) = made.unsharder, made.units
+        unsharder.open(unit)
+        unsharder.open(unit)
+        unsharder.begin_forward()
+        assert (unit.state, unit.open_calls) == (SHARDED, 0)
 
     on(TWO, work, "zero3", 1, 1)

@@ -66,7 +66,7 @@ def test_means_over_the_ranks(name: str) -> None:
             brings(reducer, member, rank)
             assert member.param.grad is None, "it went into its bucket"
         assert reducer.leftovers() == [False] * len(reducer.buckets), "all were launched while they came"
-        reducer.end_wave()
+        reducer.end_pass()
         for member in parts.members:
             got = summed_over_ranks(parts, reduced(parts, reducer, member))
             assert torch.equal(got, mean(member)), member.fqn
@@ -83,7 +83,7 @@ def test_what_the_optimizer_sees(name: str) -> None:
         rank = parts.collectives.mesh.rank
         for member in reversed(parts.members):
             brings(reducer, member, rank)
-        reducer.end_wave()
+        reducer.end_pass()
         reducer.drain()
         reducer.gather({id(member.param) for member in parts.members}, 1.0)
         for member in parts.members:
@@ -108,7 +108,7 @@ def test_who_brings_nothing_sends_zeros(name: str) -> None:
             for member in reversed(parts.members):
                 brings(reducer, member, 0)
         reducer.join()
-        assert reducer.waves == (1 if parts.collectives.mesh.rank else 0)
+        assert reducer.num_passes == (1 if parts.collectives.mesh.rank else 0)
         reducer.end_micro_batch()
         for member in parts.members:
             got = summed_over_ranks(parts, reduced(parts, reducer, member))
@@ -125,7 +125,7 @@ def test_ranks_launch_in_one_order() -> None:
         members = parts.members[1:] if rank else parts.members[::-1]
         for member in members:
             brings(reducer, member, rank)
-        reducer.end_wave()
+        reducer.end_pass()
         for member in parts.members[1:]:
             assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, member)), mean(member))
         first = parts.members[0]
@@ -141,7 +141,7 @@ def test_what_comes_late_is_reduced_at_the_step(name: str) -> None:
         rank, late = parts.collectives.mesh.rank, parts.members[-1]
         for member in reversed(parts.members):
             brings(reducer, member, rank)
-        reducer.end_wave()
+        reducer.end_pass()
         with reducer.no_sync():
             late.param.grad = gradient(late, rank)
             reducer.arrived(late)
@@ -165,9 +165,9 @@ def test_micro_batches_add_up(name: str, tiers: Tiers) -> None:
             for member in reversed(parts.members):
                 brings(reducer, member, rank)
             assert reducer.holds_batch == (number == 1)
-            reducer.end_wave()
+            reducer.end_pass()
             reducer.end_micro_batch()
-        assert reducer.waves == (1 if name in ("ddp", "zero1", "zero3-once") else 2)
+        assert reducer.num_passes == (1 if name in ("ddp", "zero1", "zero3-once") else 2)
         for member in parts.members:
             assert torch.equal(summed_over_ranks(parts, reduced(parts, reducer, member)), mean(member))
         reducer.zero()
@@ -229,7 +229,7 @@ def test_numbers_that_are_not_finite_are_remembered() -> None:
                 if other is member and rank == 1:
                     other.param.grad.view(-1)[3] = float("inf")
                 reducer.arrived(other)
-            reducer.end_wave()
+            reducer.end_pass()
             reducer.drain()
             assert reducer.finite.is_suspect == (traces and rank == 1), "only the rank that it came from knows"
             reducer.zero()

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from partita.activation.caches import NoCaches
-from partita.activation.inputs import RestingInputs
+from partita.activation.inputs import StoredInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import TiledHeads, find_heads
 from partita.activation.tiles import tiled_modules
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.config.schema import Activations as ActivationsSection
 from partita.config.schema import Config
@@ -69,12 +69,12 @@ class Activations:
         settings, device = config.activations, collectives.mesh.device
         self._device = device
         self._all_ranks = collectives.all_ranks
-        self._inputs: RestingInputs | None = None
+        self._inputs: StoredInputs | None = None
         self._kept: KeptWhole | None = None
         tier = inputs_tier(settings, device)
         if tier is not Tier.DEVICE or settings.partition:
             split = collectives.group((TENSOR,) if settings.partition else ())
-            self._inputs = RestingInputs(memory, device, tier, Partition(split, collectives.group(())))
+            self._inputs = StoredInputs(memory, device, tier, Partition(split, collectives.group(())))
         if settings.keep_bytes != "none":
             limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
             alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
@@ -107,7 +107,7 @@ class Activations:
             PartitaError: on all ranks: they did not.
         """
         if self._inputs is not None and self._inputs.rooms.tier is not Tier.DEVICE:
-            with together(self._all_ranks):
+            with shared_errors(self._all_ranks):
                 self._inputs.rooms.check()
 
     def updated(self) -> None:
@@ -120,7 +120,7 @@ class Activations:
         self._changes.undo()
 
 
-def _begin(follower: RestingInputs | KeptWhole, module: nn.Module, args: object) -> None:
+def _begin(follower: StoredInputs | KeptWhole, module: nn.Module, args: object) -> None:
     follower.begin_forward()
 
 

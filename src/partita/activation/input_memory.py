@@ -12,7 +12,7 @@ from partita.plan.residence import Tier
 STATE = "activations"
 
 
-class Rooms:
+class InputMemory:
     """An allocator of tier memory for copies of activations.
 
     There are as many rooms as there were copies at a time, each as large as the largest copy in it: if lengths vary,

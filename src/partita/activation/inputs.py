@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.activation.input_memory import STATE, Rooms
+from partita.activation.input_memory import STATE, InputMemory
 from partita.activation.partition import Partition, Parts
 from partita.errors import PartitaError
 from partita.memory import accelerator
@@ -29,7 +29,7 @@ from partita.plan.residence import Tier
 NUM_STAYING = 2
 
 
-class RestingInputs:
+class StoredInputs:
     """Offloads the inputs of modules and fetches them, overlapping with the caller's work, until it is closed.
 
     Args:
@@ -40,7 +40,7 @@ class RestingInputs:
     def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
         self.device = device
         self._partition = partition
-        self.rooms = Rooms(memory, tier, device, self._finish)
+        self.rooms = InputMemory(memory, tier, device, self._finish)
         self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
         self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
         self._num_calls = self._num_before = 0
@@ -129,7 +129,7 @@ class Call:
 
     def __init__(
         self,
-        inputs: RestingInputs,
+        inputs: StoredInputs,
         forward: Callable[..., Any],
         module: str,
         args: Sequence[Any],
@@ -193,7 +193,7 @@ class Back:
 class Moved:
     """An input that is moved: on the device, offloaded, or being fetched."""
 
-    def __init__(self, inputs: RestingInputs, tensor: Tensor, parts: Parts) -> None:
+    def __init__(self, inputs: StoredInputs, tensor: Tensor, parts: Parts) -> None:
         self._inputs = inputs
         self._parts = parts
         self.source = weakref.ref(tensor)

@@ -18,7 +18,7 @@ from partita.memory import accelerator
 from partita.memory.capacity import spare_bytes
 from partita.memory.ledger import Ledger
 from partita.sharding.pytree import held_tensors
-from partita.sharding.visits import Inputs, on_gradient
+from partita.sharding.unit_events import Inputs, on_gradient
 
 KEY = "activations.keep_bytes"
 STATE = "kept_whole"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from partita.activation.forward_state import ForwardCall, ForwardState
-from partita.activation.inputs import Call, RestingInputs
+from partita.activation.inputs import Call, StoredInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
@@ -91,7 +91,7 @@ class Recomputation:
         *,
         selective: bool,
         tiled: Mapping[str, nn.Module],
-        inputs: RestingInputs | None = None,
+        inputs: StoredInputs | None = None,
         kept: KeptWhole | None = None,
     ) -> None:
         self._repeated = ""
@@ -142,7 +142,7 @@ class Recomputed:
         module: nn.Module,
         repeats: Callable[[str], None],
         selective: bool = False,
-        inputs: RestingInputs | None = None,
+        inputs: StoredInputs | None = None,
         kept: KeptWhole | None = None,
     ) -> None:
         self._name = name
@@ -180,7 +180,7 @@ class Recomputed:
             return False
         return torch._C._current_graph_task_id() == -1
 
-    def _called_with_moved(self, inputs: RestingInputs, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _called_with_moved(self, inputs: StoredInputs, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = Call(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)

@@ -69,8 +69,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     shapes = ", ".join(f"{name} {list(x.shape)} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not q.ndim == k.ndim == v.ndim == 4:
         raise PartitaError(f"block_sparse: expected [samples, heads, positions, width] each; got {shapes}")
-    together = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not together or q.dtype != k.dtype or q.dtype != v.dtype or not k.shape[1] or q.shape[1] % k.shape[1]:
+    same_shapes = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not same_shapes or q.dtype != k.dtype or q.dtype != v.dtype or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise PartitaError(
             "block_sparse: expected q, k and v of one dtype, with equal samples, keys and values of equal heads and "
             f"positions, q and k of equal width, and heads that are a multiple of the key heads; got {shapes}"

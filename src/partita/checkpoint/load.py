@@ -19,7 +19,7 @@ from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
 from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split
@@ -81,7 +81,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     """
     content.forget()
     all_ranks = content.runtime.collectives.all_ranks
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         loading = Loading(content, training, backend.open(folder), wanted)
         loading.check()
         plan = loading.plan()
@@ -89,7 +89,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     for listener in content.updater.listeners:
         listener.clear()
     error = loading.fill_segments(plan)
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         if error is not None:
             raise error
         restored = loading.fill_others()
@@ -258,7 +258,7 @@ class Loading:
 
     def _spans(self, segment: Segment) -> tuple[Span, ...]:
         """Return the spans of a segment that this rank holds."""
-        return segment.rest_spans if segment.master is None else segment.master_spans
+        return segment.stored_spans if segment.master is None else segment.master_spans
 
     # -------------------------------------------------------------------- reading
 
@@ -290,7 +290,7 @@ class Loading:
         splits = segment.master is not None and segment.master.splits
         if segment.master is not None and splits:  # values that are not stored stay unchanged
             rest = segment.rest.lend()
-            weights = segment.master.joined(segment.part_of_rest(rest.wait()), held)
+            weights = segment.master.joined(segment.part_of_stored(rest.wait()), held)
             rest.end(changed=False)
         states = dict[View, dict[str, Any]]()
         for target in targets:
@@ -362,7 +362,7 @@ class Loading:
             tier = Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST
             if param is None:  # this rank could not read
                 lease = segment.rest.lend()
-                param = segment.part_of_rest(lease.wait()).clone()
+                param = segment.part_of_stored(lease.wait()).clone()
                 lease.end(changed=False)
             found = replace(master, encoding=segment.layout.encoding, tier=tier)
             if steps(found, segment.plan.param_rest, segment.mesh):

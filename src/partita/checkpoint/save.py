@@ -14,7 +14,7 @@ from pathlib import Path
 from partita.checkpoint.backend import Backend, Draft, Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.collective_errors import lack_of_memory, together
+from partita.comm.collective_errors import lack_of_memory, shared_errors
 from partita.memory.capacity import HOST_SHARE, host_memory
 
 _log = logging.getLogger("partita")
@@ -57,24 +57,24 @@ class Saver:
         return request.folder / f"step-{request.step}"
 
     def _save(self, draft: Draft, *, background: bool) -> None:
-        with together(self._all_ranks):
+        with shared_errors(self._all_ranks):
             states = self._content.segments()
             boxes = [box for state in states for box in state.boxes] + self._training.boxes()
             others = [value for state in states for value in state.others] + self._training.values()
             draft.begin(boxes, others)
-        with together(self._all_ranks):
+        with shared_errors(self._all_ranks):
             draft.join()
         batches = itertools.chain(self._content.batches(states), self._training.batches())
         if background and not self._on_disk and self._have_room(draft.snapshot_bytes):
-            with together(self._all_ranks):
+            with shared_errors(self._all_ranks):
                 draft.snapshot(batches)
             # Not a daemon, so that the process ends only after the checkpoint is complete.
             self._thread = threading.Thread(target=self._write, args=(draft,), name="partita checkpoint")
             self._thread.start()
         else:
-            with together(self._all_ranks):
+            with shared_errors(self._all_ranks):
                 draft.write(batches)
-            with together(self._all_ranks):
+            with shared_errors(self._all_ranks):
                 if self._is_first:
                     draft.commit()
             draft.leave()
@@ -100,7 +100,7 @@ class Saver:
         """
         if self._thread is not None or self._error is not None:
             try:
-                with together(self._all_ranks):
+                with shared_errors(self._all_ranks):
                     self._join()
             except Exception:
                 self._give_up()

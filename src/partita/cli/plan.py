@@ -175,7 +175,7 @@ def show(found: Plan, console: Console) -> None:
         console.print(f"and {len(found.ways) - _MOST_ROWS} more (--json has all)", highlight=False)
     if found.best is None:
         return
-    console.print(f"\n[bold]{found.best.choice.resting.name}[/], on the rank that holds most:", highlight=False)
+    console.print(f"\n[bold]{found.best.choice.state_settings.name}[/], on the rank that holds most:", highlight=False)
     for line in _bars(found.best):
         console.print(line)
     if found.best.sent:
@@ -202,7 +202,7 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
             ends = f"{each.time.total_s:.3g} s", f"{rate:,.0f}"
         shown = "" if choice.checkpoint == "none" else choice.checkpoint
         shown += f", inputs on {choice.inputs}" * (choice.inputs != "none")
-        table.add_row(choice.resting.name, mesh, f"{choice.micro} x {choice.accumulate}", shown, *memory, *ends)
+        table.add_row(choice.state_settings.name, mesh, f"{choice.micro} x {choice.accumulate}", shown, *memory, *ends)
     return table
 
 

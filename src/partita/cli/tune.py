@@ -140,7 +140,7 @@ def _predicted_bytes(trial: Trial) -> int:
 def _states(trial: Trial) -> str:
     mesh = trial.candidate.choice.mesh
     axes = [f"{axis} {mesh.size(axis)}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]
-    return ", ".join([trial.candidate.choice.resting.name, *axes])
+    return ", ".join([trial.candidate.choice.state_settings.name, *axes])
 
 
 def _other(trial: Trial) -> str:

@@ -20,7 +20,7 @@ _ABSENT = "nothing"
 
 
 @contextmanager
-def together(group: Group, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+def shared_errors(group: Group, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
     """A block that is left on all ranks, or raises on all of them. Nothing in it may wait for another rank.
 
     Args:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.apply import Activations, Chosen, open_tier
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.comm.collective_errors import check_settings_alike, together
+from partita.comm.collective_errors import check_settings_alike, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.several_axes import SeveralAxes
@@ -107,7 +107,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     with ExitStack() as changes:
-        with together(all_ranks):
+        with shared_errors(all_ranks):
             check_here(model)
             parallel = apply(model, resolved, mesh, collectives, seed)
             changes.callback(parallel.remove)
@@ -131,14 +131,14 @@ def _build(
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
     memory = StateMemory(mesh.device, ledger, disk)
     kernels = wants_kernels(settings, resolved.param_dtype, mesh.device)
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         params = list(model.parameters())
         optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
     budget = agreed_budget(settings.zero.offload, collectives)
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         check_unclaimed(model)
         for name, param in model.named_parameters():
             if id(param) in parallel.parts:
@@ -154,11 +154,11 @@ def _build(
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         _check_optimizer(optimizer, rows, settings, mesh)
     counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
-    with together(all_ranks):
+    with shared_errors(all_ranks):
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
         with shortages.explained("initialize"):
@@ -166,7 +166,7 @@ def _build(
             runtime = Runtime(model, blueprint, collectives, memory, source, by_kernels=by_kernels)
         failed = ExitStack()
         failed.callback(runtime.give_back)
-        with together(all_ranks, failed.close):
+        with shared_errors(all_ranks, failed.close):
             split = SplitParameters((member for _, member in runtime.members()), parallel.parts, mesh)
             failed.callback(split.remove)
             changes.callback(split.close)

@@ -365,7 +365,7 @@ class Engine:
         parts.runtime.reducer.drain()
         copies = parts.whole.copies() if whole else []
         try:
-            parts.runtime.residency.reset()  # gathers under way end before their connections do
+            parts.runtime.unsharder.reset()  # gathers under way end before their connections do
             parts.checkpoints.wait()
             if self._owns_mesh:
                 self.mesh.finish()

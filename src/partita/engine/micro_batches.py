@@ -79,18 +79,18 @@ class MicroBatches:
         """Add the gradients of ``roots``: of a loss (its gradient is None), or of outputs with their gradients."""
         if gradients == [None] and not self._parts.pipeline.is_cut:  # stages before the last one do not know the loss
             self._parts.updater.scale.carry(roots[0])
-        with self._wave():
+        with self._reduce_pass():
             self._run(roots, gradients)
 
     @contextmanager
-    def _wave(self) -> Iterator[None]:
+    def _reduce_pass(self) -> Iterator[None]:
         """Enclose the backward of a micro-batch; afterwards reduce its gradients if they have to be."""
         reducer = self._parts.runtime.reducer
-        waves = reducer.waves
+        num_passes = reducer.num_passes
         with scaled_by(self._parts.updater.scale.value):
             yield
-        if reducer.waves == waves:
-            reducer.end_wave()
+        if reducer.num_passes == num_passes:
+            reducer.end_pass()
 
     def _run(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         parts = self._parts
@@ -123,7 +123,7 @@ class MicroBatches:
         parts = self._parts
         done = self.done + 1
         if done == self._num_backwards:
-            parts.runtime.residency.within_batch = False
+            parts.runtime.unsharder.within_batch = False
             parts.activations.check()
         parts.runtime.end_micro_batch()
         if done < self._num_backwards:
@@ -147,12 +147,12 @@ class MicroBatches:
         """Train on a batch's micro-batches; return the mean of their losses, the same on all stages, and the step's
         result. What a batch that fails has collected is dropped later on (see :meth:`check_between_batches`).
         """
-        pipeline, kept, residency = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.residency
+        pipeline, kept, unsharder = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.unsharder
         total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
         self._compare(drawn)
-        residency.within_batch = pipeline.is_cut
+        unsharder.within_batch = pipeline.is_cut
         try:
             for action in pipeline.order:
                 loss = None
@@ -173,7 +173,7 @@ class MicroBatches:
             self._has_failed = True  # reductions under way may need ranks that go on: nothing waits for them here
             raise
         finally:
-            residency.within_batch = False
+            unsharder.within_batch = False
             pipeline.forget()
         pipeline.end_batch()
         assert result is not None
@@ -216,7 +216,7 @@ class MicroBatches:
         """Compute the weights' gradients that a stage's backward has deferred."""
         assert self._parts.pipeline.weights is not None
         left = self._parts.pipeline.weights.take(action.micro)
-        with self._wave():
+        with self._reduce_pass():
             left.run()
 
     def _begin_forward(self, action: Action) -> None:

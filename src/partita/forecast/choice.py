@@ -48,7 +48,7 @@ def forms(compute: str) -> tuple[Form, ...]:
 
 
 @dataclass(frozen=True)
-class Resting:
+class StateSettings:
     """Settings of the states: ZeRO stage, tiers of parameters and optimizer states, precision, and communication.
 
     The tier ``none`` is the device.
@@ -84,7 +84,7 @@ class Choice:
     """
 
     mesh: MeshShape
-    resting: Resting
+    state_settings: StateSettings
     micro: int
     accumulate: int
     checkpoint: str
@@ -104,7 +104,7 @@ class Choice:
         """Return the config sections that request this plan."""
         axes = {axis: self.mesh.size(axis) for axis in ("tensor", "pipeline", "sequence")}
         parallel = {axis: size for axis, size in axes.items() if size > 1}
-        found = {**({"parallel": parallel} if parallel else {}), **self.resting.sections()}
+        found = {**({"parallel": parallel} if parallel else {}), **self.state_settings.sections()}
         found["batch"] = {"micro": self.micro, "accumulate": self.accumulate}
         if self.checkpoint != "none":
             away = {"offload": self.inputs} if self.inputs != "none" else {}
@@ -144,7 +144,7 @@ _TIERS = (
 )
 
 
-def restings(compute: str, one_memory: bool) -> list[list[Resting]]:
+def restings(compute: str, one_memory: bool) -> list[list[StateSettings]]:
     """Return lists of state settings, those in the fastest memory first.
 
     ``one_memory``: device and host share their memory, so only the disk tier is used for offloading.
@@ -154,7 +154,7 @@ def restings(compute: str, one_memory: bool) -> list[list[Resting]]:
         levels = [_TIERS[0], (("none", "disk"), ("disk", "disk"))]
     return [
         [
-            Resting(stage, parameters, optimizer, form)
+            StateSettings(stage, parameters, optimizer, form)
             for parameters, optimizer in tiers
             for form in forms(compute)
             for stage in (_SPLIT if form.once else (0, *_SPLIT))

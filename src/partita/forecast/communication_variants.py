@@ -7,7 +7,7 @@ from heapq import nsmallest
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.choice import Choice, Resting
+from partita.forecast.choice import Choice, StateSettings
 from partita.forecast.search import Forecast, Search
 from partita.forecast.sending import INSIDE_NODES, Ways, as_codes
 from partita.memory import accelerator
@@ -41,10 +41,10 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
     """Yield (plan, seconds of a step) for plans that would be the best without waits for communication."""
     times = [(each.choice, each.time) for each in found if each.time is not None]
     best_s = min((time.total_s for _, time in times), default=0.0)
-    by_resting = dict[Resting, list[tuple[Choice, StepTime]]]()
+    by_resting = dict[StateSettings, list[tuple[Choice, StepTime]]]()
     for choice, time in times:
         if choice.mesh.group_size(STATE_AXES) > 1 and time.compute_s < best_s:
-            by_resting.setdefault(choice.resting, []).append((choice, time))
+            by_resting.setdefault(choice.state_settings, []).append((choice, time))
     for plans in by_resting.values():
         fastest = nsmallest(MOST, plans, lambda each: each[1].total_s)
         computing = nsmallest(MOST, plans, lambda each: each[1].compute_s)
@@ -54,8 +54,8 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
 def _sent_as(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
     for sendings in ways:
-        restings = (replace(choice.resting, sending=sending) for sending in sendings)
-        checked = (_on_nodes(search, replace(choice, resting=resting)) for resting in restings)
+        restings = (replace(choice.state_settings, sending=sending) for sending in sendings)
+        checked = (_on_nodes(search, replace(choice, state_settings=state_settings)) for state_settings in restings)
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:
             yield found, found.time.total_s
@@ -74,5 +74,5 @@ def _on_nodes(search: Search, choice: Choice) -> Choice | None:
         mesh = resolve(Config(**given), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
     except ConfigError:
         return None
-    needs_nodes = bool(choice.resting.sending.zero)
+    needs_nodes = bool(choice.state_settings.sending.zero)
     return None if needs_nodes and mesh.node == 1 else replace(choice, mesh=mesh)

@@ -123,7 +123,7 @@ class Rates:
         uses_disk = row.master.tier is Tier.DISK
         return Moves(
             gather,
-            0.0 if unit.stays_whole else again,
+            0.0 if unit.stays_unsharded else again,
             parameters / host_link if away else 0.0,
             parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
             held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
@@ -260,6 +260,6 @@ class Rates:
 def _again(segment: PlannedSegment) -> tuple[tuple[Step, ...], Residence]:
     """Return the steps that unshard the parameters for backward, and the residence from which they start."""
     row = segment.row
-    if segment.has_second:
+    if segment.has_secondary:
         return steps(row.param_between, row.param_compute, segment.mesh), row.param_between
     return segment.unshards, row.param_rest

@@ -82,9 +82,9 @@ def reach_rows() -> Iterator[Row]:
     machine = machine_named("v100-32", disk=0)
     for model, gpus, claimed, way, why in REACH:
         found = plan(model, gpus=gpus, gpu=machine)
-        of_way = [each for each in found.ways if each.choice.resting.name == way]
-        exact = of_way or [each for each in found.ways if "lean" not in each.choice.resting.name]
-        lean = [each for each in found.ways if "lean" in each.choice.resting.name]
+        of_way = [each for each in found.ways if each.choice.state_settings.name == way]
+        exact = of_way or [each for each in found.ways if "lean" not in each.choice.state_settings.name]
+        lean = [each for each in found.ways if "lean" in each.choice.state_settings.name]
         yield Row(f"{model}, {gpus} x V100-32", claimed, _shown(found, exact), _shown(found, lean), why)
 
 
@@ -95,7 +95,7 @@ def _shown(found: Plan, ways: list[Forecast]) -> str:
     choice = best.choice
     mesh = f"{choice.mesh.data} x {choice.mesh.tensor} x {choice.mesh.pipeline}"
     if best.time is None:
-        return f"{choice.resting.name}: {lacks(best)}"
+        return f"{choice.state_settings.name}: {lacks(best)}"
     flops = 6 * found.source.num_params * found.samples * (found.source.context or 1)
     rate = flops / best.time.total_s / found.num_gpus / 1e12
-    return f"fits: {choice.resting.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s per GPU"
+    return f"fits: {choice.state_settings.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s per GPU"

@@ -51,7 +51,7 @@ class Plan:
         """
         found = dict[str, Forecast]()
         for each in self.forecasts:
-            found.setdefault(each.choice.resting.name, each)
+            found.setdefault(each.choice.state_settings.name, each)
         return list(found.values())
 
     def config(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Plan:
     def why_not(self) -> str:
         """Return the message that no plan fits, and what the nearest plans lack."""
         lines = [f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name}, in any of these ways:"]
-        lines += [f"  {each.choice.resting.name}: {lacks(each)}" for each in self.ways[:4]]
+        lines += [f"  {each.choice.state_settings.name}: {lacks(each)}" for each in self.ways[:4]]
         return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
 
     def data(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def lacks(forecast: Forecast) -> str:
 def _data(forecast: Forecast) -> dict[str, Any]:
     choice, time = forecast.choice, forecast.time
     return {
-        "way": choice.resting.name,
+        "way": choice.state_settings.name,
         "mesh": asdict(choice.mesh),
         "micro": choice.micro,
         "accumulate": choice.accumulate,

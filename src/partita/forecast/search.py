@@ -13,8 +13,8 @@ from partita.forecast.choice import (
     ON_HOST,
     Choice,
     Kept,
-    Resting,
     Sections,
+    StateSettings,
     meshes,
     reaches,
     restings,
@@ -113,13 +113,13 @@ class Search:
     dtype: str = ""
     only: MeshShape | None = None
     _sized: dict[tuple[int, int, bool, int | None], Sized] = field(default_factory=dict)
-    _configs: dict[Resting, Config] = field(default_factory=dict)
+    _configs: dict[StateSettings, Config] = field(default_factory=dict)
     _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
     _moments: dict[tuple[MeshShape, int, int], frozenset[Moment]] = field(default_factory=dict)
     _moments_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
     _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
     _most: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
-    _best: dict[Resting, float] = field(default_factory=dict)
+    _best: dict[StateSettings, float] = field(default_factory=dict)
     _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
     _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
 
@@ -172,12 +172,14 @@ class Search:
             whole = whole + sliced.pop(0)
         return [whole, *sliced]
 
-    def _all_of(self, level: Sequence[Resting], kept: Sequence[Kept], sizes: Sequence[int]) -> Iterator[Forecast]:
+    def _all_of(self, level: Sequence[StateSettings], kept: Sequence[Kept], sizes: Sequence[int]) -> Iterator[Forecast]:
         for mesh in self._shapes(sizes):
-            for resting in level:
+            for state_settings in level:
                 # On one rank every stage is the same.
-                if mesh.group_size(STATE_AXES) > 1 or resting == replace(resting, stage=Config().zero.stage):
-                    yield from self._weighed(mesh, resting, kept)
+                if mesh.group_size(STATE_AXES) > 1 or state_settings == replace(
+                    state_settings, stage=Config().zero.stage
+                ):
+                    yield from self._weighed(mesh, state_settings, kept)
 
     def _shapes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
         num_stages = len(self.sized(MeshShape()).blocks) // self.config.parallel.chunks
@@ -194,7 +196,7 @@ class Search:
         if key not in self._sized:
             shape = MeshShape(min(mesh.pipeline, 2), sequence=mesh.sequence, tensor=mesh.tensor)
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
-            resolved = self._resolved(shape, Resting(1))
+            resolved = self._resolved(shape, StateSettings(1))
             kind = accelerator.usual_kind(self.machine.one_memory)
             self._sized[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts, kind)
         return self._sized[key]
@@ -215,12 +217,12 @@ class Search:
         """True if the model has units, other than the root, that can be recomputed."""
         return any(spec.name and any(True for _ in spec.module.children()) for spec in self._specs)
 
-    def _resolved(self, mesh: MeshShape, resting: Resting) -> Resolved:
+    def _resolved(self, mesh: MeshShape, state_settings: StateSettings) -> Resolved:
         """Return a resolved config for states and units alone, without the checks of a full config."""
-        if resting not in self._configs:
-            self._configs[resting] = self.merged(resting.sections())
+        if state_settings not in self._configs:
+            self._configs[state_settings] = self.merged(state_settings.sections())
         batch = ResolvedBatch(1, 1, mesh.data)
-        return Resolved(self._configs[resting], mesh, batch, self.dtype, self.machine.one_memory)
+        return Resolved(self._configs[state_settings], mesh, batch, self.dtype, self.machine.one_memory)
 
     def merged(self, sections: Sections) -> Config:
         """Return the config of every plan with these sections added."""
@@ -229,17 +231,17 @@ class Search:
 
     # ----------------------------------------------------------------------------------------------------- forecasts
 
-    def _weighed(self, mesh: MeshShape, resting: Resting, ways: Sequence[Kept]) -> Iterator[Forecast]:
+    def _weighed(self, mesh: MeshShape, state_settings: StateSettings, ways: Sequence[Kept]) -> Iterator[Forecast]:
         """Yield the largest micro-batches that fit, for each way to keep activations.
 
         If none fits, yield what is missing for a micro-batch of one sample.
         """
         per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
-        units = self.planned(mesh, resting)
+        units = self.planned(mesh, state_settings)
         fixed = {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()}
         ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
-        least = self._worst(Choice(mesh, resting, 1, per_rank, *ways[-1]), fixed)
-        if resting.form.once and mesh.pipeline > 1:
+        least = self._worst(Choice(mesh, state_settings, 1, per_rank, *ways[-1]), fixed)
+        if state_settings.form.once and mesh.pipeline > 1:
             return
         if not least.fits:
             yield least
@@ -247,13 +249,13 @@ class Search:
         for way in ways:
             taken = 0
             for micro in _divisors(per_rank):
-                choice = Choice(mesh, resting, micro, per_rank // micro, *way)
+                choice = Choice(mesh, state_settings, micro, per_rank // micro, *way)
                 found = self._worst(choice, fixed)
-                if found.fits and not (resting.form.once and choice.accumulate > 1):
+                if found.fits and not (state_settings.form.once and choice.accumulate > 1):
                     taken += 1
-                    if self._computing_s(choice, list(units)) < self._best.get(resting, float("inf")):
+                    if self._computing_s(choice, list(units)) < self._best.get(state_settings, float("inf")):
                         time = self._time(choice, units)
-                        self._best[resting] = min(time.total_s, self._best.get(resting, float("inf")))
+                        self._best[state_settings] = min(time.total_s, self._best.get(state_settings, float("inf")))
                         yield replace(found, time=time, sent=self._sent(choice, units))
                 if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
                     break
@@ -264,15 +266,15 @@ class Search:
         Raises:
             ConfigError: the model has fewer blocks than the pipeline has stages.
         """
-        units = self.planned(choice.mesh, choice.resting)
+        units = self.planned(choice.mesh, choice.state_settings)
         found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
         if not found.fits:
             return found
         return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
 
-    def planned(self, mesh: MeshShape, resting: Resting) -> dict[Stage, list[PlannedUnit]]:
+    def planned(self, mesh: MeshShape, state_settings: StateSettings) -> dict[Stage, list[PlannedUnit]]:
         """Return the units of one stage of each kind."""
-        sized, resolved = self.sized(mesh), self._resolved(mesh, resting)
+        sized, resolved = self.sized(mesh), self._resolved(mesh, state_settings)
         tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
         return {stage: sized.planned(resolved, tiers, stage) for stage in self._kinds(mesh)}
 

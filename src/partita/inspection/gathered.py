@@ -51,8 +51,8 @@ class Gathered:
             )
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
-        sharded = [unit for unit in units if not unit.rests_whole]
-        self._runtime.residency.hold(sharded)
+        sharded = [unit for unit in units if not unit.always_unsharded]
+        self._runtime.unsharder.hold(sharded)
         self.num_open += 1
         members = [member for unit in units for member in unit.members]
         holdings = [each for each in self._whole.holdings if id(each.param) in wanted]
@@ -85,7 +85,7 @@ class Gathered:
             self.num_open -= 1
             self._cut(made_whole)
             self._runtime.written.forget([member for unit in sharded for member in unit.members])
-            self._runtime.residency.let_go(sharded)
+            self._runtime.unsharder.let_go(sharded)
 
     def _make_whole(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
         """Give parameters their full values. Return those that no enclosing block has already unsharded.
@@ -181,7 +181,7 @@ class Gathered:
         for unit in units:
             for segment in unit.segments:
                 alike_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")
-                if not segment.planned.rests_whole:
+                if not segment.planned.always_unsharded:
                     segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)

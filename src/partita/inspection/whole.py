@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.comm.collective_errors import lack_of_memory, together
+from partita.comm.collective_errors import lack_of_memory, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
@@ -177,8 +177,8 @@ class Whole:
             wanted = [pair for pair in wanted if only is None or id(pair[0].param) in only]
             members = [member for holding, _ in wanted if (member := self.member_of(holding)) is not None]
             units = {id(unit): unit for member in members for unit in [self._unit_of[id(member.param)]]}
-            sharded = [unit for unit in units.values() if not unit.rests_whole]
-            self._runtime.residency.hold(sharded)
+            sharded = [unit for unit in units.values() if not unit.always_unsharded]
+            self._runtime.unsharder.hold(sharded)
             segments = {id(member.segment): member.segment for member in members if master}
             separate = {key: self._master_of(s) for key, s in segments.items() if not s.master_is_parameter}
             try:
@@ -194,7 +194,7 @@ class Whole:
                     else:
                         yield holding, local
             finally:
-                self._runtime.residency.let_go(sharded)
+                self._runtime.unsharder.let_go(sharded)
 
     def _is_cut(self, member: Member) -> bool:
         """Return whether some rank does not hold the full parameter; the same on all ranks."""
@@ -227,7 +227,7 @@ class Whole:
         """
         device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
         needed = sum(math.prod(self.shape_of(holding)) * holding.param.element_size() for holding in self.holdings)
-        needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.rests_whole), default=0)
+        needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.always_unsharded), default=0)
         call = "engine.close(whole=True)"
         short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
         if short is not None:
@@ -242,7 +242,7 @@ class Whole:
                 found += [(holding, weight.detach().clone())] if error is None else []
             except RuntimeError as raised:  # out of memory after all: other ranks need this rank for every unit
                 error = raised
-        with together(all_ranks):
+        with shared_errors(all_ranks):
             if error is not None:
                 raise error
         return found

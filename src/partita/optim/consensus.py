@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator
@@ -122,13 +122,13 @@ NO_SCALE, MANY_SCALES = 0.0, math.nan
 class Agreed:
     """The messages of all ranks before an update, combined.
 
-    ``waves``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no wave
-    took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
+    ``num_passes``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no
+    wave took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
     multiplied by; ``has_written``: whether a rank has written into parameters; ``has_news``: whether a rank has changed
     a buffer that is not broadcast.
     """
 
-    waves: int
+    num_passes: int
     leftovers: list[bool]
     used: set[int]
     scales: tuple[float, ...]
@@ -182,17 +182,17 @@ class Consensus:
         reducer, members = self._reducer, self.members
         used = [id(member) in bucket.arrivals.used for bucket in reducer.buckets for member in bucket.members]
         changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
-        header = struct.pack(HEADER, reducer.waves, changes, self._own_scale)
+        header = struct.pack(HEADER, reducer.num_passes, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
-        waves, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        num_passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num_buckets = len(reducer.buckets)
         taken = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
         has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
         taken = self._used_by_copies(taken, call)
-        return Agreed(max(waves), flags[:num_buckets], taken, scales, has_written, has_news)
+        return Agreed(max(num_passes), flags[:num_buckets], taken, scales, has_written, has_news)
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
         """``used``, and what ranks that have copies of it have used."""
@@ -373,7 +373,7 @@ class AlikeCheck:
                 (unit, dict(zip(group.ranks, column.tolist(), strict=True)))
                 for unit, column in zip(units, every.unbind(1), strict=True)
             ]
-        with together(self._all_ranks):
+        with shared_errors(self._all_ranks):
             for unit, by_rank in found:
                 _check(unit, by_rank, step)
 

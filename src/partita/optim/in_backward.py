@@ -55,8 +55,8 @@ class BackwardUpdater(Updater):
         agreed = self._consensus.before_update("engine.step")
         self._check_backward(agreed, "engine.step")
         self._consensus.check(agreed, self.steps + 1)
-        while self._reducer.waves < agreed.waves:
-            self._reducer.end_wave()
+        while self._reducer.num_passes < agreed.num_passes:
+            self._reducer.end_pass()
         buckets = zip(self._reducer.buckets, agreed.leftovers, strict=True)
         late = [bucket.members[0].fqn for bucket, left in buckets if left]
         self._reducer.drain()

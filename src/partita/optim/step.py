@@ -338,8 +338,8 @@ class StepUpdater(Updater):
         self.views.attach(self.optimizer)
         agreed = self._consensus.before_update(call)
         self._check_backward(agreed, call)
-        while self._reducer.waves < agreed.waves:
-            self._reducer.end_wave()
+        while self._reducer.num_passes < agreed.num_passes:
+            self._reducer.end_pass()
         if any(agreed.leftovers):
             self._reducer.launch(agreed.leftovers)
         self._reducer.drain()
@@ -357,7 +357,7 @@ class StepUpdater(Updater):
     def _check_kept(self) -> None:
         """The user has not tried to drop gradients that are not in ``.grad``."""
         with torch._C.DisableTorchFunctionSubclass():
-            gone = next((m.fqn for m in self._reducer.covered if m.param.grad is None), None)
+            gone = next((m.fqn for m in self._reducer.collected_members if m.param.grad is None), None)
         if gone is not None:
             raise PartitaError(
                 f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?); its "

@@ -152,7 +152,7 @@ class SegmentUpdate:
         param = self._param.wait()
         if self._splits:
             rest = segment.rest.lend()
-            param.copy_(segment.part_of_rest(rest.wait()))
+            param.copy_(segment.part_of_stored(rest.wait()))
             rest.end(changed=False)
         return param
 
@@ -324,7 +324,7 @@ class Updates:
         """When the next forward will need a unit. Those that are gathered after their update keep the order that is the
         same on all ranks: the model's, with the root unit, which spans all others, first.
         """
-        order = self._runtime.residency.forward_order
+        order = self._runtime.unsharder.forward_order
         (unit,) = update.units
         if unit in order and not update.gathers:
             return order.index(unit)
@@ -349,7 +349,7 @@ class Updates:
             if update.gathers:
                 update.done = self._context.publisher.run_after(update.done, update.deliver)
             for unit in update.units:
-                if not unit.rests_whole:
+                if not unit.always_unsharded:
                     unit.await_update(update.done)
 
     def _run(self, update: Update, following: Update | None, ready: Event) -> None:

@@ -30,17 +30,17 @@ class PlannedSegment:
         return self.layout.trainable
 
     @cached_property
-    def rests_whole(self) -> bool:
+    def always_unsharded(self) -> bool:
         """True if parameters are stored as they are computed with: no unshard is needed."""
         return not steps(self.row.param_rest, self.row.param_compute, self.mesh)
 
     @cached_property
-    def stays_whole(self) -> bool:
+    def stays_unsharded(self) -> bool:
         """True if parameters stay unsharded between forward and backward."""
         return not steps(self.row.param_compute, self.row.param_between, self.mesh)
 
     @cached_property
-    def has_second(self) -> bool:
+    def has_secondary(self) -> bool:
         """True if there is a secondary shard between forward and backward (hpZ), other than the stored one."""
         return self.num_shards(self.row.param_between) not in (1, self.num_shards(self.row.param_rest))
 
@@ -138,13 +138,13 @@ class PlannedUnit:
         return self.segments[0].row
 
     @property
-    def rests_whole(self) -> bool:
+    def always_unsharded(self) -> bool:
         """True if parameters are stored unsharded; other units borrow a slot of a buffer pool while in use."""
-        return self.segments[0].rests_whole
+        return self.segments[0].always_unsharded
 
     @property
-    def stays_whole(self) -> bool:
-        return self.segments[0].stays_whole
+    def stays_unsharded(self) -> bool:
+        return self.segments[0].stays_unsharded
 
     @cached_property
     def unshards_exactly(self) -> bool:

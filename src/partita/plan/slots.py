@@ -61,7 +61,7 @@ def bytes_ahead(units: Sequence[PlannedUnit], prefetch: int | str) -> int:
     if isinstance(prefetch, int):
         return prefetch
     gathered = _gathered(units)
-    if all(unit.stays_whole for unit in gathered):
+    if all(unit.stays_unsharded for unit in gathered):
         return sum(unit.num_bytes for unit in gathered)
     sizes = [unit.num_bytes for unit in gathered if unit.name] or [unit.num_bytes for unit in gathered]
     return max(sizes)
@@ -77,7 +77,7 @@ def unit_pool(units: Sequence[PlannedUnit], prefetch: int | str) -> PlannedPool:
     sizes = tuple(unit.num_bytes for unit in gathered)
     outer = {name for unit in gathered for name in unit.inside}
     depth = len(gathered)
-    if not all(unit.stays_whole for unit in gathered):
+    if not all(unit.stays_unsharded for unit in gathered):
         depth = 1 + max(1, -(-bytes_ahead(units, prefetch) // max(sizes)))
     return PlannedPool(sizes, depth, tuple(unit.num_bytes for unit in gathered if unit.name in outer))
 
@@ -121,4 +121,4 @@ def unshard_scratch_bytes(units: Sequence[PlannedUnit]) -> int:
 
 
 def _gathered(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
-    return [unit for unit in units if not unit.rests_whole]
+    return [unit for unit in units if not unit.always_unsharded]

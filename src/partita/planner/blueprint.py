@@ -157,7 +157,12 @@ def _checked(unit: PlannedUnit) -> PlannedUnit:
         ConfigError: only some of its parameters are sharded.
     """
     odd = next(
-        (s for s in unit.segments if (s.rests_whole, s.stays_whole) != (unit.rests_whole, unit.stays_whole)), None
+        (
+            s
+            for s in unit.segments
+            if (s.always_unsharded, s.stays_unsharded) != (unit.always_unsharded, unit.stays_unsharded)
+        ),
+        None,
     )
     if odd is not None:
         names = [segment.layout.spans[0].fqn for segment in (unit.segments[0], odd)]

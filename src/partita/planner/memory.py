@@ -52,7 +52,7 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
     """Yield (state, residence, bytes) for everything that a segment stores."""
     row = segment.row
     yield "parameters", row.param_rest, segment.held_bytes(row.param_rest)
-    if segment.has_second:
+    if segment.has_secondary:
         yield "parameters", row.param_between, segment.held_bytes(row.param_between)
     if segment.layout.has_master and not segment.master_is_parameter:
         yield "master", row.master, segment.held_bytes(row.master)

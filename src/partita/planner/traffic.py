@@ -64,7 +64,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     sent = _Sent(units[0].segments[0].mesh)
     around = {"", *(name for unit in units for name in unit.inside)}  # whose forward all chunks run
     for unit in units:
-        if not unit.rests_whole:
+        if not unit.always_unsharded:
             sent.gathers(unit, shape, shape.chunks if unit.name in around else 1)
     segments = reduction_order(units)
     buckets = share_buckets(segments)
@@ -76,7 +76,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for segment in segments if shape.ends_round else ():
         for transfer in segment.row.strategies.of_round(segment, is_warming_up=shape.is_warming_up):
             sent.count(transfer.operations, transfer.source, segment.layout.padded, transfer.purpose)
-    if not all(unit.rests_whole for unit in units):
+    if not all(unit.always_unsharded for unit in units):
         sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
     copied = Counter[tuple[str, ...]]()
@@ -110,12 +110,12 @@ class _Sent:
 
     def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
         """Add a unit's all-gathers for forward and backward, ``times`` of each per micro-batch."""
-        num_gathers = times * shape.accumulate * (1 if unit.stays_whole else 2)
+        num_gathers = times * shape.accumulate * (1 if unit.stays_unsharded else 2)
         if shape.announced:
             self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             row, padded = segment.row, segment.layout.padded
-            num_near = num_gathers - 1 if segment.has_second else 0  # the second part lasts from forward to the step
+            num_near = num_gathers - 1 if segment.has_secondary else 0  # the second part lasts from forward to the step
             self.count(segment.unshards, row.param_rest, padded, "parameters", num_gathers - num_near)
             if num_near:
                 self.move(row.param_between, row.param_compute, padded, "parameters", num_near)

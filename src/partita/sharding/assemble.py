@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.comm.several_axes import SeveralAxes
@@ -237,7 +237,7 @@ class Assembly:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._first_values = FirstValues(model, units, collectives, self._has)
         if source is not None:
-            with together(collectives.all_ranks):
+            with shared_errors(collectives.all_ranks):
                 found = self._check_source(source)
             others = collectives.all_ranks.exchange_objects(found, "partita.initialize")
             if any(other != others[0] for other in others):
@@ -289,7 +289,7 @@ class Assembly:
         first = self._first_values
         for names, unit in first.turns:
             if first.needed:
-                with together(self._collectives.all_ranks, self._undo):
+                with shared_errors(self._collectives.all_ranks, self._undo):
                     first.make(names)
                 first.send(names)
             if unit is not None:
@@ -312,11 +312,11 @@ class Assembly:
         in_parts = self._comes_in_parts(unit)
         is_wide = not in_parts and any(segment.first_dtype != segment.dtype for segment in unit.segments)
         groups = [alike_ranks(segment, self._collectives) for segment in unit.segments]
-        with together(self._collectives.all_ranks, self._undo):
+        with shared_errors(self._collectives.all_ranks, self._undo):
             if is_wide:
-                unit.lay_first()
+                unit.allocate_wide()
             else:
-                unit.lay()
+                unit.allocate()
             self._fill_alone(unit)
             if self._source is not None and not in_parts:
                 for segment, group in zip(unit.segments, groups, strict=True):
@@ -325,28 +325,28 @@ class Assembly:
         if not in_parts:
             for segment, group in zip(unit.segments, groups, strict=True):
                 group.broadcast([segment.full], "start")
-        with together(self._collectives.all_ranks, self._undo):
+        with shared_errors(self._collectives.all_ranks, self._undo):
             first = [segment.full for segment in unit.segments]
             if is_wide:
-                unit.lay()
+                unit.allocate()
                 for segment, values in zip(unit.segments, first, strict=True):
                     segment.full.copy_(segment.rounded(values))
                 for member in unit.members:
                     unit.move(member)
             for segment, values in zip(unit.segments, first, strict=True):
                 own = self._read_part(unit, segment) if in_parts else values
-                segment.keep_rest(self._memory, own, is_part=in_parts)
+                segment.keep_stored(self._memory, own, is_part=in_parts)
 
     def _attend_fill(self) -> None:
         """Take part in :meth:`fill` on a rank that holds nothing of the unit."""
         for _ in range(2):
-            with together(self._collectives.all_ranks, self._undo):
+            with shared_errors(self._collectives.all_ranks, self._undo):
                 pass
 
     def _comes_in_parts(self, unit: Unit) -> bool:
         """Return whether each rank can read what it keeps, and nothing else."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
-        return has_all and not unit.rests_whole and all(segment.keeps_one_part for segment in unit.segments)
+        return has_all and not unit.always_unsharded and all(segment.keeps_one_part for segment in unit.segments)
 
     def _fill_alone(self, unit: Unit) -> None:
         """Bring the model's own values into a unit's buffers."""
@@ -388,7 +388,7 @@ class Assembly:
         Raises:
             ConfigError: a buffer is still on ``meta``; on every rank.
         """
-        with together(self._collectives.all_ranks, self._undo):
+        with shared_errors(self._collectives.all_ranks, self._undo):
             for path, module in self._model.named_modules():
                 self._fill_buffers_of(module, path)
         group = self._collectives.all_ranks

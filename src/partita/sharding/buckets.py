@@ -55,10 +55,10 @@ class Arrivals:
         """Return whether the buffer has a gradient of the member."""
         return id(member) in self.collected
 
-    def note(self, member: Member, *, in_wave: bool) -> None:
-        """A gradient has come; ``in_wave``: to be reduced with this backward's."""
+    def note(self, member: Member, *, in_pass: bool) -> None:
+        """A gradient has come; ``in_pass``: to be reduced with this backward's."""
         self.used.add(id(member))
-        if in_wave:
+        if in_pass:
             self.fresh.add(id(member))
 
     def collect(self, member: Member) -> None:
@@ -73,7 +73,7 @@ class Arrivals:
         self._previous = set(self.fresh)
         self.collected.clear()
 
-    def end_wave(self) -> None:
+    def end_pass(self) -> None:
         """Begin another reduce pass."""
         self.fresh.clear()
 
@@ -202,7 +202,7 @@ class Bucket:
     @property
     def waiting(self) -> list[Member]:
         """Members whose gradients are still with their parameters."""
-        with torch._C.DisableTorchFunctionSubclass():  # resting parameters answer through Python
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
             return [member for member in self.layout.members if member.grad is not None]
 
     # ---------------------------------------------------------------- collecting
@@ -213,9 +213,9 @@ class Bucket:
             self.syncs = make_syncs(self.layout, memory)
         self.buffer.allocate(memory)
 
-    def note(self, member: Member, *, in_wave: bool) -> None:
-        """A member's gradient has come; ``in_wave``: to be reduced with this backward's."""
-        self.arrivals.note(member, in_wave=in_wave)
+    def note(self, member: Member, *, in_pass: bool) -> None:
+        """A member's gradient has come; ``in_pass``: to be reduced with this backward's."""
+        self.arrivals.note(member, in_pass=in_pass)
         self.buffer.note(member)
 
     def collect(self, member: Member) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from partita.memory.accelerator import is_host
 from partita.memory.autocast import PRODUCTS, autocast_dtype, no_autocast
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import METADATA, asked_for, is_access, is_resting
+from partita.sharding.placeholder import METADATA, asked_for, is_access, is_sharded
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import is_compiled
 
@@ -90,7 +90,7 @@ class HalfParameters:
         self._members = [each for each in members if each.segment.dtype == dtype and each.here_kind is nn.Parameter]
         for member in self._members:
             member.here_kind = HalfParameter
-            if not is_resting(member.param):
+            if not is_sharded(member.param):
                 member.param.__class__ = HalfParameter
 
     def leave_compiled(self) -> None:

@@ -1,6 +1,6 @@
 """The engine's hooks on the user's modules and parameters. They report calls and gradients, and change no value.
 
-Modules' hooks open and close units (:mod:`partita.sharding.visits`). :class:`LastHook` runs after the user's own
+Modules' hooks open and close units (:mod:`partita.sharding.unit_events`). :class:`LastHook` runs after the user's own
 hooks on an accumulated gradient, whenever those are registered.
 """
 
@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from partita.errors import PartitaError
 from partita.sharding.compiler import eager
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import is_resting
+from partita.sharding.placeholder import is_sharded
 from partita.sharding.pytree import held_tensors, replace_held, replace_in_containers
 from partita.sharding.unit import Unit, UnitState
-from partita.sharding.visits import Backwards, FollowedUnit, Inputs, Subscriber, Visit, on_gradient
+from partita.sharding.unit_events import Backwards, FollowedUnit, Inputs, Subscriber, UnitCall, on_gradient
 
 Call = Callable[[Tensor], None]
 _LAST = -1  # a key that no handle of torch's has
@@ -173,7 +173,7 @@ class UnitHooks:
         self._has_warned = False
         self._followed = FollowedUnit(unit, backwards)
         self._follows = False
-        self._stack = list[Visit]()
+        self._stack = list[UnitCall]()
         self._handles = list[RemovableHandle]()
         owners = {id(m): m for member in unit.members for m, _ in member.holding.owners if m is not unit.module}
         self._inner = list(owners.values()) if unit.name else []
@@ -199,7 +199,7 @@ class UnitHooks:
 
     @eager
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit = Visit(self._followed)
+        visit = UnitCall(self._followed)
         if self._follows:
             self._stack.append(visit)
         for subscriber in visit.subscribers:
@@ -215,7 +215,7 @@ class UnitHooks:
         self._copy_views_on([module, *self._keep_values])
         held = held_tensors(output)
         if views := self._views(held):
-            copied = {id(view): view.clone() for view in views if self._unit_of(view).state is UnitState.WHOLE}
+            copied = {id(view): view.clone() for view in views if self._unit_of(view).state is UnitState.UNSHARDED}
             output = replace_held(output, lambda tensor: copied.get(id(tensor), tensor))
             held = held_tensors(output)
             views = self._views(held)
@@ -240,7 +240,7 @@ class UnitHooks:
         """Those that read memory which the unit (or, of the model's output, any unit) gives back after forward."""
         if not self._units:
             return []
-        strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_resting(tensor))
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_sharded(tensor))
         return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._units]
 
     def _copy_views_on(self, modules: Iterable[nn.Module]) -> None:
@@ -264,7 +264,7 @@ class UnitHooks:
             attributes.update((name, value) for name, value in values.items() if value is not kept[name])
 
     def _is_whole_view(self, tensor: Tensor) -> bool:
-        return bool(self._views([tensor])) and self._unit_of(tensor).state is UnitState.WHOLE
+        return bool(self._views([tensor])) and self._unit_of(tensor).state is UnitState.UNSHARDED
 
     def _unit_of(self, view: Tensor) -> Unit:
         return self._units[view.untyped_storage()._cdata]
@@ -300,7 +300,7 @@ class UnitEvents:
         """Have ``subscriber`` called at the events of these units."""
         for unit in units:
             if id(unit) not in self._hooks:
-                if not unit.rests_whole:
+                if not unit.always_unsharded:
                     self._sharded[unit.storage._cdata] = unit
                 self._hooks[id(unit)] = UnitHooks(unit, self.backwards, self._sharded)
             self._hooks[id(unit)].subscribe(subscriber)

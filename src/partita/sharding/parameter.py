@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from partita.plan.flat_range import FlatRange, memory_order
 from partita.plan.span import Span
 from partita.planner.parameters import Holding
-from partita.sharding.placeholder import Collected, Resting, wake
+from partita.sharding.placeholder import GradientPlaceholder, ShardedParameter, restore_class
 
 if TYPE_CHECKING:
     from partita.sharding.segment import Segment
@@ -27,14 +27,14 @@ class Member:
     param: nn.Parameter = field(init=False)
     kind: type[nn.Parameter] = field(init=False)
     here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while its data is here
-    resting_kind: type[Resting] = Resting
+    sharded_kind: type[ShardedParameter] = ShardedParameter
     whole_kind: type[nn.Parameter] = nn.Parameter  # while it has whole values of a parameter that ranks hold in parts
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
     own_device: torch.device = field(init=False)
     hooked: bool = False
-    _collected: Collected | None = None
+    _collected: GradientPlaceholder | None = None
 
     def __post_init__(self) -> None:
         self.param = param = self.holding.param
@@ -66,26 +66,26 @@ class Member:
     def grad(self) -> Tensor | None:
         """The gradient that autograd left with the parameter, if it is there still."""
         grad = self.param.grad
-        return None if isinstance(grad, Collected) else grad
+        return None if isinstance(grad, GradientPlaceholder) else grad
 
-    def cover(self) -> None:
+    def mark_collected(self) -> None:
         """Say so where somebody looks for a gradient that was collected."""
         if self.param.grad is None:
             if self._collected is None:
                 with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
-                    self._collected = Collected(self.param, self.fqn)
+                    self._collected = GradientPlaceholder(self.param, self.fqn)
             self.param.grad = self._collected
 
-    def uncover(self) -> None:
+    def unmark_collected(self) -> None:
         """Leave in ``.grad`` only what autograd has put there."""
         grad = self.param.grad
-        if isinstance(grad, Collected):
+        if isinstance(grad, GradientPlaceholder):
             self.param.grad = grad.added
             grad.added = None
 
     def leave(self, values: Tensor) -> None:
         """Make the parameter one of no unit: its own class, with ``values`` of its shape, wherever the unit is."""
-        wake(self.param, self.kind)
+        restore_class(self.param, self.kind)
         self.param.data = values
 
     def elements(self, start: int, stop: int) -> FlatRange:

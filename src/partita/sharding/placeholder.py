@@ -1,10 +1,10 @@
 """Placeholders: a sharded parameter without its data, and a gradient that lies in a bucket.
 
-A sharded parameter is of class :class:`Resting` and gets its own class back when it is unsharded. Its shape, dtype
-and device answer; reading its data asks its :class:`Guardian`, which unshards it or raises an error.
+A sharded parameter is of class :class:`ShardedParameter` and gets its own class back when it is unsharded. Its shape,
+dtype and device answer; reading its data asks its :class:`Guardian`, which unshards it or raises an error.
 
-From the end of a batch's backward until the step, a :class:`Collected` is the ``.grad`` of a parameter whose gradient
-lies in a bucket. Reading or changing its values is an error that names the call to use instead: with ``None``,
+From the end of a batch's backward until the step, a :class:`GradientPlaceholder` is the ``.grad`` of a parameter whose
+gradient lies in a bucket. Reading or changing its values is an error that names the call to use instead: with ``None``,
 clipping by hand would find nothing to clip, silently.
 """
 
@@ -77,7 +77,7 @@ class Guardian(Protocol):
     """The object that unshards a parameter whose data is asked for, or says why it must not be."""
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """Called when data of a resting ``param`` is asked for by ``what``. Makes it whole or raises."""
+        """Called when data of a sharded ``param`` is asked for by ``what``. Unshard it or raise an error."""
 
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
         """Called when ``param.data`` was read and returns ``values``, through which ``param`` may be written."""
@@ -106,7 +106,7 @@ _left_shares = WeakIdKeyDictionary()  # parameters of which an engine has left t
 _claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; only a tensor is at hand when it is touched
 
 
-class Resting(nn.Parameter):
+class ShardedParameter(nn.Parameter):
     """The class of a parameter whose data is elsewhere."""
 
     @classmethod
@@ -119,7 +119,7 @@ class Resting(nn.Parameter):
     ) -> Any:
         if (name := asked_for(func)) not in METADATA:
             for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Resting):
+                if isinstance(leaf, ShardedParameter):
                     _claims[leaf].touched(leaf, name)
                     if has_own_functions(leaf):
                         return func(*args, **(kwargs or {}))
@@ -148,7 +148,7 @@ def _report_read(param: nn.Parameter, values: Tensor) -> None:
 def disclaim(param: nn.Parameter) -> None:
     """Nobody answers for ``param`` any more: with its data it is a parameter like any other again."""
     claim = _claims.pop(param, None)
-    if claim is not None and is_resting(param):
+    if claim is not None and is_sharded(param):
         _claims[param] = _Claim(claim.name)
 
 
@@ -160,7 +160,7 @@ def leave_share(param: nn.Parameter) -> None:
 def is_claimed(param: nn.Parameter) -> bool:
     """Return whether ``param`` belongs to an engine, or has no data, or a share of it alone, since it did."""
     claim = _claims.get(param)
-    return param in _left_shares or (claim is not None and (is_resting(param) or claim.guardian() is not None))
+    return param in _left_shares or (claim is not None and (is_sharded(param) or claim.guardian() is not None))
 
 
 def check_unclaimed(model: nn.Module) -> None:
@@ -198,26 +198,26 @@ def touch(param: nn.Parameter, what: str) -> None:
     _claims[param].touched(param, what)
 
 
-def rest(param: nn.Parameter, kind: type[Resting] = Resting) -> None:
+def mark_sharded(param: nn.Parameter, kind: type[ShardedParameter] = ShardedParameter) -> None:
     """Mark ``param``, which is claimed, as being without data."""
     param.__class__ = kind
 
 
-def wake(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+def restore_class(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Give ``param`` its own class back: its data is there."""
     param.__class__ = kind
 
 
 def has_own_functions(param: Tensor) -> bool:
     """True if the class of a parameter, whose data is there, says what functions of it do."""
-    return not is_resting(param) and type(param).__torch_function__ is not nn.Parameter.__torch_function__
+    return not is_sharded(param) and type(param).__torch_function__ is not nn.Parameter.__torch_function__
 
 
-def is_resting(param: Tensor) -> bool:
-    return issubclass(type(param), Resting)
+def is_sharded(param: Tensor) -> bool:
+    return issubclass(type(param), ShardedParameter)
 
 
-class Collected(Tensor):
+class GradientPlaceholder(Tensor):
     """Stands for the gradient of the parameter called ``fqn``.
 
     A backward that comes all the same adds to it: ``added`` is then the new gradient alone.
@@ -229,8 +229,8 @@ class Collected(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, param: Tensor, fqn: str) -> "Collected":
-        made: Collected = Tensor._make_wrapper_subclass(
+    def __new__(cls, param: Tensor, fqn: str) -> "GradientPlaceholder":
+        made: GradientPlaceholder = Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         made.fqn = fqn

@@ -146,7 +146,7 @@ class GradientUser(Protocol):
 
 
 @dataclass
-class _Wave:
+class _ReducePass:
     """``next``: the first bucket, in order, that it has not launched; ``task``: autograd's number of the backward under
     way; ``took_part``: this micro-batch has brought a gradient, or has joined the others.
     """
@@ -160,7 +160,7 @@ class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
     Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
-    ``covered``: members whose gradients of a complete batch were collected; ``waves``: how many have ended;
+    ``covered``: members whose gradients of a complete batch were collected; ``num_passes``: how many have ended;
     ``sync_states``: what is kept of all buckets between steps; ``finite`` watches losses and gradients.
     """
 
@@ -177,14 +177,14 @@ class GradientReducer:
         self.finite = FiniteWatch()
         self._stream = collectives.mesh.stream("gradients")
         self._launched = Event()  # passes when everything launched so far is reduced
-        self._wave = _Wave()
+        self._reduce_pass = _ReducePass()
         self._is_last_micro_batch = True
         self._synchronizes = True
         self._user: GradientUser | None = None
         self.aside: Callable[[nn.Parameter, Tensor], None] | None = None
         self.scales = set[float]()
-        self.covered = list[Member]()
-        self.waves = 0
+        self.collected_members = list[Member]()
+        self.num_passes = 0
         self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
@@ -242,11 +242,11 @@ class GradientReducer:
     def backward_began(self) -> None:
         """A gradient reached the model's output: the wave ends with this backward (once a backward)."""
         task = torch._C._current_graph_task_id()
-        if task != -1 and self._wave.task is None:
+        if task != -1 and self._reduce_pass.task is None:
             assert self._user is not None
-            self._wave.task = task
+            self._reduce_pass.task = task
             self._user.begin()
-            self._uncover()
+            self._unmark_collected()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
@@ -255,8 +255,8 @@ class GradientReducer:
         Raises:
             PartitaError: the gradient is sparse.
         """
-        if self.covered:
-            member.uncover()
+        if self.collected_members:
+            member.unmark_collected()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise PartitaError(
@@ -268,32 +268,32 @@ class GradientReducer:
             member.param.grad = None
             self.aside(member.param, grad)
             return
-        self._wave.took_part = True
+        self._reduce_pass.took_part = True
         self.scales.add(factor_under_way())
-        in_wave = bucket.buffer.collects and (self._synchronizes or bucket.buffer.keeps_full)
-        if in_wave:
+        in_pass = bucket.buffer.collects and (self._synchronizes or bucket.buffer.keeps_full)
+        if in_pass:
             self.backward_began()
-        bucket.note(member, in_wave=in_wave)
-        if not in_wave:
+        bucket.note(member, in_pass=in_pass)
+        if not in_pass:
             return
         if bucket.buffer.keeps_full:
             bucket.reopen()
             bucket.collect(member)
-        elif self._order[self._wave.next :][:1] == [bucket]:
+        elif self._order[self._reduce_pass.next :][:1] == [bucket]:
             self.pools.lend(bucket)
             bucket.collect(member)
         if self._reducing(bucket):
             self._launch_complete()
 
     def _end_backward(self) -> None:
-        self._wave.task = None
+        self._reduce_pass.task = None
         if any(bucket.arrivals.fresh for bucket in self.buckets):
-            self.end_wave()
+            self.end_pass()
 
     def _launch_complete(self) -> None:
-        while self._wave.next < len(self._order) and self._order[self._wave.next].arrivals.is_complete:
-            self._launch(self._order[self._wave.next])
-            self._wave.next += 1
+        while self._reduce_pass.next < len(self._order) and self._order[self._reduce_pass.next].arrivals.is_complete:
+            self._launch(self._order[self._reduce_pass.next])
+            self._reduce_pass.next += 1
 
     def release_held_back(self) -> None:
         """The others do not answer; they may wait for a bucket that this rank holds back for gradients that do not
@@ -301,53 +301,55 @@ class GradientReducer:
 
         A sign of that is a later bucket that is complete. What still comes is reduced at the step.
         """
-        later = self._order[self._wave.next + 1 :]
-        if self._wave.task is not None and any(
+        later = self._order[self._reduce_pass.next + 1 :]
+        if self._reduce_pass.task is not None and any(
             bucket.arrivals.is_complete and self._reducing(bucket) for bucket in later
         ):
-            self._launch(self._order[self._wave.next])
-            self._wave.next += 1
+            self._launch(self._order[self._reduce_pass.next])
+            self._reduce_pass.next += 1
             self._launch_complete()
 
     def join(self) -> None:
         """A micro-batch that brought this rank no gradient: join the others' reductions, with zeros."""
-        if not self._wave.took_part:
-            self.end_wave()
-        self._wave.took_part = True
+        if not self._reduce_pass.took_part:
+            self.end_pass()
+        self._reduce_pass.took_part = True
 
     def end_micro_batch(self) -> None:
         """This rank has come to the end of a micro-batch."""
         self.join()
-        self._wave.took_part = False
+        self._reduce_pass.took_part = False
 
-    def end_wave(self) -> None:
+    def end_pass(self) -> None:
         """Launch what this wave has not launched yet, with zeros for what did not come."""
         if self._order and self._reducing(self._order[0]):
-            for bucket in self._order[self._wave.next :]:
+            for bucket in self._order[self._reduce_pass.next :]:
                 self._launch(bucket)
-            self.waves += 1
-            self._wave.took_part = True
-        self._begin_wave()
+            self.num_passes += 1
+            self._reduce_pass.took_part = True
+        self._begin_pass()
         if self._is_last_micro_batch:
-            self._cover()
+            self._mark_collected()
 
-    def _begin_wave(self) -> None:
+    def _begin_pass(self) -> None:
         for bucket in self.buckets:
-            bucket.arrivals.end_wave()
-        self._wave.next = 0
+            bucket.arrivals.end_pass()
+        self._reduce_pass.next = 0
 
-    def _cover(self) -> None:
+    def _mark_collected(self) -> None:
         """A batch's gradients were collected: say so where the user may look for them."""
-        self.covered = [m for b in self.buckets if b.buffer.collects for m in b.members if id(m) in b.arrivals.used]
+        self.collected_members = [
+            m for b in self.buckets if b.buffer.collects for m in b.members if id(m) in b.arrivals.used
+        ]
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self.covered:
-                member.cover()
+            for member in self.collected_members:
+                member.mark_collected()
 
-    def _uncover(self) -> None:
+    def _unmark_collected(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self.covered:
-                member.uncover()
-        self.covered.clear()
+            for member in self.collected_members:
+                member.unmark_collected()
+        self.collected_members.clear()
 
     # ------------------------------------------------------------- one reduction
 
@@ -403,7 +405,7 @@ class GradientReducer:
         for bucket, wanted in zip(self.buckets, chosen, strict=True):
             if wanted:
                 self._launch(bucket)
-        self._begin_wave()
+        self._begin_pass()
 
     def complete_unreduced(self) -> None:
         """Complete the gradients that need no reduction (there are no other ranks).
@@ -453,10 +455,10 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
-        self._uncover()
+        self._unmark_collected()
         self.finite.clear()
-        self._wave.task = None
-        self._wave.next = self._num_seeds = 0
+        self._reduce_pass.task = None
+        self._reduce_pass.next = self._num_seeds = 0
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:

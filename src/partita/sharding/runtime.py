@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.allocate import allocate
@@ -32,16 +32,16 @@ from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.hooks import ForwardHooks, LastHook, UnitEvents, announce
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import claim, disclaim, leave_share, wake
+from partita.sharding.placeholder import claim, disclaim, leave_share, restore_class
 from partita.sharding.precision import ExactLoads, cast_buffers, forward_precision
 from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.segment import Segment
 from partita.sharding.structure import Structure, Written
 from partita.sharding.unit import Unit, UnitResources, UnitState
-from partita.sharding.unshard import Residency
+from partita.sharding.unit_events import Subscriber
+from partita.sharding.unshard import Unsharder
 from partita.sharding.unshard_order import agree
-from partita.sharding.visits import Subscriber
 
 _log = logging.getLogger("partita")
 
@@ -82,13 +82,13 @@ class Runtime:
         self._provide_disk(blueprint)
         loan = Loan()
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
-        with together(collectives.all_ranks):
+        with shared_errors(collectives.all_ranks):
             self._pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)
             scratch = self._scratch(blueprint)
         stream, interpreter = mesh.stream("parameters"), Interpreter(collectives)
         resources = UnitResources(interpreter, self._pool, loan, stream, scratch)
         self.units = make_units(model, blueprint.units, mesh.rank, resources, by_kernels=by_kernels)
-        sharded = [unit for unit in self.units if not unit.rests_whole]
+        sharded = [unit for unit in self.units if not unit.always_unsharded]
         self.publisher = Publisher(interpreter, stream, scratch)
         first = mesh.log.register([unit.title for unit in self.units])
         for unit in self.units:
@@ -99,7 +99,7 @@ class Runtime:
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
         self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
-        self.residency = Residency(sharded, agreement, ahead, self.written)
+        self.unsharder = Unsharder(sharded, agreement, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
         self._accumulate = blueprint.resolved.batch.accumulate
@@ -120,10 +120,10 @@ class Runtime:
                 self._hooks.append(precision)
                 precision.widen(model, (member for _, member in self.members()))
             self.events = UnitEvents()
-            self.events.subscribe(sharded, self.residency.subscriber)
-            count = self.residency.forwards_under_way
+            self.events.subscribe(sharded, self.unsharder.subscriber)
+            count = self.unsharder.forwards_under_way
             self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
-            rounding = [m for unit, m in self.members() if unit.rests_whole and m.segment.keeps_digits]
+            rounding = [m for unit, m in self.members() if unit.always_unsharded and m.segment.keeps_digits]
             self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})
             self._refresh()
@@ -155,7 +155,7 @@ class Runtime:
         held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.num_moments)
         num_bytes = bytes_by_tier(held)[Tier.DISK]
         num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.num_moments)
-        with together(self.collectives.all_ranks):
+        with shared_errors(self.collectives.all_ranks):
             self.memory.provide_disk(num_bytes, num_states if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
@@ -175,8 +175,8 @@ class Runtime:
             assembly.fill(unit)
             for member in unit.members:
                 claim(member.param, member.fqn, self)
-            if not unit.rests_whole:
-                unit.release()
+            if not unit.always_unsharded:
+                unit.reshard()
         assembly.fill_others()
 
     def give_back(self) -> None:
@@ -185,8 +185,8 @@ class Runtime:
             hook.remove()
         rounded = list[str]()
         for unit in self.units:
-            if unit.state is UnitState.RESTING:
-                self.residency.hold([unit])
+            if unit.state is UnitState.SHARDED:
+                self.unsharder.hold([unit])
             for member in unit.members:
                 disclaim(member.param)
                 if not unit.give_back(member):
@@ -196,9 +196,9 @@ class Runtime:
                 if member.rounded:
                     rounded.append(member.fqn)
             if unit.slot is not None:
-                unit.release()
+                unit.reshard()
             for member in unit.members:
-                wake(member.param, member.kind)
+                restore_class(member.param, member.kind)
         for module, buffers in self._own_buffers:
             module._buffers.update(buffers)
         if rounded and self.collectives.mesh.rank == 0:
@@ -211,7 +211,7 @@ class Runtime:
 
     def _make_buckets(self, blueprint: Blueprint) -> list[Bucket]:
         buckets = make_buckets(blueprint.buckets, self.units, self._accumulate, self.memory.ledger)
-        with together(self.collectives.all_ranks, self.give_back):
+        with shared_errors(self.collectives.all_ranks, self.give_back):
             for bucket in buckets:
                 bucket.allocate(self.memory)
         return buckets
@@ -222,7 +222,7 @@ class Runtime:
         """Before every forward of the whole model."""
         if torch._C._current_graph_task_id() == -1:
             self.events.backwards.forget()
-            self.residency.begin_forward()
+            self.unsharder.begin_forward()
         self._refresh()
         self.buffers.before_forward()
         self.arguments.note(args, kwargs)
@@ -230,11 +230,11 @@ class Runtime:
 
     def _graph_of_now(self) -> Callable[[], None]:
         """Return the function to call when a backward reaches the output of the forward that ends now."""
-        version, to_runtime = self.residency.version, weakref.ref(self)
+        version, to_runtime = self.unsharder.version, weakref.ref(self)
 
         def began() -> None:
             if (runtime := to_runtime()) is not None:
-                runtime.residency.check_version(version, "the model's output")
+                runtime.unsharder.check_version(version, "the model's output")
                 runtime.reducer.backward_began()
 
         return began
@@ -271,15 +271,15 @@ class Runtime:
     def wait_for_updates(self, units: Sequence[Unit]) -> None:
         """These units' updates run beside the caller: their forward waits for them (gathers do so by themselves)."""
         waits = Subscriber(opened=lambda visit: visit.unit.finish_update())
-        self.events.subscribe([unit for unit in units if unit.rests_whole], waits)
+        self.events.subscribe([unit for unit in units if unit.always_unsharded], waits)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
         unit, _ = self._members[id(param)]
-        if unit.rests_whole:
+        if unit.always_unsharded:
             unit.finish_update()
         else:
-            self.residency.touched(param, what)
+            self.unsharder.touched(param, what)
 
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
@@ -305,7 +305,7 @@ class Runtime:
         self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.events.backwards.forget()
-        self.residency.end_micro_batch()
+        self.unsharder.end_micro_batch()
         self.buffers.end_micro_batch()
 
     def settle(self) -> None:
@@ -335,7 +335,7 @@ class Runtime:
 
     def updated(self) -> None:
         """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
-        self.residency.updated()
+        self.unsharder.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
         for unit in self.written.exposed_units():
@@ -359,7 +359,7 @@ class Runtime:
                 disclaim(member.param)
                 if member.is_cut:
                     leave_share(member.param)
-                member.uncover()
+                member.unmark_collected()
         self.memory.close()
 
 

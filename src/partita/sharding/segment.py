@@ -98,7 +98,7 @@ class Segment:
         self.full: Tensor
         self.rest: Kept
         self.master: MasterWeights | None = None
-        self.second: Kept | None = None
+        self.secondary: Kept | None = None
         self.trains = planned.trains
 
     @property
@@ -125,7 +125,7 @@ class Segment:
         return self._spans_of(self.plan.master)
 
     @property
-    def rest_spans(self) -> tuple[Span, ...]:
+    def stored_spans(self) -> tuple[Span, ...]:
         """The spans of the parameters that rest on this rank, with offsets in ``rest``; where all do, also empty
         ones.
         """
@@ -144,7 +144,7 @@ class Segment:
     def keeps_one_part(self) -> bool:
         """True if one of the layout's parts is all that is stored."""
         num_shards = self.planned.num_shards(self.plan.param_rest)
-        return num_shards == self.layout.num_parts and not self.planned.has_second
+        return num_shards == self.layout.num_parts and not self.planned.has_secondary
 
     @property
     def first_dtype(self) -> torch.dtype:
@@ -174,7 +174,7 @@ class Segment:
             rounded.view(-1)[at] = nearest_bf16(values.reshape(-1)[at])
         return rounded
 
-    def keep_rest(self, memory: StateMemory, first: Tensor | None = None, *, is_part: bool = False) -> None:
+    def keep_stored(self, memory: StateMemory, first: Tensor | None = None, *, is_part: bool = False) -> None:
         """Keep what rests, and the master weights.
 
         Args:
@@ -186,12 +186,12 @@ class Segment:
         first = self.full if first is None else first
         if is_part:
             self.rest = memory.keep_values("parameters", self.rounded(first), self.dtype, row.param_rest.tier)
-        elif self.planned.rests_whole:
+        elif self.planned.always_unsharded:
             self.rest = memory.adopt("parameters", self.full)
         else:
             self.rest = self._keep_part(row.param_rest, memory)
-        if self.planned.has_second:
-            self.second = self._keep_part(row.param_between, memory)
+        if self.planned.has_secondary:
+            self.secondary = self._keep_part(row.param_between, memory)
         if self.master_is_parameter or self.layout.has_master:
             self.make_master(memory, first if first.dtype != self.dtype else None)
 
@@ -215,11 +215,11 @@ class Segment:
             self.master = MasterWeights(self.rest, residence, self.master_spans)
             return self.master
         lease = self.rest.lend()
-        values = self.part_of_rest(lease.wait())
+        values = self.part_of_stored(lease.wait())
         if self.master_is_parameter:
             self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
         else:
-            exact = values if first is None else self.part_of_rest(first)
+            exact = values if first is None else self.part_of_stored(first)
             self.master = MasterWeights.apart(exact, residence, self.master_spans, memory)
         lease.end(changed=False)
         return self.master
@@ -237,7 +237,7 @@ class Segment:
                 whole[span.offset :][: span.num_elements] = values[span.fqn]
         self.master.set(self.part(whole, self.plan.master), values.keys())
 
-    def part_of_rest(self, values: Tensor) -> Tensor:
+    def part_of_stored(self, values: Tensor) -> Tensor:
         """Return the stored parameters of the elements whose master weights this rank has."""
         parts = values.view(values.numel() * self.planned.num_shards(self.plan.master) // self.layout.padded, -1)
         return parts[self.mesh.group_index(self._rank, self.plan.master.shard_axes) % len(parts)]

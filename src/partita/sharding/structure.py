@@ -55,8 +55,8 @@ class Written:
 
     def __init__(self, units: Sequence[Unit], rank: int) -> None:
         self._warns = rank == 0
-        self._sharded = [unit for unit in units if not unit.rests_whole]
-        members = [member for unit in units if unit.rests_whole for member in unit.members]
+        self._sharded = [unit for unit in units if not unit.always_unsharded]
+        members = [member for unit in units if unit.always_unsharded for member in unit.members]
         self._whole = [member for member in members if _has_owner(member.segment)]
         self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
         self._exposed = dict[int, _Exposed]()  # by the member's id
@@ -82,7 +82,7 @@ class Written:
 
     def expose(self, unit: Unit, member: Member, values: Tensor) -> None:
         """A parameter may be written through ``values``, its ``data``, from here on."""
-        if id(member) not in self._versions or unit.state is not UnitState.WHOLE:
+        if id(member) not in self._versions or unit.state is not UnitState.UNSHARDED:
             return
         if id(member) not in self._exposed:
             self._exposed[id(member)] = _Exposed(unit, member, checksum(member.values))
@@ -100,7 +100,7 @@ class Written:
 
     def _sum_again(self, members: Iterable[Member]) -> None:
         for member in members if self._exposed else ():
-            if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.WHOLE:
+            if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.UNSHARDED:
                 exposed.sum = checksum(member.values)
 
     def stored(self, members: Sequence[Member]) -> None:
@@ -123,7 +123,7 @@ class Written:
             self.forget(written)
             self._add(written)
         for unit in self._sharded:
-            if unit.state is UnitState.WHOLE and not unit.holds:  # blocks of engine.gathered store their own
+            if unit.state is UnitState.UNSHARDED and not unit.holds:  # blocks of engine.gathered store their own
                 self._take_from(unit, is_recomputed=False)
 
     def take_from(self, unit: Unit) -> None:
@@ -150,7 +150,7 @@ class Written:
             self._warn_of_rounding(members[0])
             _store(members[0].segment, {member.fqn for member in members})
         unit.updated = record(unit.storage.device)
-        if unit.has_second:
+        if unit.has_secondary:
             _store_second(unit)
         self._add(written)
 
@@ -236,9 +236,9 @@ def _store(segment: Segment, names: set[str]) -> None:
     lease = segment.rest.lend()
     stored = lease.wait()
     if segment.master is not None and not segment.master_is_parameter:
-        before = segment.part_of_rest(stored)
+        before = segment.part_of_stored(stored)
         segment.master.set(segment.part(segment.full, segment.plan.master), names, before)
-    for span in segment.rest_spans:
+    for span in segment.stored_spans:
         if span.fqn in names:
             place = slice(span.offset, span.offset + span.num_elements)
             stored[place] = part[place]
@@ -248,9 +248,9 @@ def _store(segment: Segment, names: set[str]) -> None:
 def _store_second(unit: Unit) -> None:
     """Bring what was written to the secondary shards, from which backward gathers."""
     for segment in unit.segments:
-        if segment.second is not None:
-            segment.second.store(segment.part(segment.full, segment.plan.param_between))
-    unit.second_kept = record(unit.storage.device)
+        if segment.secondary is not None:
+            segment.secondary.store(segment.part(segment.full, segment.plan.param_between))
+    unit.secondary_kept = record(unit.storage.device)
 
 
 class Structure:
@@ -306,7 +306,7 @@ class Structure:
                     param = member.param
                     if param.untyped_storage()._cdata == unit.storage._cdata or id(param) in self.elsewhere:
                         continue
-                    if unit.state is not UnitState.WHOLE or not _same(param, member.within(member.segment.full)):
+                    if unit.state is not UnitState.UNSHARDED or not _same(param, member.within(member.segment.full)):
                         raise PartitaError(_MOVED.format(member.fqn))
 
     def _check_parameters(self) -> None:

@@ -16,14 +16,14 @@ from partita.plan.steps import steps
 from partita.planner.parameters import Holding
 from partita.sharding.interpreter import Interpreter, Running
 from partita.sharding.parameter import Member, replace_data
-from partita.sharding.placeholder import rest, wake
+from partita.sharding.placeholder import mark_sharded, restore_class
 from partita.sharding.segment import Segment
 
 
 class UnitState(Enum):
-    RESTING = "resting"
-    GATHERING = "gathering"
-    WHOLE = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,12 @@ class UnitResources:
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
-    A unit is RESTING until it is gathered, WHOLE while anyone has it open, and then gives its slot of the buffer pool
-    back. One that rests whole is WHOLE, except while an update of it is under way.
+    A unit is SHARDED until it is gathered, UNSHARDED while anyone has it open, and then gives its slot of the buffer
+    pool back. One that is never sharded is UNSHARDED, except while an update of it is under way.
 
-    Invariants: a unit that is not RESTING holds a slot of the pool (unless it rests whole); every slot's memory is
-    written only after the event of its last use; a GATHERING unit's parameters are still of class ``Resting``.
+    Invariants: a unit that is not SHARDED holds a slot of the pool (unless it is never sharded); every slot's memory is
+    written only after the event of its last use; a UNSHARDING unit's parameters are still of class
+    ``ShardedParameter``.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Unit:
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
-        self.rests_whole = planned.rests_whole
-        self.state = UnitState.WHOLE
-        self.visits = 0  # open forwards and backwards
+        self.always_unsharded = planned.always_unsharded
+        self.state = UnitState.UNSHARDED
+        self.open_calls = 0  # open forwards and backwards
         self.holds = 0  # blocks of engine.gathered
         self.is_exact = False  # whole as it rests, also where it is computed with as decoded
         self.pinned = False
-        self.has_second = False
-        self.second_kept = Event()
+        self.has_secondary = False
+        self.secondary_kept = Event()
         self.slot: Slot | None = None
         self.keeps_memory = False  # what was gathered stays in memory after its release, for graphs that refer to it
         self.gathered = Event()
@@ -98,14 +99,14 @@ class Unit:
         return [segment for segment in self.segments if segment.trains and segment.master is not None]
 
     @property
-    def stays_whole(self) -> bool:
+    def stays_unsharded(self) -> bool:
         """True if the row keeps the unit unsharded between forward and backward."""
-        return self.planned.stays_whole
+        return self.planned.stays_unsharded
 
     @property
     def in_use(self) -> bool:
         """True if the unit must stay unsharded."""
-        return self.visits > 0 or self.holds > 0 or self.pinned
+        return self.open_calls > 0 or self.holds > 0 or self.pinned
 
     @property
     def title(self) -> str:
@@ -115,19 +116,19 @@ class Unit:
     # ------------------------------------------------------------------ gathering
 
     @property
-    def can_gather(self) -> bool:
+    def can_unshard(self) -> bool:
         """True if the pool has a slot left for this unit."""
         return self._resources.pool.available(self.planned.num_bytes)
 
-    def start_gather(self, spare: bool = False, exact: bool = False) -> None:
-        """RESTING to GATHERING: from the second shard where there is one, else from what rests.
+    def start_unshard(self, spare: bool = False, exact: bool = False) -> None:
+        """SHARDED to UNSHARDING: from the second shard where there is one, else from what rests.
 
         Args:
             spare: memory beyond the pool's may serve.
             exact: as it rests, also where what is computed with is decoded.
         """
         self.is_exact = exact
-        slot, updated, second = self._lend_slot(spare=spare), self.updated, self.has_second and not exact
+        slot, updated, second = self._lend_slot(spare=spare), self.updated, self.has_secondary and not exact
 
         def gather() -> None:
             slot.last_use.wait()
@@ -136,9 +137,9 @@ class Unit:
             for segment in self.segments:
                 plan, source, planned = segment.plan, segment.rest, segment.planned
                 ops = steps(plan.param_rest, plan.param_compute, segment.mesh) if exact else planned.unshards
-                if second and segment.second is not None:
-                    self.second_kept.wait()
-                    source, ops = segment.second, steps(plan.param_between, plan.param_compute, segment.mesh)
+                if second and segment.secondary is not None:
+                    self.secondary_kept.wait()
+                    source, ops = segment.secondary, steps(plan.param_between, plan.param_compute, segment.mesh)
                 begin = self._resources.interpreter.begin
                 gathers.append(begin(ops, source, segment.full, tag=self.number, scratch=scratch))
                 if scratch is not None:
@@ -148,35 +149,35 @@ class Unit:
 
         self._await(self._resources.stream.run(told(gather, "gather", self.title)))
 
-    def finish_gather(self) -> None:
-        """GATHERING to WHOLE: the current stream may use the parameters from here on."""
-        assert self.state is UnitState.GATHERING
+    def finish_unshard(self) -> None:
+        """UNSHARDING to UNSHARDED: the current stream may use the parameters from here on."""
+        assert self.state is UnitState.UNSHARDING
         self.gathered.wait()
         for member in self.members:
-            wake(member.param, member.here_kind)
-        self.state = UnitState.WHOLE
+            restore_class(member.param, member.here_kind)
+        self.state = UnitState.UNSHARDED
 
-    def keep_second(self) -> None:
-        """Copy the part that stays between forward and backward out of a WHOLE unit, where its row has one."""
+    def keep_secondary(self) -> None:
+        """Copy the part that stays between forward and backward out of a UNSHARDED unit, where its row has one."""
         for segment in self.segments:
-            if segment.second is not None:
+            if segment.secondary is not None:
                 ops = steps(segment.plan.param_compute, segment.plan.param_between, segment.mesh)
-                self._resources.interpreter.run(ops, segment.full, segment.second)
-                self.has_second = True
-        self.second_kept = record(self._resources.device)
+                self._resources.interpreter.run(ops, segment.full, segment.secondary)
+                self.has_secondary = True
+        self.secondary_kept = record(self._resources.device)
 
-    def release(self) -> None:
-        """WHOLE to RESTING: the slot goes back, usable once the current stream's work so far is done."""
-        assert self.state is UnitState.WHOLE
+    def reshard(self) -> None:
+        """UNSHARDED to SHARDED: the slot goes back, usable once the current stream's work so far is done."""
+        assert self.state is UnitState.UNSHARDED
         assert self.slot is not None
-        self._put_to_rest()
+        self._mark_sharded()
         if not self.keeps_memory:
             self._resources.loan.take_back(self.storage, self.slot)
         self._resources.pool.give_back(self.slot, record(self._resources.device))
         self.slot = None
 
     def keep_memory(self) -> None:
-        """Leave a WHOLE unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers write
+        """Leave a UNSHARDED unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers write
         there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
         """
         assert self.slot is not None
@@ -185,8 +186,8 @@ class Unit:
             self._resources.pool.leave(self.slot)
 
     def drop_memory(self) -> None:
-        """End what :meth:`keep_memory` began. The unit is RESTING."""
-        assert self.state is UnitState.RESTING
+        """End what :meth:`keep_memory` began. The unit is SHARDED."""
+        assert self.state is UnitState.SHARDED
         self.keeps_memory = False
         self._resources.pool.left(self.storage.nbytes())
         self._resources.loan.drop(self.storage)
@@ -200,52 +201,54 @@ class Unit:
             slot.last_use = record(resources.device)
         return slot
 
-    def _put_to_rest(self) -> None:
-        """To RESTING: the parameters have no data from here on."""
+    def _mark_sharded(self) -> None:
+        """To SHARDED: the parameters have no data from here on."""
         for member in self.members:
-            rest(member.param, member.resting_kind)
-        self.state = UnitState.RESTING
+            mark_sharded(member.param, member.sharded_kind)
+        self.state = UnitState.SHARDED
 
     def _await(self, gathered: Event) -> None:
-        """RESTING to GATHERING: the data is there when ``gathered`` has passed."""
-        assert self.state is UnitState.RESTING
+        """SHARDED to UNSHARDING: the data is there when ``gathered`` has passed."""
+        assert self.state is UnitState.SHARDED
         self.gathered = gathered
-        self.state = UnitState.GATHERING
+        self.state = UnitState.UNSHARDING
 
     # -------------------------------------------------------------------- updates
 
     def await_update(self, updated: Event) -> None:
         """Gathers of the unit wait for ``updated``; so does whoever uses its parameters, where they rest whole."""
         self.updated = updated
-        if self.rests_whole:
-            self._put_to_rest()
+        if self.always_unsharded:
+            self._mark_sharded()
             self._await(updated)
 
     def finish_update(self) -> None:
         """The current stream may use parameters that rest whole from here on."""
-        if self.rests_whole and self.state is UnitState.GATHERING:
+        if self.always_unsharded and self.state is UnitState.UNSHARDING:
             with span("wait for update", self.title):
-                self.finish_gather()
+                self.finish_unshard()
 
     # ------------------------------------------------------------------- the start
 
-    def lay(self) -> None:
-        """Give a new unit its storage: memory of its own where it rests whole, else a slot until it is released."""
+    def allocate(self) -> None:
+        """Give a new unit its storage: memory of its own where it is never sharded, else a slot until it is
+        resharded.
+        """
         device = self._resources.device
-        if self.rests_whole:
+        if self.always_unsharded:
             storage = allocate(self.planned.num_bytes, torch.uint8, device).untyped_storage()
         else:
             storage = self.storage = torch.UntypedStorage(0, device=device)
             self._lend_slot(newest=True).last_use.wait()
-        self._lay(storage, [segment.dtype for segment in self.segments])
+        self._lay_out(storage, [segment.dtype for segment in self.segments])
 
-    def lay_first(self) -> None:
+    def allocate_wide(self) -> None:
         """Lay ``full`` of every segment in the dtype of its first values, into memory of its own."""
         dtypes = [segment.first_dtype for segment in self.segments]
         num_bytes = sum(s.layout.padded * dtype.itemsize for s, dtype in zip(self.segments, dtypes, strict=True))
-        self._lay(allocate(num_bytes, torch.uint8, self._resources.device).untyped_storage(), dtypes)
+        self._lay_out(allocate(num_bytes, torch.uint8, self._resources.device).untyped_storage(), dtypes)
 
-    def _lay(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
+    def _lay_out(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
         self.storage, offset = storage, 0
         for segment, dtype in zip(self.segments, dtypes, strict=True):
             segment.full = over(storage, dtype, segment.layout.padded, offset // dtype.itemsize)

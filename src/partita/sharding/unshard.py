@@ -17,8 +17,8 @@ from partita.errors import PartitaError
 from partita.memory.step_events import span
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitState
-from partita.sharding.unshard_order import Agreement
-from partita.sharding.visits import Subscriber, Visit
+from partita.sharding.unit_events import Subscriber, UnitCall
+from partita.sharding.unshard_order import UnshardOrder
 
 
 class References:
@@ -70,7 +70,7 @@ def gradient_node(param: torch.Tensor) -> Any:
     return view.grad_fn.next_functions[0][0]
 
 
-class Residency:
+class Unsharder:
     """Opens and closes units; the only caller of their gathers and releases.
 
     Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
@@ -83,7 +83,7 @@ class Residency:
         written: stores what was written into a unit before it is released.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: Agreement, prefetch_bytes: int, written: Written) -> None:
+    def __init__(self, units: Sequence[Unit], agreement: UnshardOrder, prefetch_bytes: int, written: Written) -> None:
         self.units = units
         self._agreement = agreement
         self._written = written
@@ -104,14 +104,14 @@ class Residency:
 
     # -------------------------------------------------------------------- visits
 
-    def _opened(self, visit: Visit) -> None:
+    def _opened(self, visit: UnitCall) -> None:
         visit.version = self.version
         self.open(visit.unit)
 
-    def _closed(self, visit: Visit, has_graph: bool) -> None:
+    def _closed(self, visit: UnitCall, has_graph: bool) -> None:
         self.close(visit.unit, between=has_graph)
 
-    def _opened_backward(self, visit: Visit) -> None:
+    def _opened_backward(self, visit: UnitCall) -> None:
         self.check_version(visit.version, f"unit '{visit.unit.title}'")
         self.open(visit.unit)
         if torch.is_grad_enabled():  # create_graph: a backward of this one may come
@@ -119,12 +119,12 @@ class Residency:
 
     def open(self, unit: Unit) -> None:
         """Make a unit whole and keep it so until the matching :meth:`close`."""
-        unit.visits += 1
-        if unit.visits == 1 and not unit.holds:
+        unit.open_calls += 1
+        if unit.open_calls == 1 and not unit.holds:
             if self._records:
                 self._recorded.append((unit, torch._C._current_graph_task_id() != -1))
             self._follow(unit)
-        if unit.state is UnitState.RESTING:
+        if unit.state is UnitState.SHARDED:
             self._gather(unit, must=True)
         if not unit.holds:  # what is held may be run by one rank alone
             self._prefetch()  # before this one is waited for: a network stands idle where nothing follows it
@@ -132,15 +132,15 @@ class Residency:
 
     def close(self, unit: Unit, *, between: bool = False) -> None:
         """End a visit; at the last one the unit goes to rest, or (``between``) to where it waits for its backward."""
-        assert unit.visits > 0
-        unit.visits -= 1
-        if unit.in_use or unit.state is not UnitState.WHOLE:
+        assert unit.open_calls > 0
+        unit.open_calls -= 1
+        if unit.in_use or unit.state is not UnitState.UNSHARDED:
             return
         if between:
-            unit.keep_second()
-            if unit.stays_whole or self._recomputes(unit):
+            unit.keep_secondary()
+            if unit.stays_unsharded or self._recomputes(unit):
                 return
-        if self.within_batch and unit.stays_whole:
+        if self.within_batch and unit.stays_unsharded:
             return
         self._release(unit)
         self._prefetch()
@@ -149,7 +149,7 @@ class Residency:
         """Return whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at
         once.
         """
-        return torch._C._current_graph_task_id() != -1 and unit.can_gather
+        return torch._C._current_graph_task_id() != -1 and unit.can_unshard
 
     @property
     def forward_order(self) -> list[Unit]:
@@ -171,7 +171,7 @@ class Residency:
     # ---------------------------------------------------------------- otherwise
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """A resting parameter's data is asked for (see :class:`~partita.sharding.placeholder.Guardian`)."""
+        """A sharded parameter's data is asked for (see :class:`~partita.sharding.placeholder.Guardian`)."""
         unit = self._owner[id(param)]
         fqn = next(member.fqn for member in unit.members if member.param is param)
         if not self._forward_depth:
@@ -188,7 +188,7 @@ class Residency:
             )
         unit.pinned = True
         self.open(unit)
-        unit.visits -= 1
+        unit.open_calls -= 1
 
     def hold(self, units: Sequence[Unit]) -> None:
         """Make units whole outside of any forward, in memory beyond the pool's, until the matching :meth:`let_go`: as
@@ -198,7 +198,7 @@ class Residency:
             PartitaError: a unit is in use as it was decoded.
         """
         for unit in units:
-            if unit.state is not UnitState.RESTING and not (unit.planned.unshards_exactly or unit.is_exact):
+            if unit.state is not UnitState.SHARDED and not (unit.planned.unshards_exactly or unit.is_exact):
                 if unit.in_use:
                     raise PartitaError(
                         f"unit '{unit.title}' is in use with parameters that came as codes (communication.parameters); "
@@ -207,7 +207,7 @@ class Residency:
                 self._evict(unit)
         for unit in units:
             unit.holds += 1
-            if unit.state is UnitState.RESTING:
+            if unit.state is UnitState.SHARDED:
                 self._gather(unit, must=True, spare=True, exact=True)
         for unit in units:
             self._finish_gather(unit)
@@ -232,7 +232,7 @@ class Residency:
 
     def _drop_kept(self) -> None:
         """Free the memory of parameters that nothing refers to any more."""
-        kept = [unit for unit in self._referred if unit.keeps_memory and unit.state is UnitState.RESTING]
+        kept = [unit for unit in self._referred if unit.keeps_memory and unit.state is UnitState.SHARDED]
         for unit in kept:
             if not self._referred[unit].grown(self.version):
                 del self._referred[unit]
@@ -254,7 +254,7 @@ class Residency:
     def reset(self) -> None:
         """Close what an exception left open. Called when no forward and no backward is under way."""
         for unit in self.units:
-            unit.visits = 0
+            unit.open_calls = 0
         self._rest_idle()
 
     def end_micro_batch(self) -> None:
@@ -280,7 +280,7 @@ class Residency:
         """
         self.version += 1
         for unit in self.units:
-            unit.has_second = False
+            unit.has_secondary = False
             unit.pinned = False
         self._rest_idle()
         self._drop_kept()
@@ -289,7 +289,7 @@ class Residency:
         if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch
             return
         for unit in self.units:
-            if not unit.in_use and unit.state is not UnitState.RESTING:
+            if not unit.in_use and unit.state is not UnitState.SHARDED:
                 self._evict(unit)
 
     def _evict(self, unit: Unit) -> None:
@@ -300,7 +300,7 @@ class Residency:
         try:
             self._written.take_from(unit)
         finally:
-            unit.release()
+            unit.reshard()
 
     # ----------------------------------------------------------------- prefetch
 
@@ -308,21 +308,21 @@ class Residency:
         """Start a gather; where the pool is full, idle units make room first if it ``must`` be, and ``spare`` memory
         may serve. ``exact``: as it rests.
         """
-        if must and not unit.can_gather:
+        if must and not unit.can_unshard:
             for idle in self.units:
-                if not idle.in_use and idle.state is not UnitState.RESTING and idle is not unit:
+                if not idle.in_use and idle.state is not UnitState.SHARDED and idle is not unit:
                     self._evict(idle)
-        elif not must and not unit.can_gather:
+        elif not must and not unit.can_unshard:
             return False
         self._agreement.gathers(unit.number)
-        unit.start_gather(spare, exact)
+        unit.start_unshard(spare, exact)
         return True
 
     def _finish_gather(self, unit: Unit) -> None:
-        if unit.state is UnitState.GATHERING:
+        if unit.state is UnitState.UNSHARDING:
             with span("wait for gather", unit.title):
                 self._agreement.wait(unit.gathered)
-                unit.finish_gather()
+                unit.finish_unshard()
 
     def _follow(self, unit: Unit) -> None:
         """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""
@@ -342,6 +342,6 @@ class Residency:
                 ahead += unit.planned.num_bytes
                 if ahead > self._prefetch_bytes:
                     return
-                if unit.state is UnitState.RESTING and not self._gather(unit, must=False):
+                if unit.state is UnitState.SHARDED and not self._gather(unit, must=False):
                     return
             place += 1

@@ -22,7 +22,7 @@ from partita.memory.streams import Event
 PATIENCE_S = 1.0
 
 
-class Agreement(Protocol):
+class UnshardOrder(Protocol):
     """A check of the order, around gathers. ``on_stall`` is called again and again meanwhile."""
 
     def gathers(self, number: int) -> None:
@@ -39,7 +39,7 @@ class Agreement(Protocol):
         """Meet the others at the end of a micro-batch. Raises as :meth:`wait` does."""
 
 
-def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> Agreement:
+def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> UnshardOrder:
     """The way that suits the group of ranks that gather the same units. Called on every rank."""
     kind = ComparedLogs if group.transport.keeps_tags_apart else Announcements
     return kind(group, mesh, on_stall)

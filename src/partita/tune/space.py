@@ -9,7 +9,7 @@ from typing import Any
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.choice import CHECKPOINTS, Choice, Resting, forms
+from partita.forecast.choice import CHECKPOINTS, Choice, StateSettings, forms
 from partita.forecast.search import Forecast, Search
 from partita.forecast.source import Source
 from partita.plan.mesh_shape import MeshShape
@@ -113,12 +113,12 @@ class Space:
         """
         fitting = [each for each in self.forecasts if each.fits and each.time is not None]
         order = [form.name for form in forms(self._search(Variant(units=self._units)).dtype)]
-        best = min((order.index(each.choice.resting.form.name) for each in fitting), default=0)
-        found = dict[tuple[MeshShape, Resting], Candidate]()
+        best = min((order.index(each.choice.state_settings.form.name) for each in fitting), default=0)
+        found = dict[tuple[MeshShape, StateSettings], Candidate]()
         variant = Variant(units=self._units)
         for each in sorted(fitting, key=lambda each: each.rank):
-            place = each.choice.mesh, each.choice.resting
-            if each.choice.resting.form.name == order[best] and place not in found:
+            place = each.choice.mesh, each.choice.state_settings
+            if each.choice.state_settings.form.name == order[best] and place not in found:
                 candidate = self._candidate(each.choice, variant, each)
                 found |= {} if candidate is None else {place: candidate}
         return list(found.values())
@@ -137,9 +137,9 @@ class Space:
         if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINTS:
             return None
         form, batch = forms(self.given.compute_dtype)[0], self.given.batch
-        resting = Resting(zero.stage, tiers.parameters, tiers.optimizer, form)
+        state_settings = StateSettings(zero.stage, tiers.parameters, tiers.optimizer, form)
         inputs = self.base.activations.offload
-        choice = Choice(self.given.mesh, resting, batch.micro, batch.accumulate, checkpoint, inputs)
+        choice = Choice(self.given.mesh, state_settings, batch.micro, batch.accumulate, checkpoint, inputs)
         variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
         return self._candidate(choice, variant, None, "as the config says")
 
@@ -224,26 +224,38 @@ class Space:
         if choice.micro % 2 == 0:
             half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
             yield "micro-batch halved", half, variant
-        for stage in neighbouring_stages(choice.resting.stage) if choice.mesh.data > 1 else ():
+        for stage in neighbouring_stages(choice.state_settings.stage) if choice.mesh.data > 1 else ():
             plain = replace(variant, prefetch="auto", keeps=False)
-            yield f"stage {stage}", replace(choice, resting=replace(choice.resting, stage=stage)), plain
+            yield (
+                f"stage {stage}",
+                replace(choice, state_settings=replace(choice.state_settings, stage=stage)),
+                plain,
+            )
         for checkpoint in self._search(variant).sized(choice.mesh).traces:
             if isinstance(checkpoint, str):
                 inputs = "none" if checkpoint == "none" else choice.inputs
                 yield f"checkpoint {checkpoint}", replace(choice, checkpoint=checkpoint, inputs=inputs), variant
-        resting = choice.resting
-        if resting.parameters != "none":
-            yield "parameters on the device", replace(choice, resting=replace(resting, parameters="none")), variant
-        if resting.optimizer != "none":
-            yield "optimizer on the device", replace(choice, resting=replace(resting, optimizer="none")), variant
+        state_settings = choice.state_settings
+        if state_settings.parameters != "none":
+            yield (
+                "parameters on the device",
+                replace(choice, state_settings=replace(state_settings, parameters="none")),
+                variant,
+            )
+        if state_settings.optimizer != "none":
+            yield (
+                "optimizer on the device",
+                replace(choice, state_settings=replace(state_settings, optimizer="none")),
+                variant,
+            )
         yield from ((move, choice, other) for move, other in self._variants(origin))
 
     def _variants(self, origin: Candidate) -> Iterator[tuple[str, Variant]]:
         """Yield variants that gather parameters differently: none if all parameters are stored unsharded."""
         choice, variant = origin.choice, origin.variant
         search = self._search(variant)
-        units = [unit for of_stage in search.planned(choice.mesh, choice.resting).values() for unit in of_stage]
-        if all(unit.rests_whole for unit in units):
+        units = [unit for of_stage in search.planned(choice.mesh, choice.state_settings).values() for unit in of_stage]
+        if all(unit.always_unsharded for unit in units):
             return
         yield (
             ("released after forward" if variant.keeps else "kept after forward"),

@@ -181,7 +181,8 @@ class _Tuning:
         trained = [trial for trial in self._done.values() if trial.outcome.step_s is not None]
         if not trained:
             lines = [
-                f"  {trial.candidate.choice.resting.name}: {trial.outcome.failed}" for trial in self._done.values()
+                f"  {trial.candidate.choice.state_settings.name}: {trial.outcome.failed}"
+                for trial in self._done.values()
             ]
             raise ConfigError("\n".join([f"tune: none of {len(lines)} trials has trained:", *lines]))
         best = min(trained, key=lambda trial: trial.seconds)

@@ -16,7 +16,7 @@ from partita.memory.capacity import free_budget
 def hook_generation(engine: Engine) -> None:
     """Make the model's ``generate`` gather sharded parameters; it is a collective from then on."""
     model = engine.module
-    shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.rests_whole)
+    shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.always_unsharded)
     if shard_bytes and callable(getattr(model, "generate", None)):
         model.generate = Generation(engine, model.generate, shard_bytes)  # type: ignore[assignment, arg-type]
 

@@ -26,7 +26,7 @@ def hook_saving(prepared: Prepared) -> None:
     It is a collective from then on.
     """
     engine = prepared.engine
-    if all(unit.rests_whole for unit in engine.units):
+    if all(unit.always_unsharded for unit in engine.units):
         return
     for module in engine.module.modules():
         if callable(getattr(type(module), _NAME, None)):

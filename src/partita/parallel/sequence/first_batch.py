@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from partita.comm.collective_errors import together
+from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
 from partita.parallel.sequence.apply import KEY
 from partita.parallel.sequence.blocks import Blocks, hidden_in, sequence_dim
@@ -26,7 +26,7 @@ from partita.parallel.sequence.slices import Slices
 from partita.planner.parameters import is_quantized
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.hooks import Hook
-from partita.sharding.placeholder import is_resting
+from partita.sharding.placeholder import is_sharded
 from partita.sharding.pytree import map_tensors
 
 # Positions of each rank: enough to detect mixing, and not likely to be another size of a model.
@@ -83,7 +83,7 @@ def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tenso
     """
     name, size = blocks.name(block), blocks.group.size
     short = Slices.even(whole.shape[1], blocks.group, blocks.mesh)
-    with together(blocks.group):
+    with shared_errors(blocks.group):
         own, expected = _on_slices(blocks, block, sample, short, name), short.take(whole, 1)
         off = float("inf")
         if own is not None and own.shape == expected.shape and own.requires_grad == expected.requires_grad:
@@ -116,7 +116,7 @@ def _compare_gradients(
     whole = _gradients(output, given, sample, moved)
     sliced = _gradients(own, short.take(given, 1), sample, moved)
     total = group.sum(sliced.projections, PURPOSE)
-    with together(group):
+    with shared_errors(group):
         inputs = (short.take(gradients.of_input, 1) for gradients in (whole, sliced))
         off = max(_off(*inputs), _off(whole.projections, total))
         if off > (_OF_GRADIENTS if output.dtype.itemsize >= 4 else _OF_GRADIENTS_16_BIT):
@@ -249,7 +249,7 @@ class _Moved:
 
     def __enter__(self) -> "_Moved":
         for module in self._block.modules():
-            if any(is_resting(param) for param in module._parameters.values() if param is not None):
+            if any(is_sharded(param) for param in module._parameters.values() if param is not None):
                 self._undo.append(module.register_forward_pre_hook(Hook(self._replace)).remove)
             self._replace(module)
         return self
@@ -272,7 +272,7 @@ class _Moved:
         places: tuple[dict[str, Any], ...] = module._parameters, module._buffers
         for place in places:
             for name, tensor in list(place.items()):
-                if tensor is None or id(tensor) not in self._numbers or is_resting(tensor) or is_quantized(tensor):
+                if tensor is None or id(tensor) not in self._numbers or is_sharded(tensor) or is_quantized(tensor):
                     continue
                 if id(tensor) not in self._copies:
                     self._copies[id(tensor)] = self._copy(tensor)

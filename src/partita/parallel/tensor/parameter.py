@@ -26,7 +26,7 @@ from partita.parallel.tensor.functions import PURPOSE, enter, leave
 from partita.plan.place import Place
 from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import METADATA, Resting, asked_for, is_access, is_resting, touch
+from partita.sharding.placeholder import METADATA, ShardedParameter, asked_for, is_access, is_sharded, touch
 
 Gradient = Callable[[Tensor], Tensor | None]
 _CALL = "a read of a split parameter"
@@ -250,7 +250,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             return func(first, known.hooked(args[1] if len(args) > 1 else kwargs["hook"]))
         if name == "register_post_accumulate_grad_hook":
             raise PartitaError(_AFTER_ACCUMULATION.format(known.name))
-        if name in _CONVERSIONS and not is_resting(first) and func(*args, **kwargs) is first:
+        if name in _CONVERSIONS and not is_sharded(first) and func(*args, **kwargs) is first:
             return first
         if name == "data" and (places is not None or func.__name__ == "__set__"):
             raise PartitaError(_WRITTEN.format(known.name, ".data"))
@@ -328,7 +328,7 @@ class SplitParameter(nn.Parameter):
         return format(repr(self), spec)
 
 
-class RestingSplit(Resting):
+class ShardedSplit(ShardedParameter):
     """The class of a parameter of which this rank has a part, while its data is sharded."""
 
     @classmethod
@@ -408,11 +408,11 @@ class SplitParameters:
             param = member.param
             known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
             member.here_kind = _split_class(member.kind)
-            member.resting_kind = RestingSplit
+            member.sharded_kind = ShardedSplit
             if known.part.places is not None:
                 member.whole_kind = WholeParameter
             with torch._C.DisableTorchFunctionSubclass():
-                param.__class__ = RestingSplit if is_resting(param) else member.here_kind
+                param.__class__ = ShardedSplit if is_sharded(param) else member.here_kind
                 hooks = param._backward_hooks or {}
             for key, hook in hooks.items():
                 hooks[key] = known.hooked(hook)
@@ -423,10 +423,10 @@ class SplitParameters:
             member = self._members.pop()
             del _known[member.param]
             member.here_kind = member.kind
-            member.resting_kind = Resting
+            member.sharded_kind = ShardedParameter
             member.whole_kind = nn.Parameter
             with torch._C.DisableTorchFunctionSubclass():
-                member.param.__class__ = Resting if is_resting(member.param) else member.kind
+                member.param.__class__ = ShardedParameter if is_sharded(member.param) else member.kind
 
     def close(self) -> None:
         """Handle the closing of the engine: copies become ordinary parameters, and parts can no longer be gathered."""
@@ -455,7 +455,7 @@ class OwnParts(AbstractContextManager[None]):
             value = self._params.get(name)
             if value is None:
                 continue
-            if is_resting(value):
+            if is_sharded(value):
                 touch(value, "its module's forward")
             if isinstance(value, SplitParameter):
                 replaced.append((name, value, type(value)))

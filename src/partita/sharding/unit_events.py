@@ -103,10 +103,10 @@ class Subscriber:
     complete, at the latest when the backward ends; ``backward_ended`` when none is under way any more.
     """
 
-    opened: "Callable[[Visit], object]" = _ignore
-    closed: "Callable[[Visit, bool], object]" = _ignore
-    opened_backward: "Callable[[Visit], object]" = _ignore
-    closed_backward: "Callable[[Visit], object]" = _ignore
+    opened: "Callable[[UnitCall], object]" = _ignore
+    closed: "Callable[[UnitCall, bool], object]" = _ignore
+    opened_backward: "Callable[[UnitCall], object]" = _ignore
+    closed_backward: "Callable[[UnitCall], object]" = _ignore
     backward_ended: Callable[[], object] = _ignore
 
     @property
@@ -124,7 +124,7 @@ class FollowedUnit:
     subscribers: list[Subscriber] = field(default_factory=list)
 
 
-class Visit:
+class UnitCall:
     """One forward through a unit whose graph may come back in backward.
 
     ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters. A graph's
@@ -167,9 +167,9 @@ class Backwards:
     """The backwards under way, and the visits that they have opened."""
 
     def __init__(self) -> None:
-        self._opened: dict[int, list[Visit]] = {}
+        self._opened: dict[int, list[UnitCall]] = {}
 
-    def open(self, visit: Visit) -> None:
+    def open(self, visit: UnitCall) -> None:
         """The gradient of a visit's output has come."""
         if visit.in_backward:
             return
@@ -182,7 +182,7 @@ class Backwards:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
         self._opened[task].append(visit)
 
-    def close(self, visit: Visit) -> None:
+    def close(self, visit: UnitCall) -> None:
         """The gradient of a visit's input is complete."""
         if visit.in_backward:
             visit.in_backward = False

@@ -112,7 +112,7 @@ def loss(output: Tensor, batch: object) -> Tensor:
 def listed(title: str) -> list[str]:
     """The files that ARCHITECTURE.md lists below a title."""
     section = ARCHITECTURE.read_text().split(f"\n**{title}**", 1)[1].split("\n\n", 1)[0]
-    return re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+)`", section)
+    return [f"{name}.py" for name in re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+)`", section)]
 
 
 def of_folders(files: list[str], *folders: str) -> list[str]:
@@ -129,7 +129,7 @@ JOURNEYS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "A gradient to its sum": ({"zero": {"stage": 2}}, "backward", SHARED),
     "A sum to the updated weight": ({"zero": {"stage": 2}}, "update", UPDATE),
     "An int4 gradient": (INT4, "backward", ("compression/", "kernels/codec")),
-    "An update off the device": ({"zero": HOST}, "update", (*UPDATE, "sharding/unit")),
+    "An update off the device": ({"zero": HOST}, "update", (*UPDATE, "sharding/unit.py")),
     "A micro-batch in a pipeline": ({"parallel": {"pipeline": 2}}, "batch", ("parallel/pipeline/", "engine/")),
 }
 

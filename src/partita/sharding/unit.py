@@ -55,7 +55,7 @@ class Unit:
     pool back. One that is never sharded is UNSHARDED, except while an update of it is under way.
 
     Invariants: a unit that is not SHARDED holds a slot of the pool (unless it is never sharded); every slot's memory is
-    written only after the event of its last use; a UNSHARDING unit's parameters are still of class
+    written only after the event of its last use; an UNSHARDING unit's parameters are still of class
     ``ShardedParameter``.
     """
 
@@ -158,7 +158,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def keep_secondary(self) -> None:
-        """Copy the part that stays between forward and backward out of a UNSHARDED unit, where its row has one."""
+        """Copy the part that stays between forward and backward out of an UNSHARDED unit, where its row has one."""
         for segment in self.segments:
             if segment.secondary is not None:
                 ops = steps(segment.plan.param_compute, segment.plan.param_between, segment.mesh)
@@ -177,8 +177,8 @@ class Unit:
         self.slot = None
 
     def keep_memory(self) -> None:
-        """Leave a UNSHARDED unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers write
-        there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
+        """Leave an UNSHARDED unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers
+        write there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
         """
         assert self.slot is not None
         if not self.keeps_memory:

@@ -1,4 +1,4 @@
-"""What overlaps in a step with offload, as a trace and as shares: python -m benchmarks.gpu.timeline --save
+"""Overlap in a step with offload, as a trace and as shares: python -m benchmarks.gpu.timeline --save
 
 torch's profiler records the device's kernels and copies; the updates on the host are measured from outside, around the
 optimizer's step on each unit, and put into the same trace (`benchmarks/results/timeline-*.json.gz`, for
@@ -76,7 +76,7 @@ def length(spans: list[Span]) -> float:
 
 
 def common(one: list[Span], other: list[Span]) -> list[Span]:
-    """Where both unions are."""
+    """Return the intersection of two unions."""
     out, at = [], 0
     for begin, end in one:
         while at < len(other) and other[at][1] <= begin:

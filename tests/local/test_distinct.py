@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import partita
+from partita.compression.extension import CompressionExtension
 from partita.config.schema import Config
 from partita.optim.extension import RunExtension, UpdateListener
 from partita.plan.mesh_shape import MeshShape
@@ -194,6 +195,32 @@ def trains(zero: dict[str, Any], per_node: int, accumulate: int = 1, clip: float
             found = whole_weights(engine)
             assert all(torch.equal(found[name], value) for name, value in weights.items())
             assert torch.equal(engine.optimizer_state("experts.weight")["exp_avg"], moment)
+
+
+class ExpertsInCodes(CompressionExtension):
+    """Compression, and experts split over the data ranks."""
+
+    def shares(self, model: nn.Module, mesh: MeshShape, rank: int) -> Shares:
+        return ExpertParallel().shares(model, mesh, rank)
+
+
+def refused(extension: type[RunExtension], config: dict[str, Any]) -> str:
+    with mock.patch("partita.config.resolve.installed", extension), pytest.raises(partita.ConfigError) as raised:
+        partita.initialize(Model(), config)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("extension", "config", "said"),
+    [
+        (ExpertParallel, {"zero": {"stage": 3}}, "name a module that contains one of them alone in zero.units"),
+        (ExpertsInCodes, {"communication": {"gradients": "int8"}}, "leave out communication.gradients"),
+    ],
+    ids=["unit", "codes"],
+)
+def test_settings_that_do_not_fit_experts(extension: type[RunExtension], config: dict[str, Any], said: str) -> None:
+    for each in pool.run(2, refused, extension, config, with_group=False):
+        assert said in each
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -1,4 +1,4 @@
-"""Events of units that rest whole, where residency subscribes to nothing: who is told what, what nobody pays for."""
+"""Events of units that are never sharded, to which the unsharder does not subscribe: order, and no hooks unasked."""
 
 from collections.abc import Callable
 from typing import Any

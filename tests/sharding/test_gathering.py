@@ -1,4 +1,4 @@
-"""Executor and residency without hooks, on ranks in threads: what is whole when, in whose slot, and who is asked."""
+"""Units and the unsharder without hooks, on ranks in threads: states, slots, and errors of sharded parameters."""
 
 from collections.abc import Callable
 
@@ -113,7 +113,7 @@ def test_whoever_uses_a_unit_waits_for_its_update() -> None:
     on(TWO, work, "zero1", 1, 1)
 
 
-# --------------------------------------------------------------------------------------------------------- residency
+# --------------------------------------------------------------------------------------------------------- unsharder
 
 
 def test_open_visits_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""Visits of units in forward and backward, the events that they cause, and the graph positions of inputs and outputs.
+"""Calls of units in forward and backward, their events, and the graph positions of inputs and outputs.
 
 A tensor's hooks belong to the autograd node that computed it. A view that is changed in place gets a new node, on top
 of its base's: the old node of the view, with its hooks, is then no longer part of the graph, but that of its base is.

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks._common import Report
+from benchmarks._papers_tables import reach_rows, state_rows
 from partita.errors import ConfigError
 from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.source import Source, read_source
@@ -80,6 +81,13 @@ def main() -> int:
     machine = machine_named("v100-32")
     worlds = WORLDS[:3:2] if options.quick else WORLDS
     rates = dict(_scaling(read_source(SCALED), machine, worlds))
+    for title, of_table in (("Model states of a GPU", state_rows()), ("Models that fit", reach_rows())):
+        if options.quick and title != "Model states of a GPU":
+            continue
+        report.write(f"{title}: the papers' claim, the result here, and the result with lean states.")
+        report.write()
+        header = ("case", "claimed", "here", "with lean states", "reason for the difference")
+        report.table(header, ((row.case, row.claimed, row.ours, row.lean, row.why) for row in of_table))
     report.write(
         f"Throughput of a GPU, {SCALED}, ZeRO-2 x tensor 16, the micro-batch that is fastest of those that fit:"
     )

@@ -11,6 +11,7 @@ from partita.plan.planned import reduction_order
 from partita.plan.planned_bucket import share_buckets
 from partita.planner.machine import machine_named
 from partita.planner.timeline import Job
+from partita.planner.traffic import step_traffic
 
 MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
 FULL: dict[str, Any] = {"zero": {"stage": 2}}
@@ -57,6 +58,35 @@ def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
     assert apart(1) / apart(10) == pytest.approx(10, rel=0.1)
     codes = 256 * 4 / 56  # bytes of a block of values, and of what stands for it
     assert apart(10) / apart(10, gradients="ternary") == pytest.approx(codes, rel=0.1)
+
+
+def test_a_pipeline_waits_as_its_schedule_does() -> None:
+    """Four ranks, eight micro-batches, next to no communication: waiting over work is 3/8, 3/16 and 3/24."""
+    source = read_source("layers=8,hidden=256,heads=4,vocab=32,context=64")
+
+    def waiting(schedule: str, **parallel: int) -> float:
+        config: dict[str, Any] = {"parallel": {"pipeline": 4, "schedule": schedule, **parallel}}
+        given = given_plan(source, {**config, "batch": {"micro": 1, "accumulate": 8}}, 4, "cuda", 4)
+        time = given.time(replace(SLOW, node_link=1e18))
+        return time.waits_s["pipeline"] / (time.total_s - time.waits_s["pipeline"])
+
+    assert waiting("1f1b") == pytest.approx(3 / 8)
+    assert waiting("interleaved", chunks=2) == pytest.approx(3 / 16)
+    assert waiting("zero_bubble") == pytest.approx(3 / 24, rel=0.3)  # more, if backward takes more than two forwards
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3, "replicate": "nodes"}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_seconds_are_of_the_bytes_that_traffic_counts(zero: dict[str, Any], tied: bool) -> None:
+    """Where only the rate of links counts, reductions take as long as all gradient bytes of a step."""
+    model = "layers=4,hidden=128,heads=2,vocab=512,context=64,family=llama" + ",tied=1" * tied
+    config: dict[str, Any] = {"zero": zero, "parallel": {"pipeline": 2}, "batch": {"micro": 1}}
+    machine = replace(machine_named("h100"), gpus=8, network=1.0, node_link=1.0, reached=1.0)
+    plan = given_plan(read_source(model), config, 8, "cuda", 8)
+    for stage in plan.stages:
+        units = plan.units[stage]
+        reduce_s = sum(sum(pair) for pair in plan._rates(machine)._reductions(units))
+        assert reduce_s == pytest.approx(step_traffic(units).sent_bytes("gradients"), rel=1e-3)
 
 
 def test_one_node_has_no_rounds() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partita.forecast.papers import LEAN, MIXED, SIZES, STATES_GB, state_bytes, state_rows
+from benchmarks._papers_tables import LEAN, MIXED, SIZES, STATES_GB, state_bytes, state_rows
 from partita.plan.state_plan import further_stages
 
 

@@ -16,9 +16,9 @@ import partita
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.forecast.costs import Rates
+from partita.forecast.estimate import sent_activations, sent_by_axes
 from partita.forecast.given import GivenPlan, given_plan
 from partita.forecast.pieces import Trace
-from partita.forecast.sent import activation_bytes, sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source, read_source
 from partita.forecast.stages import Stage
@@ -61,7 +61,7 @@ def trained(name: str, config: dict[str, Any], stages: Sequence[Stage], trace: T
         for key, count in engine.traffic_report().since(before).rows.items():
             found[",".join(key.axes)] += count.sent_bytes
         stage = stages[engine.mesh.coordinate("pipeline")]
-        assert all(activation_bytes(stage, trace)[axis] > 0 for axis in config["parallel"])
+        assert all(sent_activations(stage, trace)[axis] > 0 for axis in config["parallel"])
         return dict(found), dict(sent_by_axes(engine.units, stage, trace, MICROS))
 
 

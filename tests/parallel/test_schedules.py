@@ -6,7 +6,7 @@ import pytest
 
 from partita import PartitaError
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
-from partita.parallel.pipeline.simulate import simulate
+from partita.parallel.pipeline.simulate import simulate, waiting_per_work
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -27,6 +27,21 @@ def test_weights_apart_fill_bubbles(ranks: int) -> None:
     course = simulate(make_schedule("zero_bubble", Shape(ranks, micros)))
     assert course.bubble == pytest.approx((ranks - 1) / (3 * micros + ranks - 1))
     assert max(course.most_kept) <= 1.5 * ranks
+
+
+@pytest.mark.parametrize("backward", [2.0, 3.0])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)])
+def test_long_batches_wait_as_long_as_short_ones(name: str, chunks: int, backward: float) -> None:
+    for ranks, micros in ((2, 20), (4, 12), (4, 32), (4, 35), (3, 21)):
+        shape = Shape(ranks, micros, chunks)
+        bubble = simulate(make_schedule(name, shape), backward).bubble
+        assert waiting_per_work(name, shape, backward) == pytest.approx(bubble / (1 - bubble))
+
+
+def test_recomputation_lengthens_the_bubbles_of_zero_bubble() -> None:
+    shape = Shape(4, 16)  # weight gradients fill a third of a bubble, or, with a second forward in backward, a fourth
+    assert waiting_per_work("zero_bubble", shape, 2.0) == pytest.approx(3 * 1 / (16 * 3))
+    assert waiting_per_work("zero_bubble", shape, 3.0) == pytest.approx(3 * 2 / (16 * 4))
 
 
 def test_forwards_kept() -> None:

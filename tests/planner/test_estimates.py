@@ -15,7 +15,8 @@ from partita.plan.state_plan import PRESETS, Encodings, preset
 from partita.plan.steps import Encode, steps
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
 from partita.planner.memory import model_state_bytes
-from partita.planner.traffic import StepShape, sent_by_steps, step_traffic
+from partita.planner.operations import Operation, collectives
+from partita.planner.traffic import StepShape, step_traffic
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
 DATA = ("data",)
@@ -211,11 +212,11 @@ def test_frozen_units_are_gathered_and_nothing_else() -> None:
 def test_steps_send_in_the_encoding_they_move() -> None:
     mesh = MeshShape(data=4)
     partial, whole = Residence((), DATA, BF16), Residence((), (), FP32)
-    assert list(sent_by_steps(steps(partial, whole, mesh), partial, 4096, mesh)) == [
-        ("reduce_scatter", DATA, 3 * 4096),
-        ("all_gather", DATA, 3 * 4096),
+    assert list(collectives(steps(partial, whole, mesh), partial, 4096, mesh)) == [
+        Operation("reduce_scatter", DATA, 3 * 4096),
+        Operation("all_gather", DATA, 3 * 4096),
     ]
-    assert list(sent_by_steps([Encode(BF16)], Residence(DATA), 4096, mesh)) == []
+    assert list(collectives([Encode(BF16)], Residence(DATA), 4096, mesh)) == []
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typer.core import TyperCommand
 from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
 from partita.config.values import as_size
 from partita.errors import ConfigError
-from partita.forecast.papers import reach_rows, state_rows
 from partita.forecast.plan import Plan, lacks
 from partita.forecast.plan import plan as make_plan
 from partita.forecast.search import Forecast
@@ -39,14 +38,14 @@ _COLORS = {
     "activations": "green",
 }
 _MOST_ROWS = 10
-PAPERS, THIS, DEFAULT_GPU = "papers", "this", "h100"
+THIS, DEFAULT_GPU = "this", "h100"
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A preset (llama-3-70b, gpt-1t, ...), sizes (layers=24,hidden=2048), a folder or config.json of Hugging "
-        "Face, or module:function, which returns (model, batch). papers: the ZeRO papers' figures beside ours.",
+        "Face, or module:function, which returns (model, batch).",
     ),
 ]
 Gpus = Annotated[int, typer.Option(help="How many GPUs.")]
@@ -111,9 +110,6 @@ def plan(
     overwrite: Overwrite = False,
 ) -> None:
     """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 if nothing fits."""
-    if model == PAPERS:
-        show_papers(Console())
-        return
     with user_errors():
         for file in files or ():
             if not (overwrite or file.endswith(FIGURES)) and Path(file).is_file():
@@ -129,18 +125,6 @@ def plan(
     if found.best is None:
         show_error(Console(stderr=True), found.why_not())
         raise typer.Exit(FAILURE)
-
-
-def show_papers(console: Console) -> None:
-    """Print the papers' claims next to our figures."""
-    for title, rows in (("model states of a GPU, 16 bytes per parameter", state_rows()), ("what fits", reach_rows())):
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("case", "claimed", "ours", "with lean states", "why it differs"):
-            table.add_column(name)
-        for row in rows:
-            table.add_row(row.case, row.claimed, row.ours, row.lean, row.why)
-        console.print(table)
-        console.print()
 
 
 def _write(found: Plan, file: str) -> None:

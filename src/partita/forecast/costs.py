@@ -1,22 +1,32 @@
 """Seconds of each unit's jobs on a machine, from the table's steps and a trace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from partita.activation.inputs import NUM_STAYING
+from partita.config.schema import Config
 from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
+from partita.parallel.pipeline.schedule import Shape, make_schedule
+from partita.parallel.pipeline.simulate import BACKWARD, waiting_per_work
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.plan.planned import PlannedUnit, reduction_order
 from partita.plan.planned_bucket import PlannedBucket, share_buckets
-from partita.plan.residence import FP32, Residence, Tier
-from partita.plan.steps import AllGather, ReduceScatter, Step, steps
+from partita.plan.residence import FP32, Tier
 from partita.planner.curve import Curve
 from partita.planner.machine import LATENCY_S, LAUNCH_S, Machine
-from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, step_time
-from partita.planner.traffic import collected_gradients, sent_by_steps
+from partita.planner.operations import (
+    Operation,
+    completions,
+    publications,
+    reductions,
+    rounds,
+    unshards,
+    unshards_for_backward,
+)
+from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, simulate_step
 
 NO_WORK = Work()
 # The collectives that are measured, and the names of their curves.
@@ -52,18 +62,15 @@ class Moves:
 
 @dataclass
 class Rates:
-    """Rates at which ``num_gpus`` of a ``machine`` compute and communicate.
-
-    ``every``: local steps of a round, if replicas train separately.
-    """
+    """Rates at which ``num_gpus`` of a ``machine`` compute and communicate under ``settings``."""
 
     machine: Machine
     num_gpus: int
     dtype: str
     num_moments: int = 2
-    every: int | None = None
+    settings: Config = field(default_factory=Config)
     _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
-    _buckets: dict[tuple[int, ...], tuple[PlannedBucket, float]] = field(default_factory=dict)
+    _buckets: dict[tuple[int, ...], tuple[PlannedBucket, tuple[float, float]]] = field(default_factory=dict)
     _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
 
@@ -112,8 +119,9 @@ class Rates:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
         parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
-        gather = sum(self._of_segment(s, s.unshards, s.row.param_rest) for s in unit.segments)
-        again = sum(self._of_segment(s, *_again(s)) for s in unit.segments)
+        mesh = unit.segments[0].mesh
+        gather = sum(self._communicating(unshards(segment), mesh) for segment in unit.segments)
+        again = sum(self._communicating(unshards_for_backward(segment), mesh) for segment in unit.segments)
         states = held("master") + self.num_moments * held("moments")
         touched = 2 * states + held("grad_step") + held("master")
         away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
@@ -131,49 +139,39 @@ class Rates:
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
             held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
-            sum(self._of_segment(segment, segment.publish.operations, segment.row.master) for segment in trained),
+            sum(self._communicating(publications(segment), mesh) for segment in trained),
         )
 
-    def _reductions(self, units: Sequence[PlannedUnit]) -> list[float]:
-        """Return the reduction time of each unit, in seconds: that of the buckets which its backward completes."""
+    def _reductions(self, units: Sequence[PlannedUnit]) -> list[tuple[float, float]]:
+        """Return the seconds of each unit's reductions after a backward, and of those that complete them at the step.
+
+        They are those of the buckets which the unit's backward completes.
+        """
         numbers = [at for at in reversed(range(len(units))) for segment in units[at].segments if segment.trains]
-        found, end = [0.0] * len(units), 0
+        found, end = [(0.0, 0.0)] * len(units), 0
         for bucket in share_buckets(reduction_order(units)):
             key, end = tuple(map(id, bucket.segments)), end + len(bucket.segments)
             if key not in self._buckets:
-                self._buckets[key] = bucket, self._summed(bucket)
-            found[numbers[end - 1]] += self._buckets[key][1]
+                seconds = (self._communicating(ops(bucket), bucket.mesh) for ops in (reductions, completions))
+                self._buckets[key] = bucket, (next(seconds), next(seconds))
+            (reduce, complete), (more, later) = found[numbers[end - 1]], self._buckets[key][1]
+            found[numbers[end - 1]] = reduce + more, complete + later
         return found
 
-    def _summed(self, bucket: PlannedBucket) -> float:
-        """Return the seconds to reduce a bucket's gradients to the residence in which the optimizer reads them."""
-        row, mesh, sync = bucket.row, bucket.mesh, bucket.gradients.sync
-        found = self._sent(bucket.num_elements, mesh, (*sync.sums, *sync.gathers), collected_gradients(row))
-        return found + sum(self.collective(m.collective, m.axes, mesh, m.num_bytes) for m in sync.messages(bucket))
-
-    def _meeting(self, units: Sequence[PlannedUnit]) -> float:
+    def _ending_round(self, units: Sequence[PlannedUnit]) -> float:
         """Return the seconds per local step of synchronizing replicas that train separately at the end of a round."""
-        if not self.every:
+        if not (every := self.settings.communication.every):
             return 0.0
         trained = (segment for unit in units for segment in unit.segments if segment.trains)
+        return sum(self._communicating([op], segment.mesh) for segment in trained for _, op in rounds(segment)) / every
+
+    def _communicating(self, operations: Iterable[Operation], mesh: MeshShape) -> float:
+        """Return the seconds of collectives, with the quantization around them at the speed of the memory."""
         found = 0.0
-        for segment in trained:
-            for transfer in segment.row.strategies.of_round(segment, is_warming_up=False):
-                found += self._of_segment(segment, transfer.operations, transfer.source)
-        return found / self.every
-
-    def _of_segment(self, segment: PlannedSegment, ops: Sequence[Step], src: Residence) -> float:
-        return self._sent(segment.layout.padded, segment.mesh, ops, src)
-
-    def _sent(self, padded: int, mesh: MeshShape, ops: Sequence[Step], src: Residence) -> float:
-        """Return the seconds of ``ops`` on ``padded`` elements, from the residence ``src`` on.
-
-        Encoding and decoding run at the speed of the memory.
-        """
-        sent = sent_by_steps(ops, src, padded, mesh)
-        found = sum((self.collective(collective, axes, mesh, num) for collective, axes, num in sent), 0.0)
-        num_encoded = sum(isinstance(op, AllGather | ReduceScatter) and not op.format.is_exact for op in ops)
-        return found + num_encoded * self._moved(2 * FP32.num_bytes(padded))
+        for each in operations:
+            found += self.collective(each.collective, each.axes, mesh, each.num_bytes)
+            found += self._moved(2 * FP32.num_bytes(each.num_quantized)) if each.num_quantized else 0.0
+        return found
 
     def _moved(self, num_bytes: int) -> float:
         """Return the seconds in which the device reads and writes ``num_bytes``."""
@@ -188,14 +186,30 @@ class Rates:
             return measured.seconds(num_bytes)
         return num_bytes / self.link(axes, mesh) + LATENCY_S
 
-    def computing(self, trace: Trace, stage: Stage, mesh: MeshShape) -> float:
-        """Return the seconds of one micro-batch's computation on a stage's device."""
+    def computing(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
+        """Return the seconds of a step in which a stage's device waits for other stages alone."""
+        forward, backward = self._passes(trace, stage, mesh)
+        waiting = self._waiting(trace, stage, mesh, num_micros) if mesh.pipeline > 1 else 0.0
+        return num_micros * (forward + backward) * (1 + waiting)
+
+    def _passes(self, trace: Trace, stage: Stage, mesh: MeshShape) -> tuple[float, float]:
+        """Return the seconds that one micro-batch's forward and backward compute on a stage's device."""
         pieces = list[Piece]()
         for start, stop in stage.chunks:
             first, last = start == 0, stop == len(trace.blocks)
             pieces += [*trace.blocks[start:stop], *[trace.before] * first, *[trace.after] * last]
-        each = {id(piece): self.seconds(piece.forward, mesh) + self.seconds(piece.backward, mesh) for piece in pieces}
-        return sum(each[id(piece)] for piece in pieces)
+        each = {id(p): (self.seconds(p.forward, mesh), self.seconds(p.backward, mesh)) for p in pieces}
+        return sum(each[id(p)][0] for p in pieces), sum(each[id(p)][1] for p in pieces)
+
+    def _waiting(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
+        """Return the time that a stage waits for others, relative to its work: that of its schedule."""
+        name, shape = self.settings.parallel.schedule, Shape(mesh.pipeline, num_micros, len(stage.chunks))
+        backward = BACKWARD
+        if make_schedule(name, Shape(mesh.pipeline, 1)).splits_weights:  # others do not depend on it
+            middle = replace(stage, chunks=((1, 2),)) if len(trace.blocks) > 2 else stage
+            forward_s, backward_s = self._passes(trace, middle, mesh)
+            backward = max(BACKWARD, round(backward_s / forward_s, 1)) if forward_s else BACKWARD
+        return waiting_per_work(name, shape, backward)
 
     def step(
         self,
@@ -226,20 +240,21 @@ class Rates:
             times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
         if any(stop == len(trace.blocks) for _, stop in stage.chunks):
             times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
-        for at, seconds in enumerate(self._reductions(units)):
-            times[at] = replace(times[at], reduce=seconds)
+        for at, (reduce, complete) in enumerate(self._reductions(units)):
+            times[at] = replace(times[at], reduce=reduce, complete=complete)
         row = units[0].row
         # If ranks compute on the cores that also copy between them, communication overlaps nothing.
         ranks = DEVICE if self.machine.one_memory else RANKS
-        found = step_time(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
-        if meeting := self._meeting(units):
-            found = StepTime(found.total_s + meeting, found.compute_s, {**found.waits_s, "rounds": meeting})
+        found = simulate_step(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
+        if ending := self._ending_round(units):
+            found = StepTime(found.total_s + ending, found.compute_s, {**found.waits_s, "rounds": ending})
         if mesh.pipeline == 1:
             return found
         sent = [trace.blocks[start or stop].received_bytes for start, stop in stage.chunks]
         edges = sum(self._edge_seconds(num_bytes, mesh) for num_bytes in sent) * num_micros
         waits = {**found.waits_s, "edges": edges}
-        return StepTime(found.total_s + edges, found.compute_s, waits).with_bubble(num_micros, mesh.pipeline)
+        waiting = self._waiting(trace, stage, mesh, num_micros)
+        return StepTime(found.total_s + edges, found.compute_s, waits).in_pipeline(waiting)
 
     def _leaving(self, piece: Piece, to: Tier) -> float:
         """Return the seconds to copy a block's input to the tier that stores it until backward, or back."""
@@ -255,11 +270,3 @@ class Rates:
 
     def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
         return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(moves))
-
-
-def _again(segment: PlannedSegment) -> tuple[tuple[Step, ...], Residence]:
-    """Return the steps that unshard the parameters for backward, and the residence from which they start."""
-    row = segment.row
-    if segment.has_secondary:
-        return steps(row.param_between, row.param_compute, segment.mesh), row.param_between
-    return segment.unshards, row.param_rest

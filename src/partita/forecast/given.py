@@ -1,6 +1,5 @@
 """Forecast of one configuration: bytes from closed forms and a trace, and seconds of a step."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +15,11 @@ from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.chunk_activations import moments as moments_of
-from partita.forecast.chunk_activations import most_held
+from partita.forecast.chunk_activations import moments
 from partita.forecast.costs import Rates
+from partita.forecast.estimate import activation_bytes, sent_by_axes, state_and_working_bytes, step_time
 from partita.forecast.pending_gradients import gradients_of, parts_of
 from partita.forecast.pieces import Trace
-from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Stage
@@ -32,10 +30,9 @@ from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
 from partita.planner.group_units import group_units
 from partita.planner.machine import Machine
-from partita.planner.memory import ADAM_MOMENTS, model_state_bytes
+from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.placement import chosen_tiers, leaves_a_choice
 from partita.planner.timeline import Job, StepTime
-from partita.planner.working import arriving_bytes, working_bytes
 
 
 @dataclass(frozen=True)
@@ -64,19 +61,11 @@ class GivenPlan:
 
         They are states, ``working`` memory and ``activations``, as in :class:`~partita.forecast.search.Forecast`.
         """
-        units, settings = self.units[stage], self.resolved.config
-        held = Counter(model_state_bytes(units, None, self.num_moments))
-        prefetch, on_host = settings.zero.prefetch_bytes, self.resolved.on_host
-        working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
-        working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
-        held.update({("working", tier.value): num for tier, num in working.items() if num})
-        parts = parts_of(stage, gradients_of(stage, units, self.trace), self.trace)
-        moments = moments_of(self.schedule, stage.index)
-        drawn = self.resolved.batch.accumulate * self.trace.batch_bytes
-        held["activations", Tier.DEVICE.value] = drawn + most_held(moments, parts)
-        if self.inputs_rest is not Tier.DEVICE:
-            elsewhere = [part.resting_elsewhere for part in parts]
-            held["activations", self.inputs_rest.value] = most_held(moments, elsewhere)
+        resolved, trace, units = self.resolved, self.trace, self.units[stage]
+        held = state_and_working_bytes(units, resolved.config, self.num_moments, on_host=resolved.on_host)
+        parts = parts_of(stage, gradients_of(stage, units, trace), trace)
+        held.update(activation_bytes(moments(self.schedule, stage.index), parts, self.inputs_rest))
+        held["activations", Tier.DEVICE.value] += resolved.batch.accumulate * trace.batch_bytes
         return dict(held)
 
     @cached_property
@@ -90,14 +79,12 @@ class GivenPlan:
 
     def time(self, machine: Machine) -> StepTime:
         """Return the time of a step on the pipeline stage that takes longest."""
-        resolved = self.resolved
-        rates, micros = self._rates(machine), resolved.batch.accumulate
-        times = (rates.step(self.sized, stage, units, self.trace, micros) for stage, units in self.units.items())
-        return max(times, key=lambda time: time.total_s)
+        micros = self.resolved.batch.accumulate
+        return step_time(self._rates(machine), self.sized, self.units, self.trace, micros)
 
     def _rates(self, machine: Machine) -> Rates:
-        num_ranks, every = self.resolved.mesh.num_ranks, self.resolved.config.communication.every
-        return Rates(machine, num_ranks, machine.compute_dtype, self.num_moments, every)
+        resolved = self.resolved
+        return Rates(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments, resolved.config)
 
     def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
         """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing.

@@ -19,11 +19,18 @@ from partita.forecast.choice import (
     reaches,
     restings,
 )
-from partita.forecast.chunk_activations import Moment, moments, most_held, representative
+from partita.forecast.chunk_activations import Moment, moments, representative
 from partita.forecast.costs import Rates
+from partita.forecast.estimate import (
+    Held,
+    Units,
+    activation_bytes,
+    most_sent,
+    state_and_working_bytes,
+    step_time,
+)
 from partita.forecast.pending_gradients import Gradients, gradients_of, parts_of
 from partita.forecast.pieces import Trace
-from partita.forecast.sent import sent_by_axes
 from partita.forecast.sized import Sized, size_model
 from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage
@@ -36,13 +43,10 @@ from partita.plan.state_plan import Tiers
 from partita.planner.budget import MemoryBudget
 from partita.planner.group_units import group_units
 from partita.planner.machine import Machine
-from partita.planner.memory import ADAM_MOMENTS, model_state_bytes
+from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.placement import chosen_tiers
 from partita.planner.timeline import StepTime
-from partita.planner.working import arriving_bytes, working_bytes
 
-# By (what, tier): states, ``working`` memory (gathered units, buckets, staging), ``activations``.
-Held = Mapping[tuple[str, str], int]
 # What does not depend on the batch, for one stage: states and working memory, and where its gradients are.
 Fixed = tuple[Held, Gradients]
 # In a pipeline, larger micro-batches cost more waiting: this many sizes are considered, from the largest that fits.
@@ -118,16 +122,14 @@ class Search:
     _moments: dict[tuple[MeshShape, int, int], frozenset[Moment]] = field(default_factory=dict)
     _moments_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
     _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
-    _most: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
+    _activations: dict[tuple[int, int, int, int], Held] = field(default_factory=dict)
     _best: dict[StateSettings, float] = field(default_factory=dict)
     _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
-    _states: dict[int, tuple[PlannedUnit, dict[tuple[str, str], int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = self.machine.budget(self.num_gpus)
         self.dtype = self.dtype or self.machine.compute_dtype
-        every = self.config.communication.every
-        self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments, every)
+        self.rates = Rates(self.machine, self.num_gpus, self.dtype, self.num_moments, self.config)
         self._specs = group_units(self.source.model, self.config.zero.units)
         self._cuts = Cuts(self.source.model)
 
@@ -254,9 +256,11 @@ class Search:
                 if found.fits and not (state_settings.form.once and choice.accumulate > 1):
                     taken += 1
                     if self._computing_s(choice, list(units)) < self._best.get(state_settings, float("inf")):
-                        time = self._time(choice, units)
-                        self._best[state_settings] = min(time.total_s, self._best.get(state_settings, float("inf")))
-                        yield replace(found, time=time, sent=self._sent(choice, units))
+                        timed = self._timed(found, units)
+                        assert timed.time is not None
+                        best_s = self._best.get(state_settings, float("inf"))
+                        self._best[state_settings] = min(timed.time.total_s, best_s)
+                        yield timed
                 if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
                     break
 
@@ -268,9 +272,13 @@ class Search:
         """
         units = self.planned(choice.mesh, choice.state_settings)
         found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
-        if not found.fits:
-            return found
-        return replace(found, time=self._time(choice, units), sent=self._sent(choice, units))
+        return self._timed(found, units) if found.fits else found
+
+    def _timed(self, found: Forecast, units: Units) -> Forecast:
+        """Return a forecast with the time and the traffic of a step."""
+        sized, trace, micros = self.sized(found.choice.mesh), self.trace(found.choice), found.choice.accumulate
+        time = step_time(self.rates, sized, units, trace, micros)
+        return replace(found, time=time, sent=most_sent(units, trace, micros))
 
     def planned(self, mesh: MeshShape, state_settings: StateSettings) -> dict[Stage, list[PlannedUnit]]:
         """Return the units of one stage of each kind."""
@@ -295,15 +303,7 @@ class Search:
         return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
     def _fixed(self, stage: Stage, units: Sequence[PlannedUnit]) -> Fixed:
-        held = Counter[tuple[str, str]]()
-        for unit in units:
-            if id(unit) not in self._states:
-                self._states[id(unit)] = unit, model_state_bytes([unit], None, self.num_moments)
-            held.update(self._states[id(unit)][1])
-        prefetch, on_host = self.config.zero.prefetch_bytes, self.machine.one_memory
-        working = working_bytes(units, prefetch, self.num_moments, on_host=on_host)
-        working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
-        held.update({("working", tier.value): num for tier, num in working.items() if num})
+        held = state_and_working_bytes(units, self.config, self.num_moments, on_host=self.machine.one_memory)
         mesh = units[0].segments[0].mesh
         gradients = gradients_of(stage, units, next(iter(self.sized(mesh).traces.values())))
         return dict(held), self._gradients.setdefault(gradients, gradients)
@@ -311,14 +311,11 @@ class Search:
     def _with_activations(self, choice: Choice, stage: Stage, fixed: Held, gradients: Gradients) -> Forecast:
         trace, found = self.trace(choice), self._moments_of(choice, stage)
         key = (id(trace), id(stage), id(gradients), id(found))
-        if key not in self._most:
+        if key not in self._activations:
             parts = parts_of(stage, gradients, trace)
-            elsewhere = [part.resting_elsewhere for part in parts]
-            self._most[key] = most_held(found, parts), most_held(found, elsewhere)
-        most, away = self._most[key]
-        held = {**fixed, ("activations", "device"): most + choice.accumulate * trace.batch_bytes}
-        if choice.inputs != "none":
-            held["activations", choice.inputs] = away
+            self._activations[key] = activation_bytes(found, parts, trace.inputs_rest)
+        held = {**fixed, **self._activations[key]}
+        held["activations", Tier.DEVICE.value] += choice.accumulate * trace.batch_bytes
         return Forecast(choice, held, self.budget)
 
     def _moments_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
@@ -340,20 +337,8 @@ class Search:
         key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
         if key not in self._computing:
             trace = self.trace(choice)
-            self._computing[key] = max(self.rates.computing(trace, stage, mesh) for stage in stages)
-        return self._computing[key] * (micros + mesh.pipeline - 1)
-
-    def _time(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> StepTime:
-        """Return the time of a step on the pipeline stage that takes longest."""
-        sized, trace = self.sized(choice.mesh), self.trace(choice)
-        times = (self.rates.step(sized, stage, own, trace, choice.accumulate) for stage, own in units.items())
-        return max(times, key=lambda time: time.total_s)
-
-    def _sent(self, choice: Choice, units: Mapping[Stage, Sequence[PlannedUnit]]) -> Mapping[str, int]:
-        """Return the bytes sent in a step, by axes, by the pipeline stage that sends most."""
-        trace = self.trace(choice)
-        every = (sent_by_axes(own, stage, trace, choice.accumulate) for stage, own in units.items())
-        return max(every, key=lambda sent: sum(sent.values()))
+            self._computing[key] = max(self.rates.computing(trace, stage, mesh, micros) for stage in stages)
+        return self._computing[key]
 
 
 def _divisors(num: int) -> list[int]:

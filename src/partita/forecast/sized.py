@@ -32,12 +32,12 @@ from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
-from partita.plan.planned import PlannedSegment, PlannedUnit
+from partita.plan.planned import PlannedUnit
 from partita.plan.residence import ENCODINGS, Encoding
 from partita.plan.share import Copies
 from partita.plan.span import Entry
 from partita.plan.state_plan import StatePlan, Tiers
-from partita.planner.blueprint import layouts_of, row_of, unit_entries
+from partita.planner.blueprint import layouts_of, plan_unit, row_of, unit_entries
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.group_units import UnitSpec, find_blocks
@@ -116,9 +116,7 @@ class Sized:
         key = (self._kind(number, entries), id(resolved.config), resolved.mesh, tiers)
         if key not in self._planned:
             layouts = layouts_of(entries, resolved, lambda copies: self._row(resolved, tiers, None, copies))
-            rows = [self._row(resolved, tiers, layout.encoding, layout.copies) for layout in layouts]
-            segments = (PlannedSegment(layout, own, resolved.mesh) for layout, own in zip(layouts, rows, strict=True))
-            self._planned[key] = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))
+            self._planned[key] = plan_unit(spec, layouts, resolved.mesh, partial(self._row, resolved, tiers))
         return self._planned[key]
 
     def _kind(self, number: int, entries: Sequence[Entry]) -> int:

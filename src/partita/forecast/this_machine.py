@@ -1,8 +1,6 @@
 """Measurement of the current machine: as many ranks as will train compute, copy and send at the same time."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +11,7 @@ import torch
 from partita.config.schema import Offload
 from partita.errors import ConfigError, PartitaError
 from partita.forecast.measured_rank import Place, Points
+from partita.forecast.processes import run_ranks
 from partita.memory import accelerator
 from partita.memory.capacity import free_budget, host_memory, usable_cores
 from partita.memory.disk import scratch_folder
@@ -21,7 +20,6 @@ from partita.planner.machine import Machine
 
 # Ranks normally take a part of this time.
 TIMEOUT_S = 240
-_LAST_CHARACTERS = 2000
 # Kinds that become rates of the machine instead of curves.
 _RATES = ("disk", "copy")
 
@@ -60,25 +58,14 @@ def _device(device: torch.device, rank: int) -> str:
 
 def _measured(places: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
     """Run every rank in a process of its own, and return what each has measured."""
-    processes, files = list[subprocess.Popen[str]](), list[Path]()
-    try:
-        for place in places:
-            files.append(folder / f"{place.rank}.json")
-            words = ["-m", "partita.forecast.measured_rank", json.dumps(asdict(place)), str(files[-1])]
-            processes.append(
-                subprocess.Popen([sys.executable, *words], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-            )
-        for rank, process in enumerate(processes):
-            said = process.communicate(timeout=TIMEOUT_S)[1]
-            if process.returncode:
-                raise PartitaError(f"measuring this machine: rank {rank} failed:\n{said[-_LAST_CHARACTERS:]}")
-    except subprocess.TimeoutExpired:
-        raise PartitaError(f"measuring this machine: no end within {TIMEOUT_S} s") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [json.loads(file.read_text()) for file in files]
+    tasks = [json.dumps(asdict(place)) for place in places]
+    ended = run_ranks("partita.forecast.measured_rank", tasks, folder, TIMEOUT_S)
+    if ended is None:
+        raise PartitaError(f"measuring this machine: no end within {TIMEOUT_S} s")
+    for rank, each in enumerate(ended):
+        if each.code:
+            raise PartitaError(f"measuring this machine: rank {rank} failed:\n{each.log}")
+    return [each.result for each in ended]
 
 
 def _slowest(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:

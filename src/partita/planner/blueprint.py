@@ -7,8 +7,7 @@ The engine is built from it, and the estimates are computed from it.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import repeat
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.plan.planned_bucket import PlannedBucket, share_buckets
@@ -124,9 +124,7 @@ def make_blueprint(
     layouts = [layouts_of(of_unit, resolved, lambda copies: row_of(resolved, copies=copies)) for of_unit in entries]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:
-        rows = [row_of(resolved, tiers, layout.encoding, layout.copies) for layout in layouts[number]]
-        segments = map(PlannedSegment, layouts[number], rows, repeat(resolved.mesh))
-        return _checked(PlannedUnit(specs[number].name, tuple(segments), tuple(specs[number].inside)))
+        return plan_unit(specs[number], layouts[number], resolved.mesh, partial(row_of, resolved, tiers))
 
     if budget is None:
         tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
@@ -150,12 +148,19 @@ def layouts_of(
     return lay_out(entries, lambda copies: size(row(copies).part_axes), num_copies)
 
 
-def _checked(unit: PlannedUnit) -> PlannedUnit:
-    """Return the unit if its segments are unsharded together.
+def plan_unit(
+    spec: UnitSpec,
+    layouts: Sequence[SegmentLayout],
+    mesh: MeshShape,
+    row: Callable[[Encoding, Copies], StatePlan],
+) -> PlannedUnit:
+    """Return a unit with these segments; ``row`` returns the row of the table for each.
 
     Raises:
-        ConfigError: only some of its parameters are sharded.
+        ConfigError: only some of its parameters are sharded, which cannot be unsharded together.
     """
+    segments = (PlannedSegment(layout, row(layout.encoding, layout.copies), mesh) for layout in layouts)
+    unit = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))
     odd = next(
         (
             s

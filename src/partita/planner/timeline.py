@@ -25,7 +25,8 @@ class UnitTimes:
         gather_again: all-gather before backward; 0 if the unit stays unsharded in between.
         fetch: copy from the host, before forward and before backward.
         read: read from disk, before forward and before backward.
-        reduce: reduction of the gradient over the ranks.
+        reduce: reduction of the gradient over the ranks, after a backward.
+        complete: communication of reduced gradients before the update: sums over copies, all-gathers.
         stow: copy of the reduced gradient to the host.
         update: the optimizer's update, by the resource ``updated_by``.
         swap: reads and writes on disk for the update.
@@ -43,6 +44,7 @@ class UnitTimes:
     read: float = 0.0
     reduce: float = 0.0
     stow: float = 0.0
+    complete: float = 0.0
     update: float = 0.0
     updated_by: str = DEVICE
     swap: float = 0.0
@@ -60,9 +62,9 @@ class StepTime:
     compute_s: float
     waits_s: dict[str, float]
 
-    def with_bubble(self, num_micros: int, num_stages: int) -> "StepTime":
-        """Return the time in a pipeline of equally slow stages: each waits for the others' first and last work."""
-        bubble = self.total_s * (num_stages - 1) / num_micros
+    def in_pipeline(self, waiting_per_work: float) -> "StepTime":
+        """Return the time of a stage that waits for other stages, by the waiting time relative to its own work."""
+        bubble = self.total_s * waiting_per_work
         return StepTime(self.total_s + bubble, self.compute_s, {**self.waits_s, "pipeline": bubble})
 
 
@@ -115,7 +117,7 @@ class _Clocks:
         return self.free[DEVICE]
 
 
-def step_time(
+def simulate_step(
     units: Sequence[UnitTimes],
     num_micros: int,
     *,
@@ -157,6 +159,7 @@ def step_time(
 def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
     """Run the jobs of a unit's update; return the resource of the last one, and its end."""
     jobs = (
+        ("reduce", clocks.ranks, unit.complete),
         ("update", unit.updated_by, unit.update),
         ("swap", DISK, unit.swap),
         ("copy", HOST_LINK, unit.bring),

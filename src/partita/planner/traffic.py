@@ -7,16 +7,22 @@ messages of a few bytes each are counted as well.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from partita.plan.mesh_shape import AXES, BATCH_AXES, PIPELINE_AXES, MeshShape
 from partita.plan.planned import PlannedUnit, reduction_order
 from partita.plan.planned_bucket import PlannedBucket, share_buckets
-from partita.plan.residence import Residence
-from partita.plan.state_plan import StatePlan
-from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, steps
 from partita.plan.traffic import TrafficKey, TrafficMeter, TrafficReport
+from partita.planner.operations import (
+    Operation,
+    completions,
+    publications,
+    reductions,
+    rounds,
+    unshards,
+    unshards_for_backward,
+)
 
 # Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
 WORD_BYTES = 8
@@ -72,10 +78,10 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for bucket in buckets:
         sent.reductions(bucket, num_reduced, phase)
     for segment in segments:
-        sent.count(segment.publishes[phase].operations, segment.row.master, segment.layout.padded, "parameters")
+        sent.count(publications(segment, phase), "parameters")
     for segment in segments if shape.ends_round else ():
-        for transfer in segment.row.strategies.of_round(segment, is_warming_up=shape.is_warming_up):
-            sent.count(transfer.operations, transfer.source, segment.layout.padded, transfer.purpose)
+        for purpose, operation in rounds(segment, is_warming_up=shape.is_warming_up):
+            sent.count([operation], purpose)
     if not all(unit.always_unsharded for unit in units):
         sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)
@@ -96,11 +102,6 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     return sent.meter.report()
 
 
-def collected_gradients(row: StatePlan) -> Residence:
-    """Return the residence of gradients before they are reduced: on the device, in the encoding of their storage."""
-    return replace(row.grad_arrival, encoding=row.grad_step.encoding)
-
-
 class _Sent:
     """Adds up what a rank sends."""
 
@@ -114,24 +115,18 @@ class _Sent:
         if shape.announced:
             self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
-            row, padded = segment.row, segment.layout.padded
             num_near = num_gathers - 1 if segment.has_secondary else 0  # the second part lasts from forward to the step
-            self.count(segment.unshards, row.param_rest, padded, "parameters", num_gathers - num_near)
-            if num_near:
-                self.move(row.param_between, row.param_compute, padded, "parameters", num_near)
+            self.count(unshards(segment), "parameters", num_gathers - num_near)
+            self.count(unshards_for_backward(segment), "parameters", num_near)
 
     def reductions(self, bucket: PlannedBucket, num_reduced: int, phase: int) -> None:
         """Add the reductions of one bucket: after a micro-batch, if gradients are stored in parts until the step, else
         at the step. For gradients that are not stored, norms and the flags of used parameters are summed there, too.
         """
-        row, num_elements, sync = bucket.row, bucket.num_elements, bucket.gradients.syncs[phase]
+        row = bucket.row
         calls = 1 if self._mesh.active(row.grad_between.partial_axes) else num_reduced
-        summed = replace(row.grad_step, shard_axes=row.part_axes)
-        self.count(sync.sums, collected_gradients(row), num_elements, "gradients", calls)
-        self.count(sync.gathers, summed, num_elements, "gradients")
-        for message in sync.messages(bucket):
-            self.meter.add(TrafficKey(message.collective, message.axes, "gradients"), calls * message.num_bytes, calls)
-        self.move(replace(summed, partial_axes=row.copies.axes), summed, num_elements, "gradients")
+        self.count(reductions(bucket, phase), "gradients", calls)
+        self.count(completions(bucket, phase), "gradients")
         axes = self._mesh.named(AXES)
         if not row.gradients_rest and axes:
             num, num_words = self._mesh.group_size(axes), len(bucket.segments) + bucket.num_members
@@ -143,35 +138,7 @@ class _Sent:
             num = self._mesh.group_size(named)
             self.meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)
 
-    def move(self, src: Residence, dst: Residence, padded: int, purpose: str, calls: int = 1) -> None:
-        """Add the operations from ``src`` to ``dst`` on a flat buffer of ``padded`` elements, ``calls`` times."""
-        self.count(steps(src, dst, self._mesh), src, padded, purpose, calls)
-
-    def count(self, ops: Sequence[Step], src: Residence, padded: int, purpose: str, calls: int = 1) -> None:
-        """Add ``ops`` on a flat buffer of ``padded`` elements, from ``src`` on, ``calls`` times."""
-        for collective, axes, num_bytes in sent_by_steps(ops, src, padded, self._mesh):
-            self.meter.add(TrafficKey(collective, axes, purpose), calls * num_bytes, calls)
-
-
-def sent_by_steps(
-    ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShape
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Yield (collective, axes, bytes that one rank sends) for ``ops`` on ``padded`` elements, from ``src`` on.
-
-    An all-reduce counts as a reduce-scatter, and an all-gather once the norm is known.
-    """
-    num_elements, encoding = src.num_elements(padded, mesh), src.encoding
-    for op in in_phases(ops):
-        if isinstance(op, Encode):
-            encoding = op.encoding
-        elif isinstance(op, AllGather):
-            num = mesh.group_size(op.axes)
-            num_elements *= num
-            yield "all_gather", op.axes, op.format.sent_bytes(num_elements, encoding, num)
-        elif isinstance(op, ReduceScatter):
-            for axes in op.format.groups_of_sum(op.axes, mesh):
-                num = mesh.group_size(axes)
-                yield op.format.sum_collective, axes, op.format.sent_bytes(num_elements, encoding, num)
-                num_elements //= num
-        elif isinstance(op, Slice):
-            num_elements //= mesh.group_size(op.axes)
+    def count(self, operations: Iterable[Operation], purpose: str, calls: int = 1) -> None:
+        """Add each of the operations ``calls`` times."""
+        for each in operations if calls else ():
+            self.meter.add(TrafficKey(each.collective, each.axes, purpose), calls * each.num_bytes, calls)

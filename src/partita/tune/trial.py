@@ -3,22 +3,15 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partita.forecast.processes import Ended, run_ranks
 from partita.memory.capacity import usable_cores
 from partita.tune.target import Target
-
-_POLL_S = 0.05
-# Seconds for the other ranks to end after one has failed, which causes their errors.
-_GRACE_S = 2.0
-_LAST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -69,41 +62,11 @@ class Trials:
 
     def run(self, config: dict[str, Any]) -> Outcome:
         """Run a trial of one config, and return its outcome. Nothing that a trial does ends this process."""
+        port, threads = _free_port(), max(1, usable_cores() // self.ranks)
+        tasks = [Task(self.target, config, r, self.ranks, port, threads, self.steps).text() for r in range(self.ranks)]
         with tempfile.TemporaryDirectory(prefix="partita-") as folder:
-            processes = list[subprocess.Popen[bytes]]()
-            files = [Path(folder, f"{rank}.json") for rank in range(self.ranks)]
-            try:
-                port, threads = _free_port(), max(1, usable_cores() // self.ranks)
-                for rank, file in enumerate(files):
-                    task = Task(self.target, config, rank, self.ranks, port, threads, self.steps)
-                    words = [sys.executable, "-m", "partita.tune.trial_rank", task.text(), str(file)]
-                    with file.with_suffix(".log").open("wb") as log:
-                        # The pipe closes when this process ends, and each rank exits when its pipe closes.
-                        processes.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
-                codes = self._wait(processes)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.communicate()
-            if codes is None:
-                return Outcome(failed=f"no end within {self.timeout_s:g} s")
-            return _outcome(codes, files)
-
-    def _wait(self, processes: Sequence["subprocess.Popen[bytes]"]) -> list[int | None] | None:
-        """Wait until all processes have ended, or for a while after one has failed, and return the exit codes so far.
-
-        Return None if they take too long.
-        """
-        deadline, failed_at = time.monotonic() + self.timeout_s, float("inf")
-        while True:
-            codes, now = [process.poll() for process in processes], time.monotonic()
-            if any(codes):
-                failed_at = min(failed_at, now)
-            if None not in codes or now > failed_at + _GRACE_S:
-                return codes
-            if now > deadline:
-                return None
-            time.sleep(_POLL_S)
+            ended = run_ranks("partita.tune.trial_rank", tasks, Path(folder), self.timeout_s)
+        return Outcome(failed=f"no end within {self.timeout_s:g} s") if ended is None else _outcome(ended)
 
 
 def _free_port() -> int:
@@ -112,25 +75,24 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _outcome(codes: Sequence[int | None], files: Sequence[Path]) -> Outcome:
+def _outcome(ended: Sequence[Ended]) -> Outcome:
     """Return the outcome of all ranks.
 
     A rank that was ended by a signal, or lacks memory, makes the others fail, and is reported before them.
     """
-    found: list[dict[str, Any]] = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    found: list[dict[str, Any]] = [each.result or {} for each in ended]
     if all("step_s" in each for each in found):
         return Outcome(max(each["step_s"] for each in found), max(each["peak_bytes"] for each in found))
-    for rank, code in enumerate(codes):
-        if code is not None and code < 0:
-            return _killed(rank, -code)
+    for rank, each in enumerate(ended):
+        if each.code is not None and each.code < 0:
+            return _killed(rank, -each.code)
     errors = [(not each["lacks_memory"], rank, each["error"]) for rank, each in enumerate(found) if "error" in each]
     if errors:
-        otherwise, rank, error = min(errors)
-        return Outcome(failed=f"rank {rank}: {error}", lacks_memory=not otherwise)
-    rank = next(rank for rank, code in enumerate(codes) if code)
-    log = files[rank].with_suffix(".log").read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
-    last = log.splitlines()[-1] if log else "without a word"
-    return Outcome(failed=f"rank {rank} ended with exit code {codes[rank]}: {last}")
+        other, rank, error = min(errors)
+        return Outcome(failed=f"rank {rank}: {error}", lacks_memory=not other)
+    rank, failed = next((rank, each) for rank, each in enumerate(ended) if each.code)
+    last = failed.log.splitlines()[-1] if failed.log else "without output"
+    return Outcome(failed=f"rank {rank} ended with exit code {failed.code}: {last}")
 
 
 def _killed(rank: int, number: int) -> Outcome:

@@ -1,13 +1,14 @@
-"""Simulation of a pipeline schedule: what it costs, and whether it can run at all."""
+"""Simulation of a pipeline schedule: its cost, and a check that it can run."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from partita.errors import PartitaError
-from partita.parallel.pipeline.schedule import Action, Schedule, Work
+from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
 
-# Times of a rank's work for one micro-batch, in forwards. _BACKWARD includes the weight gradients.
-_FORWARD, _BACKWARD, _WEIGHTS = 1.0, 2.0, 1.0
+# Times of a rank's work for one micro-batch, in forwards: the backward, which includes the weight gradients, and these.
+BACKWARD, WEIGHTS = 2.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Course:
     """The cost of a schedule.
 
     Attributes:
-        bubble: the share of a batch's time that ranks wait.
+        bubble: the fraction of a batch's time that ranks wait.
         most_kept: for each rank, the most forwards whose activations it keeps at once (each of one of its chunks).
     """
 
@@ -23,15 +24,21 @@ class Course:
     most_kept: tuple[int, ...]
 
 
-def simulate(schedule: Schedule) -> Course:
+def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
     """Simulate a schedule: each rank does its work in order, as soon as it can.
+
+    Args:
+        backward: the time of a backward with its weight gradients, in forwards. Weight gradients take as long as a
+            forward: they need the same products.
 
     Raises:
         PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
     """
     shape, last = schedule.shape, schedule.shape.num_stages - 1
-    backward = _BACKWARD - _WEIGHTS if schedule.splits_weights else _BACKWARD
-    cost = {Work.FORWARD: _FORWARD, Work.BACKWARD: backward, Work.WEIGHTS: _WEIGHTS}
+    busy = shape.micros * (1 + backward)
+    if schedule.splits_weights:
+        backward -= WEIGHTS
+    cost = {Work.FORWARD: 1.0, Work.BACKWARD: backward, Work.WEIGHTS: WEIGHTS}
     done = dict[tuple[Work, int, int], float]()
     position, free = [0] * shape.ranks, [0.0] * shape.ranks
     moved = True
@@ -56,7 +63,6 @@ def simulate(schedule: Schedule) -> Course:
                 f"{order[position[rank]]}\n{schedule}"
             )
     _check_edges(schedule)
-    busy = shape.micros * (_FORWARD + _BACKWARD)
     return Course(1 - busy / max(free), tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
@@ -105,3 +111,25 @@ def _most_kept(schedule: Schedule, rank: int) -> int:
         kept += (action.work is Work.FORWARD) - (action.work is schedule.last_work)
         most = max(most, kept)
     return most
+
+
+def waiting_per_work(name: str, shape: Shape, backward: float = BACKWARD) -> float:
+    """Return the time that a rank waits for other stages in a batch, relative to the time that it works.
+
+    The schedules repeat after a few micro-batches, so long batches wait for as long as short ones.
+
+    Args:
+        name: ``parallel.schedule``.
+        backward: as for :func:`simulate`.
+    """
+    most = 3 * shape.ranks
+    short = shape
+    if shape.micros > most and (shape.chunks == 1 or shape.micros % shape.ranks == 0):
+        short = replace(shape, micros=most)
+    bubble = _bubble(name, short, backward)
+    return bubble / (1 - bubble) * short.micros / shape.micros
+
+
+@cache
+def _bubble(name: str, shape: Shape, backward: float) -> float:
+    return simulate(make_schedule(name, shape), backward).bubble

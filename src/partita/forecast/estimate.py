@@ -1,0 +1,102 @@
+"""Bytes, seconds and traffic of one configuration, from the units of its pipeline stages and a micro-batch's trace."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from partita.config.schema import Config
+from partita.forecast.chunk_activations import Moment, Part, most_held
+from partita.forecast.costs import Rates
+from partita.forecast.pieces import Trace
+from partita.forecast.sized import Sized
+from partita.forecast.stages import Stage
+from partita.plan.planned import PlannedUnit
+from partita.plan.residence import Tier
+from partita.planner.memory import model_state_bytes
+from partita.planner.timeline import StepTime
+from partita.planner.traffic import StepShape, step_traffic
+from partita.planner.working import arriving_bytes, working_bytes
+
+PIPELINE = "pipeline"
+
+# Bytes by (what, tier): states, ``working`` memory (unsharded units, buckets, staging), ``activations``.
+Held = Mapping[tuple[str, str], int]
+Units = Mapping[Stage, Sequence[PlannedUnit]]
+
+
+def state_and_working_bytes(
+    units: Sequence[PlannedUnit], settings: Config, num_moments: int, *, on_host: bool
+) -> Counter[tuple[str, str]]:
+    """Return the bytes of states and of working memory on the rank of a stage that holds most, by (what, tier).
+
+    Args:
+        units: those of the stage. Equal units may be one object.
+        on_host: the host's processors compute.
+    """
+    held = Counter[tuple[str, str]]()
+    for number, num in Counter(map(id, units)).items():
+        unit = next(unit for unit in units if id(unit) == number)
+        for key, num_bytes in model_state_bytes([unit], None, num_moments).items():
+            held[key] += num * num_bytes
+    working = working_bytes(units, settings.zero.prefetch_bytes, num_moments, on_host=on_host)
+    working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
+    held.update({("working", tier.value): num for tier, num in working.items() if num})
+    return held
+
+
+def activation_bytes(moments: Iterable[Moment], parts: Sequence[Part], inputs: Tier) -> dict[tuple[str, str], int]:
+    """Return the peak bytes of activations over the moments of a rank, by (``activations``, tier).
+
+    Args:
+        parts: those of the rank's chunks.
+        inputs: the tier of the inputs of recomputed blocks.
+    """
+    moments = list(moments)
+    held = {("activations", Tier.DEVICE.value): most_held(moments, parts)}
+    if inputs is not Tier.DEVICE:
+        held["activations", inputs.value] = most_held(moments, [part.resting_elsewhere for part in parts])
+    return held
+
+
+def step_time(rates: Rates, sized: Sized, units: Units, trace: Trace, num_micros: int) -> StepTime:
+    """Return the time of a step on the pipeline stage that takes longest."""
+    times = (rates.step(sized, stage, of_stage, trace, num_micros) for stage, of_stage in units.items())
+    return max(times, key=lambda time: time.total_s)
+
+
+def most_sent(units: Units, trace: Trace, num_micros: int) -> Mapping[str, int]:
+    """Return :func:`sent_by_axes` for the pipeline stage that sends most."""
+    every = (sent_by_axes(of_stage, stage, trace, num_micros) for stage, of_stage in units.items())
+    return max(every, key=lambda sent: sum(sent.values()))
+
+
+def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
+    """Return the bytes that a rank of a pipeline ``stage`` with these ``units`` sends in a step, by axes.
+
+    Model states and activations count. Axes of one group are joined to one key: ``data,tensor``.
+
+    Args:
+        trace: the trace of a micro-batch.
+    """
+    found = Counter[str]()
+    shape = StepShape(num_micros, returns_loss=True, chunks=len(stage.chunks))
+    for key, count in step_traffic(units, shape).rows.items():
+        found[",".join(key.axes)] += count.sent_bytes
+    for axis, num in sent_activations(stage, trace).items():
+        found[axis] += num_micros * num
+    return {axes: num for axes, num in found.items() if num}
+
+
+def sent_activations(stage: Stage, trace: Trace) -> Counter[str]:
+    """Return the activation bytes that a stage exchanges for one micro-batch, by axis.
+
+    Ranks that share a sample exchange activations in forward and backward. Neighboring stages exchange one payload each
+    way: the input of the block after this stage's last one, and the gradient of the input of this stage's first block.
+    """
+    found, blocks = Counter[str](), trace.blocks
+    for start, stop in stage.chunks:
+        first, last = start == 0, stop == len(blocks)
+        for piece in (*blocks[start:stop], *[trace.before] * first, *[trace.after] * last):
+            found += piece.forward.sent + piece.backward.sent
+        found[PIPELINE] += 0 if last else blocks[stop].received_bytes
+        found[PIPELINE] += 0 if first else blocks[start].received_bytes
+    return found

@@ -1,0 +1,77 @@
+"""Rank processes that write a result each: for measuring this machine, and for the trials of a tuning."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.05
+# Seconds for the other ranks to end after one has failed, which causes their errors.
+_GRACE_S = 2.0
+_LAST_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a rank's process.
+
+    ``code``: its exit code; None if it was killed because another rank had failed. ``result``: the JSON that it wrote,
+    if any. ``log``: the end of its output.
+    """
+
+    code: int | None
+    result: Any
+    log: str
+
+
+def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float) -> list[Ended] | None:
+    """Run ``python -m module TASK FILE`` in a process for each task, and return how each ended.
+
+    Each process writes its result to FILE as JSON. None: some were still running after ``timeout_s``. No process
+    outlives the call, and each one's standard input closes when this process ends.
+    """
+    processes, files = list[subprocess.Popen[bytes]](), [folder / f"{rank}.json" for rank in range(len(tasks))]
+    try:
+        for task, file in zip(tasks, files, strict=True):
+            words = [sys.executable, "-m", module, task, str(file)]
+            with file.with_suffix(".log").open("wb") as log:
+                processes.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
+        codes = _wait(processes, timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    if codes is None:
+        return None
+    return [
+        Ended(code, _read(file), _end_of(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
+    ]
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float) -> list[int | None] | None:
+    """Wait until all processes have ended, or for a while after one has failed, and return the exit codes so far.
+
+    Return None if they take too long.
+    """
+    deadline, failed_at = time.monotonic() + timeout_s, float("inf")
+    while True:
+        codes, now = [process.poll() for process in processes], time.monotonic()
+        if any(codes):
+            failed_at = min(failed_at, now)
+        if None not in codes or now > failed_at + _GRACE_S:
+            return codes
+        if now > deadline:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()

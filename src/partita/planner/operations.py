@@ -1,0 +1,113 @@
+"""The collectives of a step, computed from the table: those of each segment and of each bucket, by phase.
+
+There is no other set of formulas: :mod:`~partita.planner.traffic` adds up the bytes, and predictions add up the time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from partita.plan.mesh_shape import MeshShape
+from partita.plan.planned import PlannedSegment
+from partita.plan.planned_bucket import PlannedBucket
+from partita.plan.residence import Residence
+from partita.plan.state_plan import StatePlan
+from partita.plan.steps import AllGather, Encode, ReduceScatter, Slice, Step, in_phases, steps
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective call of a rank.
+
+    Attributes:
+        collective: its name in traffic reports.
+        axes: the mesh axes of its process group.
+        num_bytes: the bytes that the rank sends.
+        num_quantized: the number of elements that the rank quantizes for it, or dequantizes.
+    """
+
+    collective: str
+    axes: tuple[str, ...]
+    num_bytes: int
+    num_quantized: int = 0
+
+
+def collectives(ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShape) -> Iterator[Operation]:
+    """Yield the collectives among ``ops`` on ``padded`` elements, which are stored as ``src`` at first.
+
+    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    """
+    num_elements, encoding = src.num_elements(padded, mesh), src.encoding
+    for op in in_phases(ops):
+        if isinstance(op, Encode):
+            encoding = op.encoding
+        elif isinstance(op, AllGather):
+            num = mesh.group_size(op.axes)
+            num_elements *= num
+            num_bytes = op.format.sent_bytes(num_elements, encoding, num)
+            yield Operation("all_gather", op.axes, num_bytes, 0 if op.format.is_exact else padded)
+        elif isinstance(op, ReduceScatter):
+            num_quantized = 0 if op.format.is_exact else padded
+            for axes in op.format.groups_of_sum(op.axes, mesh):
+                num = mesh.group_size(axes)
+                num_bytes = op.format.sent_bytes(num_elements, encoding, num)
+                yield Operation(op.format.sum_collective, axes, num_bytes, num_quantized)
+                num_elements //= num
+                num_quantized = 0
+        elif isinstance(op, Slice):
+            num_elements //= mesh.group_size(op.axes)
+
+
+def unshards(segment: PlannedSegment) -> Iterable[Operation]:
+    """Return the collectives that unshard a segment's stored parameters."""
+    return collectives(segment.unshards, segment.row.param_rest, segment.layout.padded, segment.mesh)
+
+
+def unshards_for_backward(segment: PlannedSegment) -> Iterable[Operation]:
+    """Return the collectives that unshard a segment for backward: from its secondary shard, if it has one."""
+    if not segment.has_secondary:
+        return unshards(segment)
+    row = segment.row
+    ops = steps(row.param_between, row.param_compute, segment.mesh)
+    return collectives(ops, row.param_between, segment.layout.padded, segment.mesh)
+
+
+def reductions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
+    """Yield the collectives that sum a bucket's gradients after a backward.
+
+    Args:
+        phase: 0: in the warm-up; -1: in all later steps.
+    """
+    sync = bucket.gradients.syncs[phase]
+    yield from collectives(sync.sums, _gradients_before_sum(bucket.row), bucket.num_elements, bucket.mesh)
+    for message in sync.messages(bucket):
+        yield Operation(message.collective, message.axes, message.num_bytes)
+
+
+def completions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
+    """Yield the collectives that a step needs on the sums: over copies, and gathers of what the optimizer reads.
+
+    Args:
+        phase: as for :func:`reductions`.
+    """
+    gradients = bucket.gradients
+    summed = replace(bucket.row.grad_step, shard_axes=bucket.row.part_axes)
+    for ops in (gradients.copy_steps, gradients.syncs[phase].gathers):
+        yield from collectives(ops, summed, bucket.num_elements, bucket.mesh)
+
+
+def publications(segment: PlannedSegment, phase: int = -1) -> Iterable[Operation]:
+    """Return the collectives that publish a segment's updated weights; ``phase`` as for :func:`reductions`."""
+    ops = segment.publishes[phase].operations
+    return collectives(ops, segment.row.master, segment.layout.padded, segment.mesh)
+
+
+def rounds(segment: PlannedSegment, *, is_warming_up: bool = False) -> Iterator[tuple[str, Operation]]:
+    """Yield (purpose, collective) for those at the end of a round, if replicas train separately."""
+    for transfer in segment.row.strategies.of_round(segment, is_warming_up=is_warming_up):
+        for op in collectives(transfer.operations, transfer.source, segment.layout.padded, segment.mesh):
+            yield transfer.purpose, op
+
+
+def _gradients_before_sum(row: StatePlan) -> Residence:
+    """Return the residence of gradients before they are summed: on the device, in the encoding of their storage."""
+    return replace(row.grad_arrival, encoding=row.grad_step.encoding)

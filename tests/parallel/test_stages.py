@@ -12,11 +12,13 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.cut import Cut, cut, outside
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import arrived, send_away
 from partita.parallel.pipeline.placeholder_output import StandIn
-from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.parallel.pipeline.stage import Stages, bypasses
 from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
+from partita.sharding.hooks import EarlyOutput
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import stages
@@ -42,7 +44,7 @@ class Stage:
                     holding.param.untyped_storage().resize_(0)
         held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
         around = dict(outside(self.model, self.cut.blocks, held))
-        self.stages = Stages(self.model, self.cut.blocks, around, _stand_in)
+        self.stages = Stages(self.model, self.cut.blocks, around, _stand_in, EarlyExit(EarlyOutput()))
         self.start, self.stop = self.cut.bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 

@@ -184,7 +184,7 @@ def _build(
             under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
             activations = Activations(model, chosen, settings, memory, collectives, under_way)
             changes.callback(activations.remove)
-            pipeline = Pipeline(model, parallel, schedule, collectives)
+            pipeline = Pipeline(model, parallel, schedule, collectives, runtime.events.early_output)
             changes.callback(pipeline.remove)
             alike = AlikeCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
     except BaseException:

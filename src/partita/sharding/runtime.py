@@ -122,7 +122,8 @@ class Runtime:
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.unsharder.subscriber)
             count = self.unsharder.forwards_under_way
-            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
+            early_output = self.events.early_output
+            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now, early_output)]
             rounding = [m for unit, m in self.members() if unit.always_unsharded and m.segment.keeps_digits]
             self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})

@@ -12,14 +12,16 @@ from partita.comm.collectives import Collectives
 from partita.memory import accelerator
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.cut import outside
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.off_stage import Absent, is_missing
 from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
+from partita.parallel.pipeline.stage import Stages, StandsIn, bypasses
 from partita.parallel.pipeline.weights import WeightGradients, keep_apart
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.off_stage import is_elsewhere
+from partita.sharding.hooks import EarlyOutput
 
 
 @dataclass
@@ -36,12 +38,20 @@ class Pipeline:
     Args:
         parallel: the cut of the model, and the changes to its modules.
         schedule: of a training batch.
+        early_output: tells the model's hooks what a forward that ends early hands on.
 
     Attributes:
         weights: the deferred weight gradients, if the schedule computes them separately from the backward.
     """
 
-    def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        schedule: Schedule,
+        collectives: Collectives,
+        early_output: EarlyOutput,
+    ) -> None:
         self._model = model
         self._cut = parallel.cut
         self.schedule = schedule
@@ -56,7 +66,8 @@ class Pipeline:
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
             around = dict(outside(model, cut.blocks, held))
-            self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
+            stand_in = partial(_stand_in, parallel, device)
+            self._stages = Stages(model, cut.blocks, around, stand_in, EarlyExit(early_output))
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
             self._gradients_before = dict(gradients_before(schedule, numbers))

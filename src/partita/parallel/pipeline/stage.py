@@ -10,37 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import Absent, DataNeededError, arrived, is_missing
-from partita.sharding.hooks import ForwardEndedError, call_within_hooks
+from partita.sharding.hooks import call_within_hooks
 from partita.transforms.modules import ModuleTransforms
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a block's call. Calls with different ``form`` may lack different arguments."""
-
-    leaves: list[Any]
-    spec: TreeSpec
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
-        return Arguments(*tree_flatten((args, dict(kwargs))))
-
-    @property
-    def form(self) -> object:
-        return self.spec, tuple(isinstance(leaf, Tensor) for leaf in self.leaves)
-
-
-class ReachedError(ForwardEndedError):
-    """The forward has called the first block of the next stage, with ``arguments``."""
-
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__([leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)])
-        self.arguments = arguments
-
 
 # Returns the placeholder output of a module that is not run here, for its args and kwargs.
 StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -75,6 +51,7 @@ class Stages:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
         stand_in: returns, for a module and its name, the function that makes its placeholder output.
+        early_exit: ends forwards that continue on the next stage.
     """
 
     def __init__(
@@ -83,8 +60,10 @@ class Stages:
         blocks: Sequence[str],
         outside: Mapping[str, nn.Module],
         stand_in: Callable[[nn.Module, str], StandsIn],
+        early_exit: EarlyExit,
     ) -> None:
         self.blocks = blocks
+        self.early_exit = early_exit
         self.passage: Passage | None = None
         modules = dict(model.named_modules())
         stands: list[tuple[nn.Module, str, int | None]]
@@ -106,12 +85,10 @@ class Stages:
         """
         self.passage = Passage(start, stop, receive)
         try:
-            output = call()
-        except ReachedError as reached:
-            return reached.arguments
+            output = self.early_exit.run(call)
         finally:
             self.passage = None
-        if stop < len(self.blocks):
+        if stop < len(self.blocks) and not isinstance(output, Arguments):
             raise PartitaError(
                 f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
                 "begins; name blocks in parallel.cut that every forward calls"
@@ -146,7 +123,7 @@ class _Call:
             raise self._out_of_order(passage.position, index)
         passage.position = index + 1
         if index == passage.stop:
-            raise ReachedError(Arguments.of(args, kwargs))
+            self._stages.early_exit.leave(Arguments.of(args, kwargs))
         if index < passage.start:
             return self._pass(args, kwargs)
         return self._call(own, passage, Arguments.of(args, kwargs))

@@ -16,7 +16,7 @@ from partita.errors import PartitaError
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import Absent, DataNeededError, arrived, is_missing
 from partita.sharding.hooks import call_within_hooks
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 # Returns the placeholder output of a module that is not run here, for its args and kwargs.
 StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -45,13 +45,14 @@ class Passage:
 
 
 class Stages:
-    """A model whose blocks are run by stages, until :meth:`remove`.
+    """A model whose blocks are run by stages.
 
     Args:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
         stand_in: returns, for a module and its name, the function that makes its placeholder output.
         early_exit: ends forwards that continue on the next stage.
+        changes: wraps the modules' calls.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Stages:
         outside: Mapping[str, nn.Module],
         stand_in: Callable[[nn.Module, str], StandsIn],
         early_exit: EarlyExit,
+        changes: Level,
     ) -> None:
         self.blocks = blocks
         self.early_exit = early_exit
@@ -69,10 +71,8 @@ class Stages:
         stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
-        self._calls = ModuleTransforms()
-        with self._calls.building():
-            for module, name, index in stands:
-                self._calls.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
+        for module, name, index in stands:
+            changes.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -94,10 +94,6 @@ class Stages:
                 "begins; name blocks in parallel.cut that every forward calls"
             )
         return output
-
-    def remove(self) -> None:
-        """Restore the calls of all modules."""
-        self._calls.undo()
 
 
 class _Call:

@@ -160,7 +160,7 @@ def applied_by_hand() -> Iterator[None]:
         return Parallel(model.shares, transforms=transforms)
 
     stages = SimpleNamespace(most_kept=(1, 1))
-    with mock.patch.object(build, "apply", apply), mock.patch.object(build, "simulate", return_value=stages):
+    with mock.patch.object(build, "apply_axes", apply), mock.patch.object(build, "simulate", return_value=stages):
         yield
 
 

@@ -22,7 +22,7 @@ from partita.comm.several_axes import SeveralAxes
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.budget import agreed_budget
-from partita.engine.transform import find_attention, transform
+from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
@@ -48,7 +48,6 @@ from partita.optim.traits import (
     states_per_element,
 )
 from partita.parallel.applied import Parallel
-from partita.parallel.apply import apply
 from partita.parallel.batch_check import SAMPLE_AXES, SameSamples
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
@@ -111,7 +110,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     with transforms.building():
         with shared_errors(all_ranks):
             check_here(model)
-            parallel = apply(model, resolved, collectives, transforms, seed)
+            parallel = apply_axes(model, resolved, collectives, transforms, seed)
         for notice in parallel.notices if mesh.rank == 0 else ():
             _log.info("%s", notice)
         return _build(model, resolved, collectives, given, parallel)
@@ -171,7 +170,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             schedule = schedule_of(resolved)
             under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
             activations = Activations(settings, memory, collectives, under_way)
-            transformed = transform(
+            transformed = apply_to_forwards(
                 model,
                 settings,
                 parallel,

@@ -9,7 +9,7 @@ from typing import Any
 from partita.activation.apply import Chosen
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
-from partita.engine.transform import find_attention, transform
+from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.errors import ConfigError
 from partita.forecast.pieces import Trace
 from partita.forecast.ranks import ranks_on_paper
@@ -18,7 +18,6 @@ from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
 from partita.forecast.trace import Rank, telling, trace
 from partita.memory.accelerator import HOST, SIMULATED, simulating
-from partita.parallel.apply import apply
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import ENCODINGS, Encoding
@@ -160,7 +159,7 @@ def size_model(
         ranks_on_paper(mesh) as collectives,
         transforms.temporary(),
     ):
-        parallel = apply(model, resolved, collectives, transforms)  # parameters keep their full shapes
+        parallel = apply_axes(model, resolved, collectives, transforms)  # parameters keep their full shapes
         compute, kept = dtype_of(ENCODINGS[resolved.compute_dtype]), find_full_precision(model, resolved)
         is_narrow = forward_precision(model, resolved, SIMULATED, kept, transforms) is not None
         half = compute if config.precision.mode == "mixed" and is_narrow else None
@@ -185,7 +184,7 @@ def size_model(
             )
             chosen = Chosen.of(model, own, [spec.name for spec in short])
             with transforms.temporary():
-                transformed = transform(model, own, parallel, attention, chosen, splits_weights=splits)
+                transformed = apply_to_forwards(model, own, parallel, attention, chosen, splits_weights=splits)
                 rank = replace(rank, weights=transformed.weights)
                 if attention is not None:  # the first run makes what later ones share: which blocks are visited
                     trace(model, batch, rank)

@@ -259,7 +259,7 @@ class Level:
 
 
 class _Change(ABC):
-    """One change; ``module`` is None if it cannot be suspended."""
+    """One change; ``module`` is None if it is never suspended."""
 
     module: nn.Module | None = None
     order: Order
@@ -268,13 +268,13 @@ class _Change(ABC):
     def undo(self) -> None:
         """Undo the change for good."""
 
-    @abstractmethod
     def suspend(self) -> None:
         """Switch the change off until :meth:`resume` has been called as often."""
+        raise NotImplementedError
 
-    @abstractmethod
     def resume(self) -> None:
         """See :meth:`suspend`."""
+        raise NotImplementedError
 
 
 class _Wrapped(_Change):
@@ -331,12 +331,6 @@ class _Other(_Change):
 
     def undo(self) -> None:
         self._undo()
-
-    def suspend(self) -> None:
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        raise NotImplementedError
 
 
 def _restore(module: nn.Module, name: str, value: object, before: object) -> None:

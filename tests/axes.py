@@ -155,12 +155,12 @@ def share_out(model: Model, collectives: Collectives) -> None:
 def applied_by_hand() -> Iterator[None]:
     """Engines are built with the shares that :func:`share_out` gives; stages run one micro-batch after the other."""
 
-    def apply(model: Any, resolved: Any, mesh: Any, collectives: Collectives, *_: Any) -> Parallel:
+    def apply(model: Any, resolved: Any, collectives: Collectives, transforms: Any, *_: Any) -> Parallel:
         share_out(model, collectives)
-        return Parallel(model.shares)
+        return Parallel(model.shares, transforms=transforms)
 
     stages = SimpleNamespace(most_kept=(1, 1))
-    with mock.patch.object(build, "apply", apply), mock.patch.object(build, "simulate", return_value=stages):
+    with mock.patch.object(build, "apply_axes", apply), mock.patch.object(build, "simulate", return_value=stages):
         yield
 
 

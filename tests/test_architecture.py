@@ -40,6 +40,7 @@ COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
 STAGE = ("config/*.py", "compression/settings.py", "compression/settings.py", "plan/state_plan.py")
 ACCELERATOR = ("memory/accelerator.py",)
+TRANSFORMS = ("transforms/*.py",)
 
 COLLECTIVE_NAME = re.compile(
     r"_?(all_?gather|reduce|all_?reduce|all_?to_?all|broadcast|barrier|monitored_barrier|gather|scatter"
@@ -56,6 +57,7 @@ FLOATING_FACTORIES = {f"torch.{name}" for name in ("zeros", "ones", "empty", "ra
 FACTORIES = FLOATING_FACTORIES | {
     f"torch.{name}" for name in ("tensor", "full", "arange", "randint", "randperm", "eye")
 }
+CALLS_OF_MODULES = ("forward", "__call__", "_call_impl", "_compiled_call_impl")
 STAGE_CLASS = re.compile(r"(zero|stage)_?([0-3]|one|two|three)", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -312,6 +314,26 @@ def tensors_are_no_default_s(source: Source) -> Iterator[str]:
             yield source.at(node, f"{full} names no dtype")
 
 
+def modules_changed_in_one_package(source: Source) -> Iterator[str]:
+    """Wrappers of forwards and calls are put on, suspended and undone by one mechanism."""
+    if source.is_one_of(TRANSFORMS):
+        return
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(_, name, ast.Store() | ast.Del()):
+                pass
+            case ast.Subscript(_, ast.Constant(name), ast.Store() | ast.Del()):
+                pass
+            case ast.Call(ast.Name("setattr" | "delattr"), [_, ast.Constant(name), *_]):
+                pass
+            case ast.Call(ast.Attribute(_, "pop" | "setdefault" | "__setattr__"), [ast.Constant(name), *_]):
+                pass
+            case _:
+                continue
+        if name in CALLS_OF_MODULES:
+            yield source.at(node, f"replaces {name}; that is for {' and '.join(TRANSFORMS)}")
+
+
 def docstring(source: Source) -> Iterator[str]:
     if not ast.get_docstring(source.tree):
         yield f"{source.path}: has no docstring"
@@ -341,6 +363,7 @@ CHECKS: tuple[Check, ...] = (
     no_class_of_a_stage,
     devices_known_in_one_file,
     tensors_are_no_default_s,
+    modules_changed_in_one_package,
     docstring,
     docstring_opener,
 )
@@ -426,6 +449,16 @@ BAD = [
     (devices_known_in_one_file, "engine.py", "assert tensor.is_cuda"),
     (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.arange(3)"),
     (tensors_are_no_default_s, "engine.py", "from torch import randn as draw\nx = draw(3, device='cpu')"),
+    (modules_changed_in_one_package, "engine.py", "module.forward = run"),
+    (modules_changed_in_one_package, "engine.py", "a, module.forward = b, run"),
+    (modules_changed_in_one_package, "engine.py", "module._compiled_call_impl: object = run"),
+    (modules_changed_in_one_package, "engine.py", "with opened() as module._call_impl: ..."),
+    (modules_changed_in_one_package, "engine.py", "del module.forward"),
+    (modules_changed_in_one_package, "engine.py", "setattr(module, 'forward', run)"),
+    (modules_changed_in_one_package, "engine.py", "delattr(module, '_compiled_call_impl')"),
+    (modules_changed_in_one_package, "engine.py", "vars(module)['forward'] = run"),
+    (modules_changed_in_one_package, "engine.py", "module.__dict__.pop('forward')"),
+    (modules_changed_in_one_package, "sharding/a.py", "type(module).__call__ = run"),
     (docstring, "engine.py", "# only a comment\nx = 1"),
     (docstring, "plan/__init__.py", ""),
 ]
@@ -462,6 +495,13 @@ GOOD = [
     (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.zeros(3, dtype=dtype, device='cpu')"),
     (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.empty(3, device='meta') + torch.zeros_like(y)"),
     (tensors_are_no_default_s, "engine.py", "import torch\nx = torch.tensor(3, device='cpu') + torch.ones(**like)"),
+    (modules_changed_in_one_package, "transforms/a.py", "module.forward = run\nsetattr(module, 'forward', run)"),
+    (
+        modules_changed_in_one_package,
+        "engine.py",
+        "class A:\n    def forward(self, x): ...\n    def __call__(self): ...",
+    ),
+    (modules_changed_in_one_package, "engine.py", "run = module.forward\nis_own = 'forward' not in vars(module)"),
     (docstring, "engine.py", '"""An engine."""'),
 ]
 

@@ -20,6 +20,7 @@ from partita.forecast.sized import size_model
 from partita.forecast.source import Source, read_source
 from partita.forecast.trace import loss_of, telling
 from partita.planner.group_units import group_units
+from partita.transforms.modules import ModuleTransforms, Order
 from tests.live_bytes import LiveBytes
 
 SAMPLES = 2
@@ -108,16 +109,15 @@ def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[i
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     units = [spec.name for spec in group_units(model)]
-    recomputation = Recomputation(
-        chosen_modules(model, units, choice), selective=False, tiled={}, inputs=None, kept=None
-    )
+    transforms = ModuleTransforms()
+    Recomputation(chosen_modules(model, units, choice), transforms.at(Order.RECOMPUTE), selective=False, tiled={})
     with LiveBytes() as live:
         loss = loss_of(model(**batch))
         loss.backward()
         del loss
     with FlopCounterMode(display=False) as flops:  # holds on to tensors
         loss_of(model(**batch)).backward()
-    recomputation.remove()
+    transforms.undo()
     return live.peak, flops.get_total_flops()
 
 

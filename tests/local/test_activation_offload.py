@@ -73,7 +73,7 @@ def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
 def num_rooms(engine: partita.Engine) -> tuple[int, int]:
     """Rooms on disk, and how many of them are free."""
     gc.collect()
-    rooms = engine._parts.activations._inputs.rooms
+    rooms = engine._parts.activations.inputs.rooms
     free = [*rooms._free, *rooms._returned]
     held = engine.memory_report().held.get(("activations", "disk"), 0)
     return held // max([room.num_elements for room in free], default=1), len(free)
@@ -108,7 +108,7 @@ def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
         for number, block in enumerate(model.blocks):
             block.norm.register_forward_pre_hook(lambda *_, number=number: said.append(f"compute {number}"))
         loss = engine(inputs(0, 0)).square().mean()
-        calls = [call() for call in engine._parts.activations._inputs._calls.values()]
+        calls = [call() for call in engine._parts.activations.inputs._calls.values()]
         numbers |= {id(call.moved[0]): number for number, call in enumerate(calls)}
         del calls
         said.clear()

@@ -1,6 +1,8 @@
 """Changes to modules by several features at once: they outlast engine.gathered, and are undone at the end."""
 
 import os
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from tests import seeds
 from tests.attached import attached_to
 from tests.local import pool
 from tests.local.training import rank
+from tests.matrix import sampled
 
-LENGTH, VOCAB = 64, 32
+LENGTH, VOCAB, DROPOUT = 64, 32, 0.1
+AXES = ("tensor", "sequence", "pipeline")
 SPARSE = {"attention": {"pattern": "sliding", "window": 8, "block": 8}}
 TILED = {"loss": {"tiled": 4 * VOCAB * 5}}
 RECOMPUTED = {"activations": {"checkpoint": "units"}}
@@ -30,12 +34,57 @@ FEATURES: dict[str, dict[str, Any]] = {
     "all, sequence": {"parallel": {"sequence": 2}, "zero": {"stage": 3}, **SPARSE, **TILED, **RECOMPUTED},
 }
 PIPELINE = {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "batch": {"accumulate": 2}, **TILED, **RECOMPUTED}
+STAGES = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
+# Each changes the modules in another way; two that set the same key differently are no pair.
+SINGLE: dict[str, dict[str, Any]] = {
+    "tensor": {"parallel": {"tensor": 2}},
+    "sequence": {"parallel": {"sequence": 2}},
+    "stages": {**STAGES, "parallel": {"pipeline": 2, "schedule": "1f1b"}},
+    "stages, weights apart": {**STAGES, "parallel": {"pipeline": 2, "schedule": "zero_bubble"}},
+    "random streams": {"seed": 7},
+    "16 bits": {"precision": {"compute": "bf16", "mode": "mixed"}},
+    "16 bits, cast": {"precision": {"compute": "bf16", "mode": "cast", "keep_fp32": ["lm_head"]}},
+    "sharded": {"zero": {"stage": 3}},
+    "sparse attention": SPARSE,
+    "recomputed units": RECOMPUTED,
+    "MLP in tiles": {"tiled": {"mlp": ["LlamaMLP"]}},
+    "tiled loss": TILED,
+}
 
 
-def llama() -> LlamaForCausalLM:
+def merged(one: Any, other: Any) -> Any:
+    if not isinstance(one, dict):
+        assert one == other, f"{one} is not {other}"
+        return one
+    alike = {key: merged(one[key], other[key]) for key in one.keys() & other.keys()}
+    return {**one, **other, **alike}
+
+
+def pairs() -> list[tuple[str, str]]:
+    found = []
+    for one, other in combinations(SINGLE, 2):
+        try:
+            merged(SINGLE[one], SINGLE[other])
+        except AssertionError:
+            continue
+        found.append((one, other))
+    return found
+
+
+SAMPLE = (
+    ("tensor", "sequence"),
+    ("stages, weights apart", "tiled loss"),
+    ("stages", "16 bits"),
+    ("random streams", "sparse attention"),
+    ("16 bits, cast", "recomputed units"),
+    ("sharded", "MLP in tiles"),
+)
+
+
+def llama(dropout: float = 0.0) -> LlamaForCausalLM:
     seeds.start()
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, attention_dropout=dropout, **shape))
 
 
 def run(engine: partita.Engine, step: int) -> tuple[float, int, bool]:
@@ -68,8 +117,7 @@ def train(config: dict[str, Any], *, gathers: bool) -> list[tuple[float, int, bo
         assert attached_to(model) == put_on
         found += [run(engine, step) for step in (1, 2)]
         engine.close(whole=True)
-    left = attached_to(model)
-    assert left == before, f"still there: {sorted(left - before)}; gone: {sorted(before - left)}"
+    check_left(model, before)
     return found
 
 
@@ -121,6 +169,53 @@ def test_a_pipeline_is_compiled_and_taken_off() -> None:
     pool.run(2, pipelined, with_group=False)
 
 
+def losses_of_batches(config: dict[str, Any], *, gathers: bool) -> list[float]:
+    """Those of three batches, with a look at all parameters after the first. The model is left as it was."""
+    model = llama(DROPOUT if "seed" in config else 0.0)
+    before = attached_to(model)
+    ids = torch.randint(VOCAB, (1, LENGTH), generator=seeds.generator(0))
+    batch = [{"input_ids": ids, "labels": ids}] * config.get("batch", {}).get("accumulate", 1)
+    losses = []
+    with partita.initialize(model, config) as engine:
+        for _ in range(3):
+            losses.append(engine.train_batch(batch).item())
+            engine._parts.updater.wait_for_updates()  # until then parameters are placeholders
+            put_on = attached_to(model)
+            if gathers:
+                with engine.gathered(model), engine.gathered(model.model.layers[0]):
+                    pass
+            check_left(model, put_on)
+        engine.close(whole=True)
+    check_left(model, before)
+    return losses
+
+
+def check_left(model: torch.nn.Module, before: set[str]) -> None:
+    """All that is attached to the model was before, save the classes of parameters whose values other stages have."""
+    lost = tuple(f"{name}: " for name, param in model.named_parameters() if param.is_meta)
+    left, before = ({each for each in found if not each.startswith(lost)} for found in (attached_to(model), before))
+    assert left == before, f"still there: {sorted(left - before)}; gone: {sorted(before - left)}"
+
+
+def change_together(config: dict[str, Any]) -> None:
+    losses = losses_of_batches(config, gathers=False)
+    assert losses == losses_of_batches(config, gathers=True)
+    assert len(set(losses)) == 3
+    fails_late(config, "AlikeCheck")
+
+
+@pytest.mark.parametrize(("one", "other"), sampled(pairs(), *SAMPLE))
+def test_pairs_of_features(one: str, other: str) -> None:
+    """After `close` and after a failed start the model is as before; training goes on after `gathered`."""
+    config = merged(SINGLE[one], SINGLE[other])
+    pool.run(
+        max(2, prod(config.get("parallel", {}).get(axis, 1) for axis in AXES)),
+        change_together,
+        config,
+        with_group=False,
+    )
+
+
 def fails_late(config: dict[str, Any], where: str) -> None:
     """One rank fails when all features are on the modules; both have their models back."""
     model = llama()
@@ -141,9 +236,9 @@ def fails_late(config: dict[str, Any], where: str) -> None:
             partita.initialize(model, config)
     finally:
         setattr(build, where, own)
-    left = attached_to(model)
-    assert left == before, f"still there: {sorted(left - before)}; gone: {sorted(before - left)}"
-    if "tensor" not in config["parallel"]:  # ranks keep their parts of what tensor ranks have split
+    check_left(model, before)
+    # Ranks keep only their parts of what they split, and the rounded values in 16 bits.
+    if not (config.get("parallel", {}).keys() & {"tensor", "pipeline"} or "precision" in config):
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
         partita.initialize(model, config).close()
 

@@ -37,7 +37,7 @@ from partita.parallel.sequence.slices import Slices
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.train.decoder import Block, Decoder, DecoderShape
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import ModuleTransforms, Order
 from tests import seeds
 from tests.local.training import rank, world
 from tests.parallel import zoo
@@ -118,11 +118,10 @@ def connected() -> Iterator[Collectives]:
 
 @contextmanager
 def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequenceParallel]:
-    changes = ModuleTransforms()
-    try:
-        yield SequenceParallel(model, collectives.mesh, collectives.group(("sequence",)), changes)
-    finally:
-        changes.undo()
+    transforms = ModuleTransforms()
+    with transforms.temporary():
+        group = collectives.group(("sequence",))
+        yield SequenceParallel(model, collectives.mesh, group, transforms.at(Order.SEQUENCE))
 
 
 @dataclass
@@ -246,7 +245,7 @@ def recomputed(name: str, by: str) -> tuple[float, float]:
     for again in (False, True):
         model = built(name)
         with connected() as collectives, on_slices(model, collectives) as parallel:
-            recomputation = None
+            transforms = ModuleTransforms()
             if again and by == "model":
                 model.activation_checkpointing_enable()
             elif again and by == "user":
@@ -254,12 +253,11 @@ def recomputed(name: str, by: str) -> tuple[float, float]:
                     block.__class__ = Checkpointing
             elif again:
                 blocks = dict(parallel.stacks[0].blocks)
-                recomputation = Recomputation(blocks, selective=False, tiled={})
+                Recomputation(blocks, transforms.at(Order.RECOMPUTE), selective=False, tiled={})
             losses = [zoo.loss_of(model(**batch_of(name, step, length=length))) for step, length in enumerate((23, 14))]
             for loss in losses:
                 loss.backward()
-            if recomputation is not None:
-                recomputation.remove()
+            transforms.undo()
         results.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     off = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
     return off, max(float(gradient.abs().max()) for gradient in results[0])

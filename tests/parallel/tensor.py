@@ -13,11 +13,12 @@ from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch
+from partita.engine.transform import apply_axes
 from partita.memory.accelerator import HOST
 from partita.parallel.applied import Parallel
-from partita.parallel.apply import apply
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficKey
+from partita.transforms.modules import ModuleTransforms
 from tests.local.training import rank, world
 from tests.parallel import zoo
 
@@ -47,7 +48,7 @@ def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] 
     parallel = config.parallel.model_copy(update={"tensor_rules": tuple((rules or {}).items())})
     config = config.model_copy(update={"parallel": parallel})
     resolved = Resolved(config, mesh.shape, ResolvedBatch(1, 1, 1), "fp32", on_host=True)
-    applied = apply(model, resolved, mesh, collectives)
+    applied = apply_axes(model, resolved, collectives, ModuleTransforms())
     for param in model.parameters():
         if id(param) in applied.shares:
             param.data = applied.shares[id(param)].place.take(param.data)
@@ -91,7 +92,7 @@ def beside_whole(names: Sequence[str], rules: dict[str, str] | None = None) -> d
             difference = whole_gradient(param, applied, collectives) - reference.grad
             result.gradients[key] = difference.abs().max().item() / largest
         found[name] = result
-        applied.remove()
+        applied.transforms.undo()
     collectives.mesh.close()
     return found
 

@@ -13,6 +13,7 @@ import partita
 from partita import PartitaError
 from partita.activation.recompute import Recomputation
 from partita.parallel.random import RandomStreams
+from partita.transforms.modules import ModuleTransforms, Order
 from tests import seeds
 
 WIDTH, HOST = 24, torch.device("cpu")
@@ -110,15 +111,14 @@ def test_a_mask_does_not_depend_on_what_ran_before() -> None:
 def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
     """Of two forwards, whose backwards come in their order."""
     streams = RandomStreams(model, 7, 0, HOST)
-    recomputation = None
+    transforms = ModuleTransforms()
     if recomputed == "by the config":
         blocks = {f"blocks.{at}": block for at, block in enumerate(model.blocks)}
-        recomputation = Recomputation(blocks, selective=False, tiled={})
+        Recomputation(blocks, transforms.at(Order.RECOMPUTE), selective=False, tiled={})
     losses = [model(torch.full((4, WIDTH), value)).square().mean() for value in (1.0, 2.0)]
     for loss in losses:
         loss.backward()
-    if recomputation is not None:
-        recomputation.remove()
+    transforms.undo()
     streams.remove()
     return [param.grad for param in model.parameters()]
 

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.cut import Cut, cut, outside
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import arrived, send_away
 from partita.parallel.pipeline.placeholder_output import StandIn
-from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
+from partita.parallel.pipeline.stage import Stages, bypasses
 from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
+from partita.sharding.hooks import EarlyOutput
+from partita.transforms.modules import ModuleTransforms, Order
 from tests.local import pool
 from tests.matrix import matrix
 from tests.parallel import stages
@@ -34,6 +37,7 @@ class Stage:
 
     def __init__(self, model: nn.Module, number: int, num_stages: int) -> None:
         self.model = copy.deepcopy(model)
+        self.transforms = ModuleTransforms()
         self.cut: Cut = cut(self.model, num_stages, None, CPU)
         for holding in find_everywhere(self.model):
             if number not in self.cut.stages[id(holding.param)]:
@@ -42,7 +46,9 @@ class Stage:
                     holding.param.untyped_storage().resize_(0)
         held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
         around = dict(outside(self.model, self.cut.blocks, held))
-        self.stages = Stages(self.model, self.cut.blocks, around, _stand_in)
+        self.stages = Stages(
+            self.model, self.cut.blocks, around, _stand_in, EarlyExit(EarlyOutput()), self.transforms.at(Order.STAGE)
+        )
         self.start, self.stop = self.cut.bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 
@@ -190,7 +196,7 @@ def test_outside_a_batch_no_block_can_be_called() -> None:
     stage = Stage(stages.Skipping(), 0, 2)
     with pytest.raises(PartitaError, match=r"outside engine.train_batch and engine.eval_batch"):
         stage.model(**stages.batch("skipping", 0))
-    stage.stages.remove()
+    stage.transforms.undo()
     assert stage.model.blocks[0](torch.ones(1, 48), torch.ones(1, 48)).shape == (1, 48)
 
 

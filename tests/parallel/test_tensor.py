@@ -154,7 +154,7 @@ def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
         found[kind] = ((x.grad - y.grad).abs().max().item() / x.grad.abs().max().item(), applied.lines)
         for own in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert all(module.forward.__self__ is module for module in own.modules())
-        applied.remove()
+        applied.transforms.undo()
         assert all("forward" not in vars(module) for module in model.modules())
     collectives.mesh.close()
     return found
@@ -181,7 +181,7 @@ def few_heads() -> list[str]:
     losses = [each(input_ids=tokens, labels=tokens, use_cache=False).loss.item() for each in (whole, model)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     collectives.mesh.close()
-    return applied.said
+    return applied.notices
 
 
 def test_fewer_heads_than_ranks_fall_to_the_floor() -> None:

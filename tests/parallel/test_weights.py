@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.weights import Left, WeightGradients, keep_apart
+from partita.transforms.modules import Level, ModuleTransforms, Order
 from tests import seeds
 from tests.matrix import matrix
 
@@ -58,7 +58,11 @@ def pair(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, WeightGra
     plain = MODELS[name]().to(dtype)
     apart = MODELS[name]().to(dtype)
     apart.load_state_dict(plain.state_dict())
-    return plain, apart, keep_apart(apart, Parallel())
+    return plain, apart, keep_apart(apart, at_weights())
+
+
+def at_weights() -> Level:
+    return ModuleTransforms().at(Order.WEIGHT_GRADIENT)
 
 
 def aside(model: nn.Module, left: Left) -> None:
@@ -117,7 +121,7 @@ def test_who_else_has_a_parameter() -> None:
     """Where another kind of module owns the weight, too, its gradient comes whole with the backward."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Bilinear(WIDTH, WIDTH, 3))
     model[1].weight = model[0].bias
-    keep_apart(model, Parallel())
+    keep_apart(model, at_weights())
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -134,7 +138,7 @@ def test_outside_of_its_block_a_backward_is_whole() -> None:
 
 def test_frozen_layers_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 8).requires_grad_(False), nn.Linear(8, 3))
-    weights = keep_apart(model, Parallel())
+    weights = keep_apart(model, at_weights())
     with weights.apart(0) as left:
         model(torch.randn(2, WIDTH, generator=seeds.generator(0), requires_grad=True)).sum().backward()
     assert [id(param) for param in left.params.values()] == [id(param) for param in model[1].parameters()]

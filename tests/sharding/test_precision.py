@@ -13,7 +13,8 @@ import partita
 from partita.config.resolve import Resolved, resolve
 from partita.errors import ConfigError
 from partita.planner.full_precision import find_full_precision, outermost
-from partita.sharding.precision import ForwardPrecision, cast_buffers, forward_precision, map_floats
+from partita.sharding.precision import cast_buffers, forward_precision, map_floats
+from partita.transforms.modules import ModuleTransforms
 from tests.local.models import CASES
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ class Model(nn.Module):
         return self.head(self.attention(self.first(x)))
 
 
-def in_mode(model: nn.Module, **precision: Any) -> ForwardPrecision | None:
+def in_mode(model: nn.Module, **precision: Any) -> ModuleTransforms:
     """Cast a model's parameters as the engine does, and put it into the mode."""
     asked = resolved(**precision)
     kept = find_full_precision(model, asked)
@@ -92,7 +93,9 @@ def in_mode(model: nn.Module, **precision: Any) -> ForwardPrecision | None:
             param.data = param.data.to({"bf16": torch.bfloat16, "fp16": torch.float16}[asked.param_dtype])
     if asked.casts_buffers:
         cast_buffers(model, torch.bfloat16, kept)
-    return forward_precision(model, asked, CPU, kept)
+    transforms = ModuleTransforms()
+    forward_precision(model, asked, CPU, kept, transforms)
+    return transforms
 
 
 def dtypes_seen(model: nn.Module, *patterns: str, mode: str = "mixed") -> dict[str, tuple[torch.dtype, torch.dtype]]:
@@ -231,7 +234,7 @@ def test_the_adapters_of_a_model_in_16_bits_are_cast() -> None:
 def test_in_fp32_nothing_is_wrapped() -> None:
     model = Model()
     asked = resolve(partita.Config(precision={"compute": "fp32", "keep_fp32": ["LayerNorm"]}), 1, "cpu")
-    assert forward_precision(model, asked, CPU, find_full_precision(model, asked)) is None
+    assert forward_precision(model, asked, CPU, find_full_precision(model, asked), ModuleTransforms()) is None
 
 
 def test_the_norms_of_a_real_model() -> None:
@@ -272,7 +275,7 @@ def call(model: Takes) -> dict[str, Any]:
 def test_arguments_reach_the_model_as_they_are(mode: str) -> None:
     model = Takes()
     kept = find_full_precision(model, resolved())
-    forward_precision(model, resolved(mode=mode), CPU, kept)
+    forward_precision(model, resolved(mode=mode), CPU, kept, ModuleTransforms())
     call(model)
     assert model.seen["x"].dtype == torch.float32
     assert model.seen["boxes"].item() == 1333.0
@@ -300,12 +303,11 @@ def test_the_cast_mode_casts_arguments_and_persistent_buffers() -> None:
 
 def test_other_methods_run_as_the_forward_does() -> None:
     model = Takes()
-    precision = in_mode(model)
+    transforms = in_mode(model)
     assert model.encode(torch.randn(2, 4)).dtype == torch.float32
     call(model)
     assert model.seen["encoded"].dtype == torch.bfloat16  # inside a forward its output stays as it is
-    assert precision is not None
-    precision.remove()
+    transforms.undo()
     assert "forward" not in vars(model)
     assert "encode" not in vars(model)
 

@@ -4,13 +4,15 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from partita.transforms.modules import ModuleTransforms, forward_wrappers
+from partita.transforms.modules import ModuleTransforms, Order, find
 from tests.attached import attached_to
 
 
@@ -31,57 +33,109 @@ class Says(nn.Module):
         return x
 
 
-def wrapped() -> tuple[Says, ModuleTransforms, ModuleTransforms]:
-    """A module with two wrappers of one owner and a later one of another."""
-    module, first, second = Says(), ModuleTransforms(), ModuleTransforms()
-    first.wrap_forward(module, Adds("a"))
-    first.wrap_forward(module, Adds("b"))
-    second.wrap_forward(module, Adds("c"))
-    return module, first, second
+def wrapped() -> tuple[Says, ModuleTransforms]:
+    """A module with two wrappers of one level and one of a later level, which was put on between them."""
+    module, transforms = Says(), ModuleTransforms()
+    transforms.at(Order.TENSOR).wrap_forward(module, Adds("a"))
+    transforms.at(Order.ATTENTION).wrap_forward(module, Adds("c"))
+    transforms.at(Order.TENSOR).wrap_forward(module, Adds("b"))
+    return module, transforms
 
 
-def test_later_wrappers_are_outside() -> None:
-    module, _, _ = wrapped()
+def test_later_levels_are_outside_and_later_wrappers_within_a_level() -> None:
+    module, transforms = wrapped()
     assert module("x") == "c(b(a(x)))"
-    assert [getattr(each, "name", "") for each in forward_wrappers(module)] == ["c", "b", "a"]
+    transforms.at(Order.LOSS).wrap_call(module, Adds("f"))
+    transforms.at(Order.SEQUENCE).wrap_call(module, Adds("e"))
+    transforms.at(Order.SEQUENCE).wrap_forward(module, Adds("d"))
+    assert module("x") == "f(e(c(d(b(a(x))))))"
 
 
-def test_suspending_leaves_later_wrappers() -> None:
-    module, first, second = wrapped()
+def test_finding_the_outermost_active_wrapper_of_a_class() -> None:
+    module, transforms = wrapped()
+    transforms.at(Order.LOSS).wrap_forward(module, Doubles())
+    found = find(module, Adds)
+    assert found is not None
+    assert found.name == "c"
+    with transforms.suspended([module], through=Order.ATTENTION):
+        assert find(module, Adds) is None
+        assert find(module, Doubles) is not None
+    assert find(Says(), Adds) is None
+
+
+def test_suspending_leaves_later_levels() -> None:
+    module, transforms = wrapped()
     for _ in range(2):
-        with first.suspended([module]):
+        with transforms.suspended([module], through=Order.SEQUENCE):
             assert module("x") == "c(x)"
-            with first.suspended([nn.ModuleList([module])]):
+            with transforms.suspended([nn.ModuleList([module])], through=Order.SEQUENCE):
                 assert module("x") == "c(x)"
-                second.wrap_forward(module, Adds("d"))
-            assert module("x") == "d(c(x))"
-            assert len(forward_wrappers(module)) == 2
-        assert module("x") == "d(c(b(a(x))))"
-        second.undo()
-        second.wrap_forward(module, Adds("c"))
-    with first.suspended([Says()]):
+                with transforms.suspended([module], through=Order.STAGE):
+                    assert module("x") == "x"
+                transforms.at(Order.TENSOR).wrap_forward(module, Adds("d"))
+            assert module("x") == "c(d(x))"
+        assert module("x") == "c(d(b(a(x))))"
+        transforms.undo()
+        assert module("x") == "x"
+        module, transforms = wrapped()
+    with transforms.suspended([Says()], through=Order.STAGE):
         assert module("x") == "c(b(a(x)))"
 
 
-@pytest.mark.parametrize("reverse", [True, False])
-def test_owners_undo_in_any_order(reverse: bool) -> None:
+def test_what_is_always_on_is_not_suspended() -> None:
+    module, transforms = wrapped()
+    transforms.at(Order.SEQUENCE).wrap_forward(module, Adds("d"), always=True)
+    with transforms.suspended([module], through=Order.STAGE):
+        assert module("x") == "d(x)"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_changes_of_a_block_are_undone(raises: bool) -> None:
+    module, transforms = wrapped()
+    with pytest.raises(KeyError) if raises else nullcontext(), transforms.temporary():
+        transforms.at(Order.WEIGHT_GRADIENT).wrap_forward(module, Adds("d"))
+        assert module("x") == "c(b(a(d(x))))"
+        if raises:
+            raise KeyError
+    assert module("x") == "c(b(a(x)))"
+
+
+def test_all_is_undone_in_reverse_order_even_if_some_of_it_fails() -> None:
+    module, transforms, said = Says(), ModuleTransforms(), list[str]()
+    plain = attached_to(module)
+
+    def fail() -> None:
+        raise KeyError
+
+    for order in (Order.STAGE, Order.TENSOR, Order.LOSS):
+        transforms.at(order).on_undo(partial(said.append, order.name))
+        transforms.at(order).wrap_forward(module, Adds("a"))
+    transforms.at(Order.LOSS).on_undo(fail)
+    with pytest.raises(KeyError):
+        transforms.undo()
+    assert said == ["STAGE", "LOSS", "TENSOR"]
+    assert attached_to(module) == plain
+    transforms.undo()
+    assert len(said) == 3
+
+
+def test_several_objects_may_change_a_module() -> None:
     plain = attached_to(Says())
-    module, first, second = wrapped()
-    owners = [second, first] if reverse else [first, second]
-    owners[0].undo()
-    assert module("x") == ("b(a(x))" if reverse else "c(x)")
-    owners[1].undo()
-    assert module("x") == "x"
+    module, first = wrapped()
+    second = ModuleTransforms()
+    second.at(Order.RANDOM).wrap_forward(module, Adds("d"))
+    assert module("x") == "c(d(b(a(x))))"
+    first.undo()
+    assert module("x") == "d(x)"
+    second.undo()
     assert attached_to(module) == plain
 
 
 def test_a_forward_that_was_replaced_since_stays() -> None:
-    module, first, second = wrapped()
+    module, transforms = wrapped()
     inner = module.forward
     module.forward = lambda x: f"user({inner(x)})"  # type: ignore[method-assign]
-    first.undo()
-    assert module("x") == "user(c(x))"
-    second.undo()
+    transforms.undo()
     assert module("x") == "user(x)"
 
 
@@ -94,20 +148,21 @@ def test_libraries_see_the_forward_inside_the_wrappers() -> None:
 
 
 def test_removing_some_modules() -> None:
-    one, other, changes = Says(), Says(), ModuleTransforms()
+    one, other, transforms = Says(), Says(), ModuleTransforms()
+    changes = transforms.at(Order.TENSOR)
     for module in (one, other):
         changes.wrap_forward(module, Adds("a"))
         changes.set_attribute(module, "training", False)
-    changes.remove([one])
+    transforms.remove([one])
     assert (one("x"), one.training, other("x"), other.training) == ("x", True, "a(x)", False)
-    changes.undo()
+    transforms.undo()
     assert (other("x"), other.training) == ("x", True)
 
 
 def test_a_failed_block_undoes_everything() -> None:
-    module, changes, plain = Says(), ModuleTransforms(), attached_to(Says())
-    said = list[str]()
-    with pytest.raises(KeyError), changes.building():
+    module, transforms, plain = Says(), ModuleTransforms(), attached_to(Says())
+    said, changes = list[str](), transforms.at(Order.LOSS)
+    with pytest.raises(KeyError), transforms.building():
         changes.on_undo(lambda: said.append(str(module("x"))))
         changes.wrap_forward(module, Adds("a"))
         changes.wrap_call(module, Adds("b"))
@@ -118,15 +173,16 @@ def test_a_failed_block_undoes_everything() -> None:
 
 
 def test_attributes_are_suspended_and_not_clobbered() -> None:
-    module, changes = nn.Embedding(4, 2, padding_idx=1), ModuleTransforms()
+    module, transforms = nn.Embedding(4, 2, padding_idx=1), ModuleTransforms()
+    changes = transforms.at(Order.TENSOR)
     changes.set_attribute(module, "padding_idx", None)
     changes.set_attribute(module, "own", 3)
-    with changes.suspended([module]):
+    with transforms.suspended([module], through=Order.TENSOR):
         assert module.padding_idx == 1
         assert not hasattr(module, "own")
     assert module.padding_idx is None
     module.own = 4  # type: ignore[assignment]
-    changes.undo()
+    transforms.undo()
     assert (module.padding_idx, module.own) == (1, 4)
 
 
@@ -139,7 +195,7 @@ class Doubles:
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_have_no_wrappers(make: Callable[[nn.Module], nn.Module]) -> None:
-    module, changes, x = nn.Linear(2, 2), ModuleTransforms(), torch.ones(1, 2)
+    module, changes, x = nn.Linear(2, 2), ModuleTransforms().at(Order.LOSS), torch.ones(1, 2)
     expected = module(x)
     changes.wrap_forward(module, Doubles())
     changes.wrap_call(module, Doubles())
@@ -161,8 +217,8 @@ def test_a_compiled_call_is_inside_the_wrappers(first: bool) -> None:
     module.register_forward_pre_hook(look)
     if first:
         module.compile(backend="eager")
-    one.wrap_call(module, Doubles())
-    other.wrap_call(module, Doubles())
+    one.at(Order.LOSS).wrap_call(module, Doubles())
+    other.at(Order.STAGE).wrap_call(module, Doubles())
     if not first:
         module.compile(backend="eager")
     assert torch.equal(module(x), expected * 4)

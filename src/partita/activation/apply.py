@@ -1,7 +1,6 @@
 """Application of the config's settings for activations to a model."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +12,7 @@ from partita.activation.inputs import StoredInputs
 from partita.activation.kept_whole import KeptWhole
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
-from partita.activation.tiled_loss import TiledHeads, find_heads
+from partita.activation.tiled_loss import find_heads, tile_heads
 from partita.activation.tiles import tiled_modules
 from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
@@ -25,7 +24,7 @@ from partita.parallel.sequence.apply import SEQUENCE
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.residence import Tier
 from partita.sharding.hooks import Hook
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import ModuleTransforms, Order
 
 
 @dataclass(frozen=True)
@@ -51,54 +50,27 @@ class Chosen:
 
 
 class Activations:
-    """Makes the chosen modules keep less for backward, until it is removed.
+    """Storage of activations besides autograd's: inputs of recomputed modules, and calls that are not recomputed.
 
     Args:
         under_way: the largest number of forwards that await their backward at a time.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        chosen: Chosen,
-        config: Config,
-        memory: StateMemory,
-        collectives: Collectives,
-        under_way: int,
-    ) -> None:
+    def __init__(self, config: Config, memory: StateMemory, collectives: Collectives, under_way: int) -> None:
         settings, device = config.activations, collectives.mesh.device
         self._device = device
         self._all_ranks = collectives.all_ranks
-        self._inputs: StoredInputs | None = None
-        self._kept: KeptWhole | None = None
+        self.inputs: StoredInputs | None = None
+        self.kept: KeptWhole | None = None
+        self.warns = collectives.mesh.rank == 0 and not config.attention.packed and not accelerator.is_simulated(device)
         tier = inputs_tier(settings, device)
         if tier is not Tier.DEVICE or settings.partition:
             split = collectives.group((TENSOR,) if settings.partition else ())
-            self._inputs = StoredInputs(memory, device, tier, Partition(split, collectives.group(())))
+            self.inputs = StoredInputs(memory, device, tier, Partition(split, collectives.group(())))
         if settings.keep_bytes != "none":
             limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
             alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
-            self._kept = KeptWhole(limit, under_way, alike, memory.ledger)
-        self._changes = ModuleTransforms()
-        with self._changes.building():
-            if self._inputs is not None:
-                self._changes.on_undo(self._inputs.close)
-            for each in (self._inputs, self._kept):
-                if each is not None:
-                    hook = Hook(partial(_begin, each))
-                    self._changes.on_undo(model.register_forward_pre_hook(hook).remove)
-            warns = collectives.mesh.rank == 0 and not config.attention.packed and not accelerator.is_simulated(device)
-            self._changes.on_undo(NoCaches(model, warns=warns).remove)
-            selective = settings.checkpoint == "selective"
-            self._recomputation = Recomputation(
-                chosen.recomputed, selective=selective, tiled=chosen.tiled, inputs=self._inputs, kept=self._kept
-            )
-            self._changes.on_undo(self._recomputation.remove)
-            self._changes.on_undo(TiledHeads(chosen.heads, config.loss).remove)
-
-    def explained(self) -> AbstractContextManager[None]:
-        """See :meth:`Recomputation.explained`."""
-        return self._recomputation.explained()
+            self.kept = KeptWhole(limit, under_way, alike, memory.ledger)
 
     def check(self) -> None:
         """Report on all ranks if inputs did not fit into their tier on one of them. Called on all ranks.
@@ -106,18 +78,38 @@ class Activations:
         Raises:
             PartitaError: on all ranks: they did not.
         """
-        if self._inputs is not None and self._inputs.rooms.tier is not Tier.DEVICE:
+        if self.inputs is not None and self.inputs.rooms.tier is not Tier.DEVICE:
             with shared_errors(self._all_ranks):
-                self._inputs.rooms.check()
+                self.inputs.rooms.check()
 
     def updated(self) -> None:
         """Note the end of a full step. Called on all ranks."""
-        if self._kept is not None:
-            self._kept.end_step(self._device, self._all_ranks)
+        if self.kept is not None:
+            self.kept.end_step(self._device, self._all_ranks)
 
-    def remove(self) -> None:
-        """Restore the modules."""
-        self._changes.undo()
+
+def keep_less(
+    model: nn.Module, chosen: Chosen, config: Config, transforms: ModuleTransforms, stored: Activations | None = None
+) -> Recomputation:
+    """Have the chosen modules keep less for backward.
+
+    Args:
+        stored: where inputs of recomputed modules are stored, and which calls are not recomputed.
+    """
+    changes = transforms.at(Order.RECOMPUTE)
+    inputs, kept = (None, None) if stored is None else (stored.inputs, stored.kept)
+    if inputs is not None:
+        changes.on_undo(inputs.close)
+    for each in (inputs, kept):
+        if each is not None:
+            changes.on_undo(model.register_forward_pre_hook(Hook(partial(_begin, each))).remove)
+    changes.on_undo(NoCaches(model, warns=stored is not None and stored.warns).remove)
+    selective = config.activations.checkpoint == "selective"
+    recomputation = Recomputation(
+        chosen.recomputed, changes, selective=selective, tiled=chosen.tiled, inputs=inputs, kept=kept
+    )
+    tile_heads(chosen.heads, config.loss, transforms.at(Order.LOSS))
+    return recomputation
 
 
 def _begin(follower: StoredInputs | KeptWhole, module: nn.Module, args: object) -> None:

@@ -30,7 +30,7 @@ from partita.parallel.sequence.exchange import is_checking
 from partita.planner.group_units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.pytree import tensors_in
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 KEY = "activations.checkpoint"
 _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
@@ -75,7 +75,7 @@ def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequenc
 
 
 class Recomputation:
-    """Makes modules run forward again in backward, until it is removed.
+    """Makes modules run forward again in backward.
 
     A module's hooks run both times: if its parameters are sharded, they are unsharded while it runs.
 
@@ -88,6 +88,7 @@ class Recomputation:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
+        changes: Level,
         *,
         selective: bool,
         tiled: Mapping[str, nn.Module],
@@ -95,11 +96,10 @@ class Recomputation:
         kept: KeptWhole | None = None,
     ) -> None:
         self._repeated = ""
-        self._forwards = ModuleTransforms()
         for name, module in tiled.items():
-            self._forwards.wrap_forward(module, InTiles(name, Recomputed(name, module, self._note)))
+            changes.wrap_forward(module, InTiles(name, Recomputed(name, module, self._note)))
         for name, module in modules.items():
-            self._forwards.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
+            changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
 
     def _note(self, name: str) -> None:
         self._repeated = name
@@ -119,10 +119,6 @@ class Recomputation:
                 "depends on more than its inputs and torch's random numbers cannot be recomputed; leave it out of "
                 f"{KEY}. {_difference(str(error))}"
             ) from error
-
-    def remove(self) -> None:
-        """Give every module its own forward back."""
-        self._forwards.undo()
 
 
 def _difference(said: str) -> str:

@@ -34,27 +34,20 @@ from partita.sharding.compiler import constant
 from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook
 from partita.sharding.precision import InFp32
-from partita.transforms.modules import ModuleTransforms, forward_wrappers
+from partita.transforms.modules import Level, find
 
 KEY = "loss.head"
 # Rows of a tile, at most: of more, matrix products are not faster.
 MOST_ROWS = 1024
 
 
-class TiledHeads:
-    """Makes heads return logits that are computed on demand, until it is removed."""
-
-    def __init__(self, heads: Mapping[str, nn.Linear], settings: Loss) -> None:
-        tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
-        self._changes = ModuleTransforms()
-        for name, module in heads.items():
-            head = TiledHead(name, module, tile_bytes)
-            self._changes.wrap_forward(module, head.forward)
-            self._changes.wrap_call(module, head.call)
-
-    def remove(self) -> None:
-        """Let the heads compute their output again."""
-        self._changes.undo()
+def tile_heads(heads: Mapping[str, nn.Linear], settings: Loss, changes: Level) -> None:
+    """Make heads return logits that are computed on demand."""
+    tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
+    for name, module in heads.items():
+        head = TiledHead(name, module, tile_bytes)
+        changes.wrap_forward(module, head)
+        changes.wrap_call(module, head.call)
 
 
 def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[str, nn.Linear]:
@@ -131,7 +124,7 @@ class TiledHead:
         trains = isinstance(hidden, Tensor) and (
             hidden.requires_grad or any(param.requires_grad for param in module.parameters())
         )
-        is_wrapped = self.forward in forward_wrappers(module)  # not so if somebody else has replaced the forward
+        is_wrapped = find(module, TiledHead) is self  # not so if somebody else has replaced the forward
         if not (trains and is_wrapped and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
@@ -139,8 +132,8 @@ class TiledHead:
             return own(*args, **kwargs)
         assert hidden is not None
         dtype, around = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
-        if in_fp32 := [wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, InFp32)]:
-            dtype, around = torch.float32, in_fp32[0].mode.around_fp32
+        if (in_fp32 := find(module, InFp32)) is not None:
+            dtype, around = torch.float32, in_fp32.mode.around_fp32
         elif (narrow := autocast_dtype(hidden.device)) is not None:
             dtype, around = narrow, partial(autocast, hidden.device, narrow, torch.is_autocast_cache_enabled())
         call = Call(self, own, hidden, around)
@@ -155,7 +148,7 @@ class TiledHead:
             self._loss = None
         return computed
 
-    def forward(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Wrap the layer's forward: compute a loss in its place if one is pending."""
         if self._loss is not None:
             return self._loss(*args, **kwargs)
@@ -228,18 +221,16 @@ class ShareOfLoss:
         Raises:
             ConfigError: tensor ranks have split the head otherwise than by the vocabulary.
         """
-        vocabulary, blocks, block = None, None, cast(AbstractContextManager[None], nullcontext())
-        for forward in forward_wrappers(module):
-            if isinstance(forward, HeadOfSlices):
-                blocks = forward.blocks
-            elif isinstance(forward, Head):
-                vocabulary, block = forward.split.vocabulary, forward.own
-            elif isinstance(forward, LinearForward):
-                raise ConfigError(
-                    f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
-                    f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
-                )
-        return ShareOfLoss(vocabulary, blocks, block)
+        slices, head = find(module, HeadOfSlices), find(module, LinearForward)
+        blocks = None if slices is None else slices.blocks
+        if head is None:
+            return ShareOfLoss(None, blocks, nullcontext())
+        if not isinstance(head, Head):
+            raise ConfigError(
+                f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
+                f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
+            )
+        return ShareOfLoss(head.split.vocabulary, blocks, head.own)
 
     def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
         """Return this rank's rows, their targets, and how the rows are sliced over ranks (None: they are not)."""

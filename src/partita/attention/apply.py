@@ -11,7 +11,7 @@ from partita.attention.layout import Layout
 from partita.config.schema import AttentionSection
 from partita.errors import ConfigError
 from partita.planner.group_units import modules_like
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _DOT_PRODUCTS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -47,7 +47,6 @@ class SparseAttention:
         self._causal = None if settings.causal == "auto" else settings.causal
         self._modules: dict[str, nn.Module] = {}
         self._layouts = cache(partial(layout_of, settings))
-        self._changes = ModuleTransforms()
         self._layouts(self._causal or False)
         self._said = f"attention over the pattern {settings.pattern}, in blocks of {settings.block} positions"
         if settings.pattern == "dense" and not settings.packed:
@@ -66,23 +65,19 @@ class SparseAttention:
         """A line for each changed module with its pattern, for :meth:`Engine.explain`."""
         return [f"{name}: {self._said}" for name in self._modules]
 
-    def apply(self) -> None:
+    def apply(self, changes: Level) -> None:
         if not self._modules:
             return
         if "transformers" in sys.modules:
             from partita.attention import huggingface
 
-            self._changes.on_undo(huggingface.use(self._model))
+            changes.on_undo(huggingface.use(self._model))
         for name, module in self._modules.items():
             dot_products = _INTERFACE not in _names_in_forward(module)
             call = Intercepting(module, name, self._layouts, self._causal, dot_products)
-            self._changes.wrap_forward(module, call)
+            changes.wrap_forward(module, call)
             # torch's encoder layers evaluate by a kernel of their own where no module has a hook
-            self._changes.on_undo(module.register_forward_pre_hook(_nothing).remove)
-
-    def remove(self) -> None:
-        """Give every module its own forward back."""
-        self._changes.undo()
+            changes.on_undo(module.register_forward_pre_hook(_nothing).remove)
 
 
 def _nothing(module: nn.Module, args: object) -> None:

@@ -1,26 +1,28 @@
 """Building an engine's parts from the config, the model and the user's other arguments."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.activation.apply import Activations, Chosen, open_tier
+from partita.activation.recompute import Recomputation
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collective_errors import check_settings_alike, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.several_axes import SeveralAxes
-from partita.config.extension import optional
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.budget import agreed_budget
+from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
@@ -46,7 +48,6 @@ from partita.optim.traits import (
     states_per_element,
 )
 from partita.parallel.applied import Parallel
-from partita.parallel.apply import apply
 from partita.parallel.batch_check import SAMPLE_AXES, SameSamples
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
@@ -61,6 +62,9 @@ from partita.planner.parameters import check_quantized, find_quantized
 from partita.sharding.assemble import check_alike, check_buckets_alike
 from partita.sharding.placeholder import check_here, check_unclaimed
 from partita.sharding.runtime import Runtime
+from partita.transforms.modules import ModuleTransforms, Order
+
+_log = logging.getLogger("partita")
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Parts:
     shortages: Shortages
     runtime: Runtime
     activations: Activations
+    recomputation: Recomputation
     updater: Updater
     whole: Whole
     gathered: Gathered
@@ -92,11 +97,6 @@ class Parts:
     samples: SameSamples
     pipeline: Pipeline
     alike: AlikeCheck
-    changes: ExitStack
-
-    def leave_modules(self) -> None:
-        """Undo the changes to the model's modules, the latest first."""
-        self.changes.close()
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -106,27 +106,18 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     check_settings_alike(resolved.shared, all_ranks)
     collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
-    with ExitStack() as changes:
+    transforms = ModuleTransforms()
+    with transforms.building():
         with shared_errors(all_ranks):
             check_here(model)
-            parallel = apply(model, resolved, mesh, collectives, seed)
-            changes.callback(parallel.remove)
-        return _build(model, resolved, collectives, given, parallel, changes)
+            parallel = apply_axes(model, resolved, collectives, transforms, seed)
+        for notice in parallel.notices if mesh.rank == 0 else ():
+            _log.info("%s", notice)
+        return _build(model, resolved, collectives, given, parallel)
 
 
-def _build(
-    model: nn.Module,
-    resolved: Resolved,
-    collectives: Collectives,
-    given: Given,
-    parallel: Parallel,
-    changes: ExitStack,
-) -> Parts:
-    """Build the parts of an engine on a model that the parallel axes have changed.
-
-    Args:
-        changes: undoes the changes to the model's modules; the returned parts take it over.
-    """
+def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
+    """Build the parts of an engine on a model that the parallel axes have changed."""
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
     memory = StateMemory(mesh.device, ledger, disk)
@@ -150,7 +141,7 @@ def _build(
         check_room(blueprint, model, mesh.device)
         if mesh.rank == 0:
             tell_of_lower_stage(blueprint, model, mesh.device)
-        attention = _attention(model, settings)
+        attention = find_attention(model, settings)
         chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
@@ -163,29 +154,33 @@ def _build(
     try:
         with shortages.explained("initialize"):
             by_kernels = isinstance(rule_for(optimizer), KernelRule)
-            runtime = Runtime(model, blueprint, collectives, memory, source, by_kernels=by_kernels)
+            runtime = Runtime(model, blueprint, collectives, memory, parallel.transforms, source, by_kernels=by_kernels)
         failed = ExitStack()
         failed.callback(runtime.give_back)
         with shared_errors(all_ranks, failed.close):
             split = SplitParameters((member for _, member in runtime.members()), parallel.parts, mesh)
             failed.callback(split.remove)
-            changes.callback(split.close)
+            parallel.transforms.at(Order.PARAMETERS).on_undo(split.close)
             updater = _make_updater(runtime, optimizer, resolved, counted)
             failed.callback(updater.close)
             whole = Whole(runtime, updater)
-            gathered = Gathered(runtime, updater, whole, parallel.changes)
+            gathered = Gathered(runtime, updater, whole, parallel.transforms)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
             open_tier(settings, memory)
-            if attention is not None:
-                parallel.lines += attention.lines
-                changes.callback(attention.remove)
-                attention.apply()  # inside recomputation
             schedule = schedule_of(resolved)
             under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
-            activations = Activations(model, chosen, settings, memory, collectives, under_way)
-            changes.callback(activations.remove)
-            pipeline = Pipeline(model, parallel, schedule, collectives)
-            changes.callback(pipeline.remove)
+            activations = Activations(settings, memory, collectives, under_way)
+            transformed = apply_to_forwards(
+                model,
+                settings,
+                parallel,
+                attention,
+                chosen,
+                splits_weights=schedule.splits_weights,
+                activations=activations,
+            )
+            early_output = runtime.events.early_output
+            pipeline = Pipeline(model, parallel, schedule, collectives, early_output, transformed.weights)
             alike = AlikeCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
     except BaseException:
         memory.close()
@@ -199,6 +194,7 @@ def _build(
         shortages,
         runtime,
         activations,
+        transformed.recomputation,
         updater,
         whole,
         gathered,
@@ -208,7 +204,6 @@ def _build(
         samples,
         pipeline,
         alike,
-        changes.pop_all(),
     )
 
 
@@ -221,31 +216,6 @@ def along_axes(settings: Config) -> Needs:
     if settings.activations.partition:
         along["tensor",] |= {"parameters"}  # for parts of activations, in turn with these
     return along
-
-
-class ModuleChange(Protocol):
-    """A change to the model's modules. ``lines`` say what was done, for :meth:`Engine.explain`."""
-
-    @property
-    def lines(self) -> list[str]: ...
-
-    def apply(self) -> None:
-        """Make the change."""
-
-    def remove(self) -> None:
-        """Undo it."""
-
-
-def _attention(model: nn.Module, settings: Config) -> ModuleChange | None:
-    """Return the change that the optional package ``partita.attention`` makes; None where none is asked for.
-
-    Raises:
-        ConfigError: the package is not there, or the model's attention cannot be changed so.
-    """
-    if settings.attention == Config().attention:
-        return None
-    change: ModuleChange = optional("partita.attention.apply", "attention").SparseAttention(model, settings.attention)
-    return change
 
 
 def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> None:

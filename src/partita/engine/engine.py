@@ -376,7 +376,7 @@ class Engine:
     def _end(self) -> None:
         self._closed = True
         self._parts.updater.close()
-        self._parts.leave_modules()
+        self._parts.parallel.transforms.undo()
         self._parts.runtime.close()
         if self._owns_mesh:
             self.mesh.close()

@@ -100,7 +100,7 @@ class MicroBatches:
             scale = parts.updater.scale.value
             roots = [roots[0] if scale == 1.0 else roots[0] * scale]
         try:
-            with parts.activations.explained():
+            with parts.recomputation.explained():
                 if roots:
                     torch.autograd.backward(roots, gradients)
         except RuntimeError as error:

@@ -1,22 +1,15 @@
 """A rank's share of a model: how its units are laid out, and the trace of its forward and backward."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
-from partita.activation.caches import NoCaches
-from partita.activation.recompute import Recomputation, chosen_modules
-from partita.activation.tiled_loss import TiledHeads, find_heads
-from partita.activation.tiles import tiled_modules
-from partita.attention.apply import SparseAttention
-from partita.comm.collectives import Collectives
+from partita.activation.apply import Chosen
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
+from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.errors import ConfigError
 from partita.forecast.pieces import Trace
 from partita.forecast.ranks import ranks_on_paper
@@ -25,13 +18,7 @@ from partita.forecast.source import Source
 from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
 from partita.forecast.trace import Rank, telling, trace
 from partita.memory.accelerator import HOST, SIMULATED, simulating
-from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.parallel.pipeline.weights import keep_apart
-from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
-from partita.parallel.tensor.functions import Entrance
-from partita.parallel.tensor.rules import split_model
-from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import ENCODINGS, Encoding
 from partita.plan.share import Copies
@@ -42,6 +29,7 @@ from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.group_units import UnitSpec, find_blocks
 from partita.sharding.precision import cast_buffers, forward_precision
+from partita.transforms.modules import ModuleTransforms
 
 # A value of ``activations.checkpoint``.
 Checkpoint = str | tuple[str, ...]
@@ -158,7 +146,8 @@ def size_model(
     Raises:
         ConfigError: the model cannot be split in this way, or cannot run without data.
     """
-    model, mesh, asked = source.model, resolved.mesh, resolved.config.parallel
+    model, mesh, config, transforms = source.model, resolved.mesh, resolved.config, ModuleTransforms()
+    asked = config.parallel
     cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
     telling_samples = telling(model, source.batch(1, "meta")) if samples is None else 1
     traces, batch = dict[Checkpoint, Trace](), source.batch(samples or telling_samples, "meta")
@@ -166,9 +155,13 @@ def size_model(
         simulating(kind),
         _blocks(source, resolved, choices, cuts) as stand,
         ranks_on_paper(mesh) as collectives,
-        _split(model, resolved, collectives) as (parallel, entrance),
-        _precision(model, resolved) as (half, buffers),
+        transforms.temporary(),
     ):
+        parallel = apply_axes(model, resolved, collectives, transforms)  # parameters keep their full shapes
+        compute, kept = dtype_of(ENCODINGS[resolved.compute_dtype]), find_full_precision(model, resolved)
+        is_narrow = forward_precision(model, resolved, SIMULATED, kept, transforms) is not None
+        half = compute if config.precision.mode == "mixed" and is_narrow else None
+        buffers = partial(cast_buffers, model, compute, kept) if resolved.casts_buffers else None
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
             id(holding.param): dtype_of(entry.encoding)
@@ -179,12 +172,19 @@ def size_model(
         stands_for = {name: names[id(block)] for name, block in stand}
         shape = Shape(mesh.pipeline, resolved.batch.accumulate, asked.chunks if mesh.pipeline > 1 else 1)
         splits = make_schedule(asked.schedule, shape).splits_weights
-        weights = keep_apart(model, parallel) if splits else None
-        rank = Rank(stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, weights, entrance)
-        sparse = resolved.config.attention != Config().attention
+        attention = find_attention(model, config)
+        rank = Rank(
+            stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, entrance=parallel.entrance
+        )
         for choice in choices:
-            with _keeping_less(model, [spec.name for spec in short], choice, resolved):
-                if sparse:  # the first run makes what later ones share: which blocks are visited
+            own = config.model_copy(
+                update={"activations": config.activations.model_copy(update={"checkpoint": choice})}
+            )
+            chosen = Chosen.of(model, own, [spec.name for spec in short])
+            with transforms.temporary():
+                transformed = apply_to_forwards(model, own, parallel, attention, chosen, splits_weights=splits)
+                rank = replace(rank, weights=transformed.weights)
+                if attention is not None:  # the first run makes what later ones share: which blocks are visited
                     trace(model, batch, rank)
                 try:
                     traces[choice] = trace(model, batch, rank, telling_samples)
@@ -222,57 +222,3 @@ def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
     """Return the name of the unit that represents a unit: inside the block that represents the block around it."""
     block = next((name for name in outwards(unit) if name in stands_for), None)
     return unit if block is None else stands_for[block] + unit[len(block) :]
-
-
-@contextmanager
-def _split(model: nn.Module, resolved: Resolved, collectives: Collectives) -> Iterator[tuple[Parallel, Entrance]]:
-    """Split the model as on the first of the ranks, and apply sparse attention, until exit.
-
-    The parameters keep their full shapes.
-    """
-    parallel, mesh, entrance = Parallel(), collectives.mesh, Entrance(collectives.group((TENSOR,)))
-    try:
-        if mesh.size(TENSOR) > 1:
-            splitter = Splitter(model, entrance, parallel)
-            split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
-        if mesh.size(SEQUENCE) > 1:
-            SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), parallel.changes)
-        attention = SparseAttention(model, resolved.config.attention)
-        parallel.changes.on_undo(attention.remove)
-        attention.apply()
-        yield parallel, entrance
-    finally:
-        parallel.remove()
-
-
-@contextmanager
-def _precision(model: nn.Module, resolved: Resolved) -> Iterator[tuple[torch.dtype | None, Callable[[], None] | None]]:
-    """Put the model into its precision mode until exit.
-
-    Yields the dtype of the parameters that autocast reads as fp32, and a function that casts the buffers.
-    """
-    compute, kept = dtype_of(ENCODINGS[resolved.compute_dtype]), find_full_precision(model, resolved)
-    precision = forward_precision(model, resolved, SIMULATED, kept)
-    half = compute if resolved.config.precision.mode == "mixed" and precision is not None else None
-    try:
-        yield half, partial(cast_buffers, model, compute, kept) if resolved.casts_buffers else None
-    finally:
-        if precision is not None:
-            precision.remove()
-
-
-@contextmanager
-def _keeping_less(model: nn.Module, units: Sequence[str], choice: Checkpoint, resolved: Resolved) -> Iterator[None]:
-    """Apply recomputation and tiling to the model, and remove its caches, as in the engine, until exit."""
-    config = resolved.config
-    modules, tiled = chosen_modules(model, units, choice), tiled_modules(model, config.tiled.mlp)
-    heads = find_heads(model, config.loss, units)
-    no_caches = NoCaches(model)
-    recomputation = Recomputation(modules, selective=choice == "selective", tiled=tiled, inputs=None, kept=None)
-    in_tiles = TiledHeads(heads, config.loss)
-    try:
-        yield
-    finally:
-        in_tiles.remove()
-        recomputation.remove()
-        no_caches.remove()

@@ -18,20 +18,21 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.structure import checksum
 from partita.sharding.unit import Unit
 from partita.sharding.unshard import gradient_node
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import ModuleTransforms, Order
 
 
 class Gathered:
     """The blocks of :meth:`Engine.gathered`, of which ``num_open`` are open.
 
-    ``changes``: what the parallel axes set on modules. It is suspended in a block, where parameters are unsharded.
+    ``transforms``: the changes to modules. Those of the parallel axes are suspended in a block, where parameters are
+    unsharded.
     """
 
-    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, changes: ModuleTransforms) -> None:
+    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, transforms: ModuleTransforms) -> None:
         self._runtime = runtime
         self._updater = updater
         self._whole = whole
-        self._changes = changes
+        self._transforms = transforms
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # always unsharded
         self._made_whole = set[int]()  # ids of parameters that open blocks have unsharded
         self._in_fp32 = set[int]()  # ids of those of them that have the values of their master weights
@@ -65,7 +66,7 @@ class Gathered:
             before = {key: param._version for key, (_, param) in watched.items()}
             copied = [] if modify else [holding for holding in made_whole if self._is_apart(holding)]
             sums = [checksum(holding.param.detach().flatten()) for holding in copied]
-            with self._changes.suspended(items):
+            with self._transforms.suspended(items, through=Order.SEQUENCE):
                 yield
             written = {key for key, (_, param) in watched.items() if param._version != before[key]}
             written |= {id(member.param) for member in self._runtime.written.through_data(members)}

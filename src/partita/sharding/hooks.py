@@ -4,7 +4,6 @@ Modules' hooks open and close units (:mod:`partita.sharding.unit_events`). :clas
 hooks on an accumulated gradient, whenever those are registered.
 """
 
-import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -144,18 +143,19 @@ def _run_hook(hook: Callable[..., Any], first: tuple[Any, ...], rest: tuple[Any,
         return None
 
 
-class ForwardEndedError(Exception):
-    """Ends a forward before its end. ``values``, what goes on elsewhere, stand for the output of modules it leaves."""
+class EarlyOutput:
+    """Output of a forward that ends by an exception, because the model continues elsewhere.
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        super().__init__("the forward goes on elsewhere")
-        self.values = values
+    Code that ends a forward so sets ``values`` before it raises. Hooks take them for the output of the modules that the
+    exception leaves.
+    """
 
+    def __init__(self) -> None:
+        self.values: Sequence[Tensor] | None = None
 
-def _ended_with(output: Any) -> Any:
-    """A module's output, or what a forward that ended inside it goes on with."""
-    error = sys.exception()
-    return error.values if output is None and isinstance(error, ForwardEndedError) else output
+    def of(self, output: Any) -> Any:
+        """Return a module's ``output``, as an ``always_call`` hook gets it, or the values if an exception left it."""
+        return self.values if output is None and self.values is not None else output
 
 
 class UnitHooks:
@@ -166,8 +166,11 @@ class UnitHooks:
     too. The root unit's owners open and close it as well: methods other than ``forward`` run them directly.
     """
 
-    def __init__(self, unit: Unit, backwards: Backwards, sharded: Mapping[int, Unit]) -> None:
+    def __init__(
+        self, unit: Unit, backwards: Backwards, sharded: Mapping[int, Unit], early_output: EarlyOutput
+    ) -> None:
         self._unit = unit
+        self._early_output = early_output
         own = unit.storage._cdata
         self._units = sharded if not unit.name else {own: unit} if own in sharded else {}
         self._has_warned = False
@@ -211,7 +214,7 @@ class UnitHooks:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stack:
             return None
-        visit, has_graph, output = self._stack.pop(), False, _ended_with(output)
+        visit, has_graph, output = self._stack.pop(), False, self._early_output.of(output)
         self._copy_views_on([module, *self._keep_values])
         held = held_tensors(output)
         if views := self._views(held):
@@ -295,6 +298,7 @@ class UnitEvents:
         self._hooks = dict[int, UnitHooks]()
         self._sharded = dict[int, Unit]()  # units that do not rest whole, by their storages
         self.backwards = Backwards()
+        self.early_output = EarlyOutput()
 
     def subscribe(self, units: Iterable[Unit], subscriber: Subscriber) -> None:
         """Have ``subscriber`` called at the events of these units."""
@@ -302,7 +306,7 @@ class UnitEvents:
             if id(unit) not in self._hooks:
                 if not unit.always_unsharded:
                     self._sharded[unit.storage._cdata] = unit
-                self._hooks[id(unit)] = UnitHooks(unit, self.backwards, self._sharded)
+                self._hooks[id(unit)] = UnitHooks(unit, self.backwards, self._sharded, self.early_output)
             self._hooks[id(unit)].subscribe(subscriber)
 
     def remove(self) -> None:
@@ -325,10 +329,12 @@ class ForwardHooks:
         prepare: Callable[[Any, Any], tuple[Any, Any]],
         depth_changed: Callable[[int], None],
         graph_ended: Callable[[], Callable[[], None]],
+        early_output: EarlyOutput,
     ) -> None:
         self._prepare = prepare
         self._depth_changed = depth_changed
         self._graph_ended = graph_ended
+        self._early_output = early_output
         self._depth = 0
         self._handles = [
             model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
@@ -351,5 +357,5 @@ class ForwardHooks:
         self._depth_changed(self._depth)
         if torch.is_grad_enabled() and self._depth == 0:
             began = self._graph_ended()
-            for tensor in held_tensors(_ended_with(output)):
+            for tensor in held_tensors(self._early_output.of(output)):
                 on_gradient(tensor, lambda _: began(), Inputs())

@@ -26,7 +26,7 @@ from partita.sharding.half import HalfParameters
 from partita.sharding.hooks import Hook
 from partita.sharding.parameter import Member
 from partita.sharding.pytree import map_tensors
-from partita.transforms.modules import ModuleTransforms, Wrapper
+from partita.transforms.modules import Level, ModuleTransforms, Order, Wrapper
 
 Store = Callable[[list[tuple[Member, Tensor]]], None]
 
@@ -173,34 +173,31 @@ class InFp32:
 
 
 class ForwardPrecision:
-    """Runs the forward of a model, and its other public methods, in a precision mode until it is removed.
+    """Runs the forward of a model, and its other public methods, in a precision mode.
 
     Args:
         outputs: the dtype of outputs that the model returns in 16 bits.
         kept: what stays in fp32.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision) -> None:
+    def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision, changes: Level) -> None:
         self._mode = mode
         self._outputs = outputs
         self._names = {id(module): name for name, module in model.named_modules()}
         self._runs = False
         self._half: HalfParameters | None = None
-        self._transforms = ModuleTransforms()
-        with self._transforms.building():
-            for module in outermost(model, kept.modules):
-                self._transforms.wrap_forward(module, InFp32(mode))
-            if isinstance(mode, Cast):
-                for module in model.modules():
-                    if id(module) in kept.batch_norms:
-                        self._transforms.wrap_forward(module, partial(_run_batch_norm, mode))
-            self._transforms.wrap_forward(model, self._run)
-            for name in _methods(model):
-                self._transforms.set_attribute(model, name, _wrapped_method(model, name, self._run))
+        for module in outermost(model, kept.modules):
+            changes.wrap_forward(module, InFp32(mode))
+        if isinstance(mode, Cast):
+            for module in model.modules():
+                if id(module) in kept.batch_norms:
+                    changes.wrap_forward(module, partial(_run_batch_norm, mode))
+        changes.wrap_forward(model, self._run)
+        for name in _methods(model):
+            changes.set_attribute(model, name, _wrapped_method(model, name, self._run))
 
     def remove(self) -> None:
-        """Give the modules their own forwards back, and the parameters their class."""
-        self._transforms.undo()
+        """Restore the classes of the parameters."""
         if self._half is not None:
             self._half.leave_all()
 
@@ -257,7 +254,7 @@ class ForwardPrecision:
 
 
 def forward_precision(
-    model: nn.Module, resolved: Resolved, device: torch.device, kept: FullPrecision
+    model: nn.Module, resolved: Resolved, device: torch.device, kept: FullPrecision, transforms: ModuleTransforms
 ) -> ForwardPrecision | None:
     """Put a model into the precision mode of the config. Returns None in fp32, where there is nothing to do."""
     if resolved.compute_dtype == "fp32":
@@ -265,7 +262,7 @@ def forward_precision(
     compute, precision = dtype_of(ENCODINGS[resolved.compute_dtype]), resolved.config.precision
     outputs = torch.float32 if precision.outputs == "fp32" else compute
     mode = Cast(compute) if precision.mode == "cast" else Autocast(compute, device, precision.mode)
-    return ForwardPrecision(model, mode, outputs, kept)
+    return ForwardPrecision(model, mode, outputs, kept, transforms.at(Order.PRECISION))
 
 
 def cast_buffers(model: nn.Module, compute: torch.dtype, kept: FullPrecision) -> None:

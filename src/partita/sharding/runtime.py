@@ -42,6 +42,7 @@ from partita.sharding.unit import Unit, UnitResources, UnitState
 from partita.sharding.unit_events import Subscriber
 from partita.sharding.unshard import Unsharder
 from partita.sharding.unshard_order import agree
+from partita.transforms.modules import ModuleTransforms
 
 _log = logging.getLogger("partita")
 
@@ -57,6 +58,7 @@ class Runtime:
 
     Args:
         blueprint: of this model.
+        transforms: receives the changes to the modules.
         source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
         by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
     """
@@ -67,6 +69,7 @@ class Runtime:
         blueprint: Blueprint,
         collectives: Collectives,
         memory: StateMemory,
+        transforms: ModuleTransforms,
         source: Source | None = None,
         *,
         by_kernels: bool = False,
@@ -116,13 +119,15 @@ class Runtime:
             self.buffers = BufferSync(
                 self.structure, collectives, self.row, config.communication.buffers == "broadcast"
             )
-            if (precision := forward_precision(model, blueprint.resolved, collectives.mesh.device, kept)) is not None:
+            precision = forward_precision(model, blueprint.resolved, mesh.device, kept, transforms)
+            if precision is not None:
                 self._hooks.append(precision)
                 precision.widen(model, (member for _, member in self.members()))
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.unsharder.subscriber)
             count = self.unsharder.forwards_under_way
-            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now)]
+            early_output = self.events.early_output
+            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now, early_output)]
             rounding = [m for unit, m in self.members() if unit.always_unsharded and m.segment.keeps_digits]
             self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})

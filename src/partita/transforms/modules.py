@@ -1,30 +1,52 @@
 """Changes to the modules of a model: wrappers around forwards and calls, attributes, hooks.
 
 All wrappers of a module's forward are held by one object in ``module.forward``, and those of its call (outside its
-hooks) by one in ``module._compiled_call_impl``, so a wrapper can be suspended or removed while later ones stay.
+hooks) by one in ``module._compiled_call_impl``, so a wrapper can be suspended or removed while others stay. Levels
+(:class:`Order`) decide which of them is outside.
 """
 
 import inspect
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from operator import attrgetter
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 # Called as wrapper(inner, *args, **kwargs); `inner` is the wrapped callable.
 Wrapper = Callable[..., Any]
+Kind = TypeVar("Kind")
 
 _FORWARD, _CALL, _COMPILE = "forward", "_compiled_call_impl", "compile"
 _ABSENT = object()
 
 
+class Order(IntEnum):
+    """Levels of the changes, innermost first. Within a level the later change is outside."""
+
+    PARAMETERS = auto()  # classes of parameters, restored last
+    WEIGHT_GRADIENT = auto()
+    TENSOR = auto()
+    SEQUENCE = auto()
+    RANDOM = auto()
+    PRECISION = auto()
+    ATTENTION = auto()
+    RECOMPUTE = auto()
+    LOSS = auto()
+    STAGE = auto()
+
+
 class _Link:
     """A wrapper around ``inner``, or ``inner`` alone while it is suspended."""
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    def __init__(self, wrapper: Wrapper, order: Order) -> None:
         self.wrapper = wrapper
+        self.order = order
         self.inner: Callable[..., Any]
         self.num_suspended = 0
 
@@ -35,7 +57,7 @@ class _Link:
 
 
 class _Chain:
-    """A callable attribute of a module inside its wrappers, of which the latest is outermost.
+    """A callable attribute of a module inside its wrappers.
 
     Copies of the module (``copy.deepcopy``, pickles) have the attribute without wrappers.
     """
@@ -68,7 +90,7 @@ class _Chain:
         return _same, (self.before,)
 
     def add(self, link: _Link) -> None:
-        self.links.append(link)
+        insort(self.links, link, key=attrgetter("order"))
         self.connect()
 
     def remove(self, link: _Link) -> None:
@@ -131,70 +153,58 @@ def is_compiled(module: nn.Module) -> bool:
     return call is not None or "_orig_mod" in module._modules
 
 
-def forward_wrappers(module: nn.Module) -> list[object]:
-    """Return the active wrappers of a module's forward, outermost first."""
+def find(module: nn.Module, kind: type[Kind]) -> Kind | None:
+    """Return the outermost active wrapper of this class around a module's forward; None if there is none."""
     chain = vars(module).get(_FORWARD)
     links = reversed(chain.links) if isinstance(chain, _Chain) else ()
-    return [link.wrapper for link in links if not link.num_suspended]
+    return next((x.wrapper for x in links if not x.num_suspended and isinstance(x.wrapper, kind)), None)
 
 
 class ModuleTransforms:
-    """Changes to modules that are undone in reverse order.
-
-    Several objects may change the same module: each suspends and undoes only its own changes.
-    """
+    """All changes to the modules of one model. They are made by level (:meth:`at`) and undone in reverse order."""
 
     def __init__(self) -> None:
-        self._changes = list[_Change]()
+        self.changes = list[_Change]()  # innermost first
 
-    def wrap_forward(self, module: nn.Module, wrapper: Wrapper) -> None:
-        """Wrap ``module.forward``, inside the module's hooks and outside its other wrappers."""
-        chain = vars(module).get(_FORWARD)
-        if not isinstance(chain, _Chain):
-            chain = _Chain(module, _FORWARD, module.forward)
-        self._changes.append(_Wrapped(chain, wrapper))
-
-    def wrap_call(self, module: nn.Module, wrapper: Wrapper) -> None:
-        """Wrap the module's call, outside its hooks. The compiled call stays innermost, even if compiled later."""
-        chain = vars(module).get(_CALL)
-        if not isinstance(chain, _CallChain):
-            chain = _CallChain(module, chain or module._call_impl)
-        self._changes.append(_Wrapped(chain, wrapper))
-
-    def set_attribute(self, module: nn.Module, name: str, value: object) -> None:
-        """Set an attribute of the module itself."""
-        self._changes.append(_Attribute(module, name, value))
-
-    def on_undo(self, undo: Callable[[], None]) -> None:
-        """Have :meth:`undo` call ``undo`` in the order of the changes, for example a hook's ``remove``."""
-        self._changes.append(_Other(undo))
+    def at(self, order: Order) -> "Level":
+        """Return the level at which to make changes."""
+        return Level(self, order)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Undo all changes if the block raises."""
+        """Undo the changes made in the block if it raises."""
+        before = set(self.changes)
         try:
             yield
         except BaseException:
-            self.undo()
+            self._undo(change for change in self.changes if change not in before)
             raise
 
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Undo the changes made in the block when it ends."""
+        before = set(self.changes)
+        try:
+            yield
+        finally:
+            self._undo(change for change in self.changes if change not in before)
+
     def undo(self) -> None:
-        """Undo all changes, the latest first."""
-        while self._changes:
-            self._changes.pop().undo()
+        """Undo all changes."""
+        self._undo(self.changes)
 
     def remove(self, modules: Iterable[nn.Module]) -> None:
-        """Undo the changes to these modules. Functions given to :meth:`on_undo` stay registered."""
-        chosen = self._on({id(module) for module in modules})
-        self._changes = [change for change in self._changes if change not in chosen]
-        for change in reversed(chosen):
-            change.undo()
+        """Undo the changes to these modules. Functions given to :meth:`Level.on_undo` stay registered."""
+        self._undo(self._on({id(module) for module in modules}))
 
     @contextmanager
-    def suspended(self, items: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
-        """Skip the changes to the modules among ``items`` and to their submodules. Blocks may be nested."""
+    def suspended(self, items: Iterable[nn.Module | nn.Parameter], through: Order) -> Iterator[None]:
+        """Skip the changes up to the level ``through`` on the modules among ``items`` and their submodules.
+
+        Blocks may be nested.
+        """
         modules = {id(inner) for item in items if isinstance(item, nn.Module) for inner in item.modules()}
-        changes = self._on(modules)
+        changes = [change for change in self._on(modules) if change.order <= through]
         for change in reversed(changes):
             change.suspend()
         try:
@@ -204,35 +214,77 @@ class ModuleTransforms:
                 change.resume()
 
     def _on(self, modules: set[int]) -> list["_Change"]:
-        return [change for change in self._changes if id(change.module) in modules]
+        return [change for change in self.changes if id(change.module) in modules]
+
+    def _undo(self, changes: Iterable["_Change"]) -> None:
+        chosen = dict.fromkeys(changes)
+        self.changes = [change for change in self.changes if change not in chosen]
+        with ExitStack() as stack:  # runs them all in reverse order, even if one raises
+            for change in chosen:
+                stack.callback(change.undo)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Makes the changes of one level."""
+
+    transforms: ModuleTransforms
+    order: Order
+
+    def wrap_forward(self, module: nn.Module, wrapper: Wrapper, *, always: bool = False) -> None:
+        """Wrap ``module.forward``, inside the module's hooks. ``always``: it is never suspended."""
+        chain = vars(module).get(_FORWARD)
+        if not isinstance(chain, _Chain):
+            chain = _Chain(module, _FORWARD, module.forward)
+        self._add(_Wrapped(chain, _Link(wrapper, self.order), None if always else module))
+
+    def wrap_call(self, module: nn.Module, wrapper: Wrapper) -> None:
+        """Wrap the module's call, outside its hooks. The compiled call stays innermost, even if compiled later."""
+        chain = vars(module).get(_CALL)
+        if not isinstance(chain, _CallChain):
+            chain = _CallChain(module, chain or module._call_impl)
+        self._add(_Wrapped(chain, _Link(wrapper, self.order), module))
+
+    def set_attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Set an attribute of the module itself."""
+        self._add(_Attribute(module, name, value))
+
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` when the changes are undone, in its turn; for example a hook's ``remove``."""
+        self._add(_Other(undo))
+
+    def _add(self, change: "_Change") -> None:
+        change.order = self.order
+        insort(self.transforms.changes, change, key=attrgetter("order"))
 
 
 class _Change(ABC):
-    """One change; ``module`` is None where it is not known."""
+    """One change; ``module`` is None if it is never suspended."""
 
     module: nn.Module | None = None
+    order: Order
 
     @abstractmethod
     def undo(self) -> None:
         """Undo the change for good."""
 
-    @abstractmethod
     def suspend(self) -> None:
         """Switch the change off until :meth:`resume` has been called as often."""
+        raise NotImplementedError
 
-    @abstractmethod
     def resume(self) -> None:
         """See :meth:`suspend`."""
+        raise NotImplementedError
 
 
 class _Wrapped(_Change):
     """A wrapper in a chain."""
 
-    def __init__(self, chain: _Chain, wrapper: Wrapper) -> None:
-        self.module = chain.module
+    def __init__(self, chain: _Chain, link: _Link, module: nn.Module | None) -> None:
+        self.module = module
         self._chain = chain
-        self._link = _Link(wrapper)
-        chain.add(self._link)
+        self._link = link
+        chain.add(link)
 
     def undo(self) -> None:
         self._chain.remove(self._link)
@@ -279,12 +331,6 @@ class _Other(_Change):
 
     def undo(self) -> None:
         self._undo()
-
-    def suspend(self) -> None:
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        raise NotImplementedError
 
 
 def _restore(module: nn.Module, name: str, value: object, before: object) -> None:

@@ -1,6 +1,7 @@
 """Application of the pipeline axis to a model: the parameters that this rank holds, and the schedule."""
 
 import weakref
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -9,7 +10,7 @@ from partita.config.resolve import Resolved
 from partita.errors import ConfigError
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.cut import cut
-from partita.parallel.pipeline.off_stage import forget, send_away
+from partita.parallel.pipeline.off_stage import bring_back, forget, send_away
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.plan.place import Place
 from partita.plan.residence import BF16, FP16
@@ -19,6 +20,7 @@ from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
 from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
+from partita.transforms.modules import ModuleTransforms, Order
 
 
 def schedule_of(resolved: Resolved) -> Schedule:
@@ -39,27 +41,36 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
     parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
     own = mesh.coordinate("pipeline")
     kept = find_full_precision(model, resolved)
+    away = list[nn.Parameter]()
+    parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(away))
     for holding in find_everywhere(model):
         ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(holding.param)]}))
         if own not in ranks:
             encoding = compute_encoding(holding, resolved, kept)
             is_half = resolved.config.precision.mode == "mixed" and encoding in (BF16, FP16)
             send_away(holding.param, holding.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
-            parallel.away.append(holding.param)
+            away.append(holding.param)
         elif len(ranks) > 1:
             place = Place(tuple(holding.param.shape))
             parallel.shares[id(holding.param)] = Share(place, averaged=("tensor",), stages=ranks)
-    weakref.finalize(model, forget, [id(param) for param in parallel.away])
+    weakref.finalize(model, forget, [id(param) for param in away])
     for stage in range(len(found.bounds) - 1):
         blocks = found.blocks_of(stage)
         named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
         parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {named}")
 
 
-def leave_alone_elsewhere(model: nn.Module, parallel: Parallel) -> None:
+def _bring_back(params: Iterable[nn.Parameter]) -> None:
+    """Make ordinary parameters of those that only other stages hold, if they still have their values."""
+    for param in params:
+        if not param.is_meta:
+            bring_back(param)
+
+
+def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> None:
     """Undo what other axes changed in modules that run on other stages only."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
-    parallel.changes.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
+    transforms.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
 
 
 def _check_loss(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_everywhere
 from partita.sharding.buffers import buffers_kept
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import ModuleTransforms, Order
 
 KEY = "parallel.cut"
 
@@ -135,19 +135,17 @@ def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple
     if not isinstance(inputs, Mapping):
         return order, reads
     passed = [_Passed(model.get_submodule(name), name, order, device) for name in blocks]
+    transforms = ModuleTransforms()
 
     def note(param: Tensor) -> None:
         if not any(block.runs for block in passed):
             reads[id(param)].add(len(order))
 
-    try:
+    with transforms.temporary(), suppress(Exception):  # the inputs may not fit the forward; what it did before counts
+        for block in passed:
+            transforms.at(Order.STAGE).wrap_call(block.module, block)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, note):
             model(**{name: value.to(device) for name, value in inputs.items()})
-    except Exception:  # the inputs may not fit the forward; what it did before the error counts
-        pass
-    finally:
-        for block in passed:
-            block.remove()
     return order, reads
 
 
@@ -155,12 +153,11 @@ class _Passed:
     """Wrapper of a block's call that records the call and returns a placeholder output."""
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
+        self.module = module
         self._name = name
         self._order = order
         self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
         self.runs = False
-        self._call = ModuleTransforms()
-        self._call.wrap_call(module, self)
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._name in self._order:
@@ -171,9 +168,6 @@ class _Passed:
             return self._stand_in(args, kwargs)
         finally:
             self.runs = False
-
-    def remove(self) -> None:
-        self._call.undo()
 
 
 def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]:

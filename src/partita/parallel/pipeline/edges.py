@@ -15,8 +15,9 @@ from partita.comm.group import Group, Handle
 from partita.errors import PartitaError
 from partita.memory.accelerator import readable
 from partita.memory.step_events import span
+from partita.parallel.pipeline.early_exit import Arguments
 from partita.parallel.pipeline.off_stage import Absent, arrived, is_missing
-from partita.parallel.pipeline.stage import Arguments, bypasses
+from partita.parallel.pipeline.stage import bypasses
 
 PURPOSE = "pipeline"
 

@@ -12,14 +12,17 @@ from partita.comm.collectives import Collectives
 from partita.memory import accelerator
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.cut import outside
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.off_stage import Absent, is_missing
 from partita.parallel.pipeline.placeholder_output import StandIn
-from partita.parallel.pipeline.schedule import Action, Order, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Arguments, Stages, StandsIn, bypasses
-from partita.parallel.pipeline.weights import WeightGradients, keep_apart
+from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
+from partita.parallel.pipeline.stage import Stages, StandsIn, bypasses
+from partita.parallel.pipeline.weights import WeightGradients
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.off_stage import is_elsewhere
+from partita.sharding.hooks import EarlyOutput
+from partita.transforms.modules import Order
 
 
 @dataclass
@@ -36,37 +39,46 @@ class Pipeline:
     Args:
         parallel: the cut of the model, and the changes to its modules.
         schedule: of a training batch.
+        early_output: tells the model's hooks what a forward that ends early hands on.
 
     Attributes:
-        weights: the deferred weight gradients, if the schedule computes them separately from the backward.
+        weights: the deferred weight gradients; None if the backward computes them.
     """
 
-    def __init__(self, model: nn.Module, parallel: Parallel, schedule: Schedule, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        schedule: Schedule,
+        collectives: Collectives,
+        early_output: EarlyOutput,
+        weights: WeightGradients | None = None,
+    ) -> None:
         self._model = model
         self._cut = parallel.cut
         self.schedule = schedule
-        self._ending = parallel.ending
+        self._stacks = parallel.stacks
         self._group = collectives.group(PIPELINE_AXES)
         shape, device = schedule.shape, collectives.mesh.device
         self._kept = dict[tuple[int, int], _Kept]()
         self._stages: Stages | None = None
-        self.weights: WeightGradients | None = None
-        if schedule.splits_weights:
-            self.weights = keep_apart(model, parallel)
+        self.weights = weights
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
             around = dict(outside(model, cut.blocks, held))
-            self._stages = Stages(model, cut.blocks, around, partial(_stand_in, parallel, device))
+            stand_in = partial(_stand_in, parallel, device)
+            changes = parallel.transforms.at(Order.STAGE)
+            self._stages = Stages(model, cut.blocks, around, stand_in, EarlyExit(early_output), changes)
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
             self._gradients_before = dict(gradients_before(schedule, numbers))
 
     @property
-    def order(self) -> Order:
+    def order(self) -> tuple[Action, ...]:
         """The actions of this rank in a training batch."""
         return self.schedule.orders[self._group.index]
 
-    def order_without_backwards(self, num_micros: int) -> Order:
+    def order_without_backwards(self, num_micros: int) -> tuple[Action, ...]:
         """Return the actions of this rank in a batch of ``num_micros`` micro-batches without training."""
         shape = Shape(self.schedule.shape.ranks, num_micros, self.schedule.shape.chunks)
         actions = make_schedule("gpipe", shape).orders[self._group.index]
@@ -103,8 +115,8 @@ class Pipeline:
             return values
 
         output = self._stages.forward(start, stop, call, receive)
-        for end in self._ending:
-            end()
+        for stack in self._stacks:
+            stack.forget()
         if isinstance(output, Arguments):
             kept.sent = edges.send(output, training, self._cut.blocks[stop])
             output = None
@@ -168,11 +180,6 @@ class Pipeline:
         every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
-    def remove(self) -> None:
-        """Restore the calls of all modules."""
-        if self._stages is not None:
-            self._stages.remove()
-
 
 def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
     """Yield each forward of a rank's ``stages`` with the number of backwards that the previous stage runs before it.
@@ -191,6 +198,6 @@ def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tupl
 
 
 def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:
-    stand_in = StandIn(module, name, device, parallel.changes.suspended)
-    passing = parallel.passing.get(id(module))
-    return stand_in if passing is None else partial(passing, stand_in)
+    stand_in = StandIn(module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE))
+    stack = next((stack for stack in parallel.stacks if module in stack.blocks.values()), None)
+    return stand_in if stack is None else partial(stack.pass_by, module, stand_in)

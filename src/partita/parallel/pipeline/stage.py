@@ -10,37 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
+from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import Absent, DataNeededError, arrived, is_missing
-from partita.sharding.hooks import ForwardEndedError, call_within_hooks
-from partita.transforms.modules import ModuleTransforms
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a block's call. Calls with different ``form`` may lack different arguments."""
-
-    leaves: list[Any]
-    spec: TreeSpec
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
-        return Arguments(*tree_flatten((args, dict(kwargs))))
-
-    @property
-    def form(self) -> object:
-        return self.spec, tuple(isinstance(leaf, Tensor) for leaf in self.leaves)
-
-
-class ReachedError(ForwardEndedError):
-    """The forward has called the first block of the next stage, with ``arguments``."""
-
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__([leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)])
-        self.arguments = arguments
-
+from partita.sharding.hooks import call_within_hooks
+from partita.transforms.modules import Level
 
 # Returns the placeholder output of a module that is not run here, for its args and kwargs.
 StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -69,12 +45,14 @@ class Passage:
 
 
 class Stages:
-    """A model whose blocks are run by stages, until :meth:`remove`.
+    """A model whose blocks are run by stages.
 
     Args:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
         stand_in: returns, for a module and its name, the function that makes its placeholder output.
+        early_exit: ends forwards that continue on the next stage.
+        changes: wraps the modules' calls.
     """
 
     def __init__(
@@ -83,17 +61,18 @@ class Stages:
         blocks: Sequence[str],
         outside: Mapping[str, nn.Module],
         stand_in: Callable[[nn.Module, str], StandsIn],
+        early_exit: EarlyExit,
+        changes: Level,
     ) -> None:
         self.blocks = blocks
+        self.early_exit = early_exit
         self.passage: Passage | None = None
         modules = dict(model.named_modules())
         stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
-        self._calls = ModuleTransforms()
-        with self._calls.building():
-            for module, name, index in stands:
-                self._calls.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
+        for module, name, index in stands:
+            changes.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -106,21 +85,15 @@ class Stages:
         """
         self.passage = Passage(start, stop, receive)
         try:
-            output = call()
-        except ReachedError as reached:
-            return reached.arguments
+            output = self.early_exit.run(call)
         finally:
             self.passage = None
-        if stop < len(self.blocks):
+        if stop < len(self.blocks) and not isinstance(output, Arguments):
             raise PartitaError(
                 f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
                 "begins; name blocks in parallel.cut that every forward calls"
             )
         return output
-
-    def remove(self) -> None:
-        """Restore the calls of all modules."""
-        self._calls.undo()
 
 
 class _Call:
@@ -146,7 +119,7 @@ class _Call:
             raise self._out_of_order(passage.position, index)
         passage.position = index + 1
         if index == passage.stop:
-            raise ReachedError(Arguments.of(args, kwargs))
+            self._stages.early_exit.leave(Arguments.of(args, kwargs))
         if index < passage.start:
             return self._pass(args, kwargs)
         return self._call(own, passage, Arguments.of(args, kwargs))

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.off_stage import arrived, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
 from partita.planner.off_stage import is_elsewhere
 from partita.sharding.compiler import eager
-from partita.transforms.modules import forward_wrappers
+from partita.transforms.modules import Level, find
 
 
 @dataclass
@@ -180,7 +179,7 @@ class Apart:
         return _Through.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
 
 
-def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:
+def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
     """Have the modules that this rank runs defer their weight gradients.
 
     These are linear layers (also those of which it has a part) and embeddings whose parameters no other kind of module
@@ -193,10 +192,11 @@ def keep_apart(model: nn.Module, parallel: Parallel) -> WeightGradients:
         if any(id(param) in others or is_elsewhere(param) for param in _own(module)):
             continue
         apart = Apart(module, weights)
-        if (linear := _outermost_linear(module)) is not None:
+        if (linear := find(module, LinearForward)) is not None:
+            changes.on_undo(partial(setattr, linear, "product", linear.product))
             linear.product = partial(apart, linear.product)
         else:
-            parallel.changes.wrap_forward(module, apart)
+            changes.wrap_forward(module, apart)
     return weights
 
 
@@ -207,13 +207,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 def _is_product(module: nn.Module) -> bool:
     """Return whether a module's output is a product with its weight, whose gradient does not depend on the weight."""
     if "forward" in vars(module):
-        return _outermost_linear(module) is not None
+        return find(module, LinearForward) is not None
     if isinstance(module, nn.Embedding):
         return type(module).forward is nn.Embedding.forward and module.max_norm is None and not module.sparse
     return is_linear(module)
-
-
-def _outermost_linear(module: nn.Module) -> LinearForward | None:
-    """Return the outermost wrapper of a module's forward, if it is that of a split linear layer."""
-    wrapper = next(iter(forward_wrappers(module)), None)
-    return wrapper if isinstance(wrapper, LinearForward) else None

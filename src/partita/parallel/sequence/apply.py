@@ -17,7 +17,7 @@ from partita.parallel.sequence.exchange import enter, forward_begins, forward_en
 from partita.planner.group_units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
@@ -35,7 +35,7 @@ class SequenceParallel:
         ConfigError: the model has no blocks, or an attention that takes no mask of the keys that each query sees.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: ModuleTransforms) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Level) -> None:
         self.model = model
         self.group = group
         stacks = _stacks(model)
@@ -88,7 +88,7 @@ class HeadOfSlices:
         return slice_of(forward(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
 
 
-def _offer_attention(model: nn.Module, changes: ModuleTransforms) -> set[str]:
+def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
     """Have a transformers model compute attention on slices; return the implementations that its configs name.
 
     Raises:

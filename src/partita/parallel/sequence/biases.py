@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from partita.parallel.sequence.attention import looks_across, running
 from partita.sharding.hooks import Hook
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 _COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
     "compute_bias",
@@ -23,7 +23,7 @@ _COMPUTES, _HAS_OWN, _BIAS, _ACROSS = (
 )
 
 
-def follow_biases(model: nn.Module, changes: ModuleTransforms) -> None:
+def follow_biases(model: nn.Module, changes: Level) -> None:
     """Have the attention modules of a transformers model compute biases of the full sequence, and record if their keys
     are those of an encoder.
     """

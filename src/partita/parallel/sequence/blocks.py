@@ -17,7 +17,7 @@ from partita.parallel.sequence.exchange import enter, gather
 from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
-from partita.transforms.modules import ModuleTransforms
+from partita.transforms.modules import Level
 
 # The keyword that gives a forward its slices (also if it is recomputed in backward); the attribute of enabled blocks.
 _KEYWORD, _ON = "partita_slices", "partita_on_slices"
@@ -42,7 +42,7 @@ class Blocks:
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: ModuleTransforms, *, intercept: bool
+        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: Level, *, intercept: bool
     ) -> None:
         self.blocks = blocks
         self.group = group
@@ -57,10 +57,8 @@ class Blocks:
         self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: a tensor, and its slice
         # Suspending the first block's attribute switches all blocks off; their wrappers are never suspended.
         changes.set_attribute(self._first, _ON, True)
-        forwards = ModuleTransforms()
-        changes.on_undo(forwards.undo)
         for block in blocks.values():
-            forwards.wrap_forward(block, SlicedForward(block, intercept=intercept))
+            changes.wrap_forward(block, SlicedForward(block, intercept=intercept), always=True)
             changes.on_undo(block.register_forward_pre_hook(Hook(self._enter), with_kwargs=True).remove)
         changes.on_undo(self._last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 

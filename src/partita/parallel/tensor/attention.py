@@ -109,7 +109,7 @@ class Fused:
         splitter.column(qkv, by, [self._outputs(heads, rank, width) for rank in ranks], gathers=False)
         splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
         _set_numbers(splitter, module, heads, by, width)
-        changes = splitter.parallel.changes
+        changes = splitter.changes
         if self.slopes:
             changes.wrap_forward(module, OwnSlopes(heads, splitter.rank))
         if self.reads_config:
@@ -158,7 +158,7 @@ def _check(
 
 def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, width: int) -> None:
     """Set the module's numbers of heads to those of this rank, and split whatever else it has by head."""
-    changes, rank = splitter.parallel.changes, splitter.rank
+    changes, rank = splitter.changes, splitter.rank
     ranges, share = heads.keys_of(rank)
     queries, keys = length(heads.queries_of(rank)), length(ranges)
     numbers = dict.fromkeys(_QUERIES, queries) | dict.fromkeys(_KEYS, keys) | {"num_key_value_groups": share}
@@ -189,7 +189,7 @@ def _use_copies(splitter: Splitter, module: nn.Module) -> None:
     for param in params:
         splitter.sum_copies(param)
     if params:
-        splitter.parallel.changes.wrap_forward(module, splitter.own_parts(module))
+        splitter.changes.wrap_forward(module, splitter.own_parts(module))
 
 
 class OwnSlopes:

@@ -43,8 +43,8 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
     splitter.cut(down, 2, [(cut,) for cut in cuts])
     for name in _WIDTH:
         if getattr(module, name, None) == width:
-            splitter.parallel.changes.set_attribute(module, name, high - low)
-    splitter.parallel.changes.wrap_forward(module, Experts(splitter.entrance, splitter.own_parts(module)))
+            splitter.changes.set_attribute(module, name, high - low)
+    splitter.changes.wrap_forward(module, Experts(splitter.entrance, splitter.own_parts(module)))
     sizes = "+".join(str(stop - start) for start, stop in cuts)
     splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
     return True

@@ -49,7 +49,7 @@ def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
     """
     own = (even(width, splitter.size)[splitter.rank],)
     forward = DropsParts(module, splitter.entrance, own, width, heads=False)
-    splitter.parallel.changes.wrap_forward(module, forward)
+    splitter.changes.wrap_forward(module, forward)
 
 
 # Feed-forward layers of these classes need no proof (which would allocate all their weights): their last linear layer

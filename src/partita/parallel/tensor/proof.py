@@ -73,14 +73,12 @@ def _on_slices(
 ) -> list[Tensor]:
     """Return the outputs of the rank whose turn it is; none if the module cannot be split this way."""
     parallel = Parallel()
-    try:
+    with parallel.transforms.temporary():
         if split(Splitter(module, Entrance(ranks), parallel), module, "a proof") is not None:
             return []
         shares = {name: parallel.shares.get(id(param)) for name, param in module.named_parameters()}
         own = {name: share.place.take(values[name]) for name, share in shares.items() if share is not None}
         return _outputs(functional_call(module, {**values, **own}, (), inputs))
-    finally:
-        parallel.remove()
 
 
 def _inputs(module: nn.Module, hidden: int, width: int) -> dict[str, Any] | None:

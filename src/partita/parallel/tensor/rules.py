@@ -126,8 +126,8 @@ def _say_once(splitter: Splitter, kind: str, reason: str) -> None:
     states are still split.
     """
     said = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
-    if said not in splitter.parallel.said:
-        splitter.parallel.said.append(said)
+    if said not in splitter.parallel.notices:
+        splitter.parallel.notices.append(said)
 
 
 def _by_metadata(splitter: Splitter) -> None:

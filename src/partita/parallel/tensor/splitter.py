@@ -13,6 +13,7 @@ from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_
 from partita.parallel.tensor.parameter import OwnParts, Part
 from partita.plan.place import Place, even
 from partita.plan.share import Share
+from partita.transforms.modules import Order
 
 TENSOR = "tensor"
 
@@ -37,6 +38,7 @@ class Splitter:
         self.model = model
         self.entrance = entrance
         self.parallel = parallel
+        self.changes = parallel.transforms.at(Order.TENSOR)
         self.size = entrance.group.size
         self.rank = entrance.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -111,7 +113,7 @@ class Splitter:
                 self.sum_copies(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
         forward = Column(module, self.entrance, self.own_parts(module), sizes if gathers else None, chosen)
-        self.parallel.changes.wrap_forward(module, forward)
+        self.changes.wrap_forward(module, forward)
         self.decide(module, split + ", gathered" * gathers, by)
 
     def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
@@ -122,9 +124,7 @@ class Splitter:
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
         sizes = tuple(length(part) for part in given)
         self.cut(module.get_parameter("weight"), 1 - output_dim(module), given)
-        self.parallel.changes.wrap_forward(
-            module, Row(module, self.entrance, self.own_parts(module), sizes, splits=splits)
-        )
+        self.changes.wrap_forward(module, Row(module, self.entrance, self.own_parts(module), sizes, splits=splits))
         self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
 
 

@@ -74,7 +74,7 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             padding = module.padding_idx
             if padding is not None:
                 here = start <= padding < stop
-                splitter.parallel.changes.set_attribute(module, "padding_idx", padding - start if here else None)
+                splitter.changes.set_attribute(module, "padding_idx", padding - start if here else None)
             forward: Embedding | Head = Embedding(splitter.entrance, splitter.own_parts(module), (start, stop), num)
             split += ", outputs summed"
         else:
@@ -84,7 +84,7 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
                 module, splitter.entrance, splitter.own_parts(module), Vocabulary(splitter.entrance.group, mesh, sizes)
             )
             split += ", loss computed from slices"
-        splitter.parallel.changes.wrap_forward(module, forward)
+        splitter.changes.wrap_forward(module, forward)
         splitter.decide(module, split, by)
 
 

@@ -1,0 +1,129 @@
+"""All changes to a model's modules, for the engine and for predictions, in the order of
+:class:`~partita.transforms.modules.Order`.
+
+Between the two functions :func:`partita.sharding.precision.forward_precision` sets the precision, in the engine after
+the parameters are sharded. Pipeline stages wrap calls last (:class:`partita.parallel.pipeline.run.Pipeline`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from partita.activation.apply import Activations, Chosen, keep_less
+from partita.activation.recompute import Recomputation
+from partita.comm.collectives import Collectives
+from partita.config.extension import optional
+from partita.config.resolve import Resolved
+from partita.config.schema import Config
+from partita.memory.accelerator import is_simulated
+from partita.parallel.applied import Parallel
+from partita.parallel.pipeline.apply import cut_model, remove_from_other_stages
+from partita.parallel.pipeline.weights import WeightGradients, keep_apart
+from partita.parallel.random import RandomStreams
+from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
+from partita.parallel.sequence.first_batch import check_block
+from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.rules import split_model
+from partita.parallel.tensor.splitter import TENSOR, Splitter
+from partita.transforms.modules import Level, ModuleTransforms, Order
+
+
+def apply_axes(
+    model: nn.Module,
+    resolved: Resolved,
+    collectives: Collectives,
+    transforms: ModuleTransforms,
+    seed: int | None = None,
+) -> Parallel:
+    """Change an unmodified model so that it computes this rank's part under the axes other than data.
+
+    Parameters stay unsplit, with their values, until the engine takes them over. No rank waits for another one here.
+
+    Args:
+        transforms: receives the changes to the modules, and undoes them.
+        seed: the seed of random numbers that are the same on every mesh; None: modules draw from torch's generators.
+
+    Raises:
+        ConfigError: the model cannot be split as the config asks.
+    """
+    parallel, mesh = Parallel(transforms=transforms), collectives.mesh
+    if mesh.size("pipeline") > 1:
+        cut_model(model, resolved, mesh, parallel)
+    if mesh.size(TENSOR) > 1:
+        parallel.entrance = Entrance(collectives.group((TENSOR,)))
+        splitter = Splitter(model, parallel.entrance, parallel)
+        split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
+        parallel.lines += splitter.lines()
+        if parallel.cut is not None:
+            remove_from_other_stages(model, transforms)
+    if mesh.size(SEQUENCE) > 1:
+        applied = SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), transforms.at(Order.SEQUENCE))
+        parallel.lines += applied.lines
+        parallel.stacks += applied.stacks
+        for stack in applied.stacks if not is_simulated(mesh.device) else ():  # there, tensors have no values
+            stack.before_first = check_block
+    if seed is not None:
+        part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
+        parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
+        transforms.at(Order.RANDOM).on_undo(parallel.streams.remove)
+    return parallel
+
+
+class AttentionChange(Protocol):
+    """A change to the model's attention. ``lines`` say what was done, for :meth:`Engine.explain`."""
+
+    @property
+    def lines(self) -> list[str]: ...
+
+    def apply(self, changes: Level) -> None:
+        """Make the change."""
+
+
+def find_attention(model: nn.Module, settings: Config) -> AttentionChange | None:
+    """Return the change that the optional package ``partita.attention`` makes; None where none is asked for.
+
+    Raises:
+        ConfigError: the package is not there, or the model's attention cannot be changed so.
+    """
+    if settings.attention == Config().attention:
+        return None
+    change: AttentionChange = optional("partita.attention.apply", "attention").SparseAttention(
+        model, settings.attention
+    )
+    return change
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """The changed model's recomputation, and its deferred weight gradients if backwards do not compute them."""
+
+    recomputation: Recomputation
+    weights: WeightGradients | None
+
+
+def apply_to_forwards(
+    model: nn.Module,
+    settings: Config,
+    parallel: Parallel,
+    attention: AttentionChange | None,
+    chosen: Chosen,
+    *,
+    splits_weights: bool,
+    activations: Activations | None = None,
+) -> Transformed:
+    """Change the forwards of a split model as the config asks.
+
+    Args:
+        parallel: the split. Its transforms receive the changes, its lines what was done.
+        attention: of :func:`find_attention`.
+        chosen: the modules that keep less for backward.
+        splits_weights: the pipeline's schedule computes weight gradients separately.
+        activations: stores inputs of recomputed modules; None: they stay where they are.
+    """
+    transforms = parallel.transforms
+    weights = keep_apart(model, transforms.at(Order.WEIGHT_GRADIENT)) if splits_weights else None
+    if attention is not None:
+        attention.apply(transforms.at(Order.ATTENTION))
+        parallel.lines += attention.lines
+    return Transformed(keep_less(model, chosen, settings, transforms, activations), weights)

@@ -358,7 +358,7 @@ def keeps_extra_states(folder: str) -> None:
     with partita.initialize(Counting(1), config) as engine:
         with pytest.raises(PartitaError, match=r"shapes differ: 'range' is \(1,\) here, \(3,\) there"):
             engine.load(folder, strict=False)
-        with pytest.raises(ConfigError, match=r"the buffer 'range' has the shape \(3,\), the model's has \(1,\)"):
+        with pytest.raises(ConfigError, match=r"buffer 'range' has shape \(3,\), but the model's buffer has \(1,\)"):
             partita.initialize(Counting(1), config, weights=folder + "/exported", mesh=engine.mesh)
     with partita.initialize(Stack(1), config) as engine:
         with pytest.raises(PartitaError, match=r"unknown here: counter\._extra_state, range"):

@@ -383,7 +383,7 @@ def failed_after_the_hooks(config: Config[str, Any]) -> None:
     carried, values = _hooks(model), {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = torch.optim.SGD([{"params": [param]} for param in model.parameters()], 0.1)
     optimizer.param_groups[1]["params"].append(model.first.weight)
-    with pytest.raises(PartitaError, match="group 1 holds 'first.weight', as an earlier group does"):
+    with pytest.raises(PartitaError, match="group 1 contains 'first.weight', which is also in an earlier group"):
         partita.initialize(model, config, optimizer=optimizer)
     assert _hooks(model) == carried
     assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())

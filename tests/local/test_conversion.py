@@ -65,7 +65,7 @@ def experts_read(folder: Path) -> int:
 
 
 def other_names(folder: Path) -> None:
-    said = r"no tensor is there for 1 parameters \('lm_head.weight'\), and no parameter here for 1 tensors \('head'\)"
+    said = r"1 parameters of the model have no tensor \('lm_head.weight'\), and 1 tensors have no parameter \('head'\)"
     with pytest.raises(ConfigError, match=said):
         partita.initialize(build("llama"), {"zero": {"stage": 3}}, weights=folder / "renamed")
     with pytest.raises(ConfigError, match=r"the tensors 'model.*experts.0.*' do not become '.*experts.*_proj'"):

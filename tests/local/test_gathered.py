@@ -251,10 +251,10 @@ def ragged_evaluation() -> None:
 
 
 def copies() -> None:
-    """A model at rest cannot be copied, and says why; a gathered one can (for an average of weights, a reference)."""
+    """A sharded model cannot be copied, and says why; a gathered one can (for an average of weights, a reference)."""
     zero = {"stage": 3, "offload": {"optimizer": "host"}}
     with partita.initialize(Stack(), {"zero": zero}) as engine:
-        with pytest.raises(PartitaError, match=r"at rest.*engine.gathered"):
+        with pytest.raises(PartitaError, match=r"is sharded.*engine.gathered"):
             copy.deepcopy(engine.module)
         with engine.gathered():
             weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -272,9 +272,11 @@ def wrong_weights(folder: Path) -> None:
         partita.initialize(unknown, {"zero": {"stage": 3}}, weights=folder)
     wider: Any = Stack(2)
     wider.last = nn.Linear(WIDTH, 3)
-    with pytest.raises(PartitaError, match=r"'last.weight' has the shape \(16, 16\).*the model's has \(3, 16\)"):
+    with pytest.raises(
+        PartitaError, match=r"'last.weight' has shape \(16, 16\), but the model's parameter has \(3, 16\)"
+    ):
         partita.initialize(wider, {"zero": {"stage": 3}}, weights=folder)
-    with pytest.raises(PartitaError, match=r"none of .* is a parameter of Linear"):
+    with pytest.raises(PartitaError, match="no tensor is a parameter of Linear"):
         partita.initialize(nn.Linear(2, 2), {"zero": {"stage": 3}}, weights=folder)
     with pytest.raises(PartitaError, match="no safetensors file"):
         partita.initialize(Stack(), weights=folder / "nothing")

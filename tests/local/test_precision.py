@@ -202,7 +202,9 @@ def loss_carries_the_scale(mode: str, outputs: str) -> None:
                 assert result.loss_scale == 2.0**15
     fixed = {"compute": "fp16", "mode": mode, "outputs": outputs, "loss_scale": 2.0**16}
     with partita.initialize(LossInHalf(), {"precision": fixed}) as engine:
-        with pytest.raises(PartitaError, match=r"precision.loss_scale: 65536 is more than the loss.*float16.*32768 or"):
+        with pytest.raises(
+            PartitaError, match=r"precision.loss_scale: 65536 is out of the range of the loss.*float16.*32768 or"
+        ):
             engine.backward(engine(inputs(rank(), 0)))
         engine.zero_grad()
 
@@ -501,7 +503,7 @@ def test_the_loss_scale_is_one_that_the_loss_can_carry(mode: str, outputs: str) 
 
 def test_loss_scale_at_its_end_names_the_parameter() -> None:
     for text in pool.run(2, scale_ends):
-        assert "the loss scale is at its smallest value" in text
+        assert "the loss scale is at its minimum" in text
         assert "the gradient of '" in text
 
 
@@ -522,7 +524,7 @@ def test_not_finite_without_loss_scale(compute: str) -> None:
     [
         ("fp32", float("-inf"), "has infinite values"),
         ("bf16", float("nan"), "has NaN"),
-        ("fp16", 3e38, "has values above 65504, the largest of its mode"),
+        ("fp16", 3e38, "has values above 65504, the largest of the compute dtype"),
     ],
 )
 def test_an_argument_that_makes_the_loss_infinite_is_named(compute: str, value: float, said: str) -> None:
@@ -534,7 +536,7 @@ def test_errors_about_dtypes_name_module_and_key() -> None:
     assert pool.run(1, dtype_errors_are_explained) == [
         [
             "in '1.0.linear', under precision.compute bfloat16 and precision.mode cast: set precision.mode: mixed, "
-            'whose operators cast what they are given, or list the module in precision.keep_fp32 (["1.0.linear"])'
+            'whose operators cast their operands, or list the module in precision.keep_fp32 (["1.0.linear"])'
         ]
     ]
 

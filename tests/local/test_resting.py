@@ -50,8 +50,8 @@ def metadata() -> None:
             assert str(tuple(expected.shape)) in repr(param)
             assert "rest" in repr(param)
         assert str(engine.module) == str(plain)
-        assert "at rest" in str(next(engine.module.parameters()))
-        assert "at rest" in f"{engine.module.first.weight}"
+        assert "Sharded parameter" in str(next(engine.module.parameters()))
+        assert "Sharded parameter" in f"{engine.module.first.weight}"
         count = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
         assert count == sum(p.numel() for p in plain.parameters())
         optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)  # made and thrown away: it reads no values
@@ -161,8 +161,8 @@ def _added_layer(model: Any) -> None:
 
 
 CHANGES = {
-    "double": (_double, "no longer lies"),
-    "data": (_new_data, "no longer lies"),
+    "double": (_double, "is no longer a view"),
+    "data": (_new_data, "is no longer a view"),
     "replaced": (_replaced, "'first.weight' was replaced"),
     "replaced layer": (_replaced_layer, "'first.weight' was replaced"),
     "deleted": (_deleted, "'blocks.1.up.bias' was replaced"),
@@ -355,14 +355,14 @@ def test_reading_names_the_parameter_and_the_remedy() -> None:
         wrong = {
             name: text
             for name, text in said.items()
-            if not ("'first.weight' is at rest" in text and "gathered" in text)
+            if not ("'first.weight' is sharded" in text and "gathered" in text)
         }
         assert not wrong, wrong
 
 
 def test_reading_through_the_model() -> None:
     for said in pool.run(2, model_reads):
-        wrong = {name: text for name, text in said.items() if not ("is at rest" in text and "gathered" in text)}
+        wrong = {name: text for name, text in said.items() if not ("is sharded" in text and "gathered" in text)}
         assert not wrong, wrong
 
 
@@ -371,7 +371,7 @@ def test_replaced_and_moved_parameters_are_noticed(name: str) -> None:
     expected = CHANGES[name][1]
     for said in pool.run(2, changed, name):
         for plan, text in zip(PLANS, said, strict=True):
-            assert expected in text or "is at rest" in text, f"plan {plan}: {text}"
+            assert expected in text or "is sharded" in text, f"plan {plan}: {text}"
 
 
 def test_parameter_read_by_another_unit() -> None:

@@ -72,7 +72,7 @@ def differ(file: Path) -> None:
     save_file(weights, own)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ConfigError, match="rank 1 finds other tensors there than rank 0"):
+        with pytest.raises(ConfigError, match="rank 1 finds other tensors than rank 0"):
             partita.initialize(Shapes(), {"zero": {"stage": 3}}, weights=own)
 
 

@@ -171,7 +171,7 @@ def exact_where_looked_at() -> None:
                 pass
 
         hook = engine.module.first.register_forward_hook(look)
-        with pytest.raises(partita.PartitaError, match=r"in use with parameters that came as codes"):
+        with pytest.raises(partita.PartitaError, match=r"is in use with quantized parameters"):
             engine(torch.randn(4, 16))
         hook.remove()
 

@@ -213,9 +213,9 @@ def assigned(precision: Mapping[str, Any], assign: Callable[[nn.Parameter], None
         param.data = param.data.clone()
         engine.state_dict()
         assign(param)
-        with pytest.raises(PartitaError, match="'first.weight' no longer lies in its unit's buffer"):
+        with pytest.raises(PartitaError, match="'first.weight' is no longer a view of its unit's flat buffer"):
             engine.state_dict()
-        with pytest.raises(PartitaError, match="'first.weight' no longer lies in its unit's buffer"):
+        with pytest.raises(PartitaError, match="'first.weight' is no longer a view of its unit's flat buffer"):
             train_step(engine, 0)
 
 

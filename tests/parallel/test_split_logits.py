@@ -78,7 +78,7 @@ def refused(config: dict[str, Any]) -> None:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         asked = "parallel.tensor_rules" if "tensor" in config["parallel"] else "parallel.sequence to 1"
         for call in (logits.retain_grad, lambda: torch.autograd.grad(loss, logits)):
-            with pytest.raises(PartitaError, match=f"asks for the gradient of logits .* or set {asked}"):
+            with pytest.raises(PartitaError, match=f"needs the gradient of deferred logits.* or set {asked}"):
                 call()
         logits = engine(input_ids=ids, use_cache=False).logits
         logits.flatten(0, 1).mul_(2)

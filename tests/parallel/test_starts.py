@@ -38,7 +38,7 @@ def _no_room(*_: object) -> None:
 def test_a_model_cut_by_a_start_that_failed_is_not_taken_for_a_whole_one(axis: str) -> None:
     for restored, message in pool.run(2, fails_late, axis):
         assert restored
-        assert "or failed to start when they had taken their shares): close that one first, or build the" in message
+        assert "or failed to start after sharding it): close that one first, or build the" in message
 
 
 def closed_and_opened() -> None:
@@ -71,7 +71,7 @@ def differing_buckets() -> str:
 
 def test_updates_in_backward_need_the_same_buckets_on_all_ranks() -> None:
     for message in pool.run(2, differing_buckets):
-        assert "in_backward: parallel.tensor gives ranks parts of parameters that differ in size" in message
+        assert "in_backward: parallel.tensor splits parameters unevenly" in message
 
 
 def course_of_meta() -> list[float]:

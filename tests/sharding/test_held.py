@@ -155,5 +155,5 @@ def test_modules_classes_and_globals_are_not_followed() -> None:
 
 def test_an_object_that_holds_too_much_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytree, "LIMIT", 100)
-    with pytest.warns(UserWarning, match="SimpleNamespace that holds more than 100 objects"):
+    with pytest.warns(UserWarning, match="SimpleNamespace with more than 100 objects"):
         held_tensors(SimpleNamespace(many=[SimpleNamespace(a=number) for number in range(200)]))

@@ -1,9 +1,9 @@
-"""Updaters: they run the optimizer on reduced gradients. This module has their base class, and updates at the step.
+"""Updaters, which run the optimizer on reduced gradients: the base class, and updates at the step.
 
 :class:`StepUpdater` synchronizes the ranks, finishes the reductions, measures the norm, clips, updates and publishes.
-Every stage runs the same code on the same cuts: the norm is the rank-ordered sum of what each rank's shards
-contribute, and gradients are scaled before they are gathered, so the numbers do not depend on the stage. Updates in
-backward are in :mod:`partita.optim.in_backward`.
+Every stage runs the same code on the same shards: the norm is the sum of each rank's contribution in rank order, and
+gradients are scaled before they are gathered, so the results do not depend on the stage. Updates in backward are in
+:mod:`partita.optim.in_backward`.
 """
 
 import math
@@ -45,7 +45,7 @@ class StepResult:
     """The outcome of :meth:`Engine.step`.
 
     ``stepped``: the parameters were updated. ``skipped``: the batch was complete, but a gradient was not finite and the
-    update was left out. ``grad_norm``: the global norm before clipping (None before the batch is complete). ``lr``: the
+    update was skipped. ``grad_norm``: the global norm before clipping (None before the batch is complete). ``lr``: the
     learning rate of each parameter group in this update, or in the one that this micro-batch belongs to.
     ``rewound_to``: the step of the checkpoint that training went back to (``precision.nonfinite: rewind``).
     """
@@ -61,13 +61,15 @@ class StepResult:
 class Updater(ABC):
     """Runs the optimizer on the reduced gradients.
 
-    Attributes: ``steps``: complete batches so far, of which the updates of ``skipped`` were left out; ``culprit``: why
-    the last of these was.
+    Attributes:
+        steps: the number of complete batches.
+        skipped: the number of these whose update was skipped.
+        culprit: the cause of the last skipped update.
 
     Args:
-        clip_norm: the largest norm of what is clipped together; None leaves gradients as they are.
-        counted: attributes that the optimizer counts in.
-        warmup_steps: updates before the second strategy of the row takes over.
+        clip_norm: the maximum gradient norm; None for no clipping.
+        counted: the names of the optimizer's attributes that its step changes.
+        warmup_steps: the number of updates before the row's second strategy is used.
     """
 
     def __init__(
@@ -109,32 +111,32 @@ class Updater(ABC):
 
     @property
     def listeners(self) -> tuple[UpdateListener, ...]:
-        """The listeners that are told of updates."""
+        """The listeners that are called at updates."""
         return self._listeners
 
     def tell(self, listeners: tuple[UpdateListener, ...]) -> None:
-        """Tell ``listeners`` of all updates from here on."""
+        """Set the listeners that are called at updates from now on."""
         self._listeners = listeners
 
     @abstractmethod
     def begin(self) -> None:
-        """Before the first gradient of a backward."""
+        """Called before the first gradient of a backward."""
 
     @abstractmethod
     def use(self, bucket: Bucket) -> Event:
-        """Update with gradients that rest nowhere, whose reduction is queued; returns when they are used up."""
+        """Update with gradients that are not stored, whose reduction is queued. Returns the event of their last use."""
 
     def unfreeze(self, segment: Segment) -> None:
-        """A segment begins to train."""
+        """Prepare a segment that begins to train."""
         self.views.unfreeze(segment)
 
     @abstractmethod
     def update(self) -> StepResult:
-        """End a batch: when it returns, its gradients are measured and its updates are at least under way."""
+        """End a batch: on return its gradients are measured and its updates are complete or running."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Let go of what was queued since the last update."""
+        """Forget queued updates and measured gradients since the last update."""
 
     def zero(self) -> None:
         """Drop the gradients collected so far."""
@@ -144,58 +146,59 @@ class Updater(ABC):
         self._reducer.zero()
 
     def close(self) -> None:
-        """The optimizer is the user's own again."""
+        """Give the optimizer back to the user."""
         self._updates.close()
         self._guard.remove()
         self._take_back_overrides()
 
     def _check_backward(self, agreed: Agreed, call: str) -> None:
-        """See that a parameter has a gradient. (A stage of a pipeline may have none that trains.)
+        """Check that a parameter has a gradient. (A pipeline stage may have no parameters that train.)
 
         Raises:
-            PartitaError: on all ranks: no parameter has one on any of them. A backward may follow.
+            PartitaError: on all ranks: no parameter has one on any rank. A backward may follow.
         """
         if agreed.used or self._runtime.collectives.mesh.shape.size("pipeline") > 1:
             return
         self.zero()
         raise PartitaError(
             f"{call}: no parameter has a gradient on any rank; call engine.backward(loss) before it, once for each "
-            "micro-batch, or leave the call out"
+            "micro-batch, or remove the call"
         )
 
     @contextmanager
     def _writes(self) -> Iterator[None]:
-        """Let the optimizer write its parameters outside a step, and bring what it wrote to all ranks. A collective.
+        """Context in which the optimizer may write parameters outside a step; they are published at its end. A
+        collective.
 
         Raises:
-            PartitaError: weights are stored where the optimizer cannot reach them between steps.
+            PartitaError: the optimizer cannot access the weights between steps.
         """
-        if any(view.lent for view in self.views):
+        if any(view.only_during_update for view in self.views):
             raise PartitaError(
                 f"{type(self.optimizer).__name__} writes parameters outside its step (train(), eval()), but cannot "
-                "reach them there: set zero.offload.optimizer to none or host, and precision.master to fp32"
+                "access them there: set zero.offload.optimizer to none or host, and precision.master to fp32"
             )
         self.take_written()
         yield
         self._runtime.publish()
 
     def wait_for_updates(self) -> None:
-        """Wait until the updates that run beside the caller are done."""
+        """Wait until overlapped updates are complete."""
         self._updates.wait()
 
     def gradient_scale(self) -> float:
-        """Return the factor of the gradients collected so far. A collective.
+        """Return the loss scale of the gradients collected so far. A collective.
 
         Raises:
-            PartitaError: not all of them by the same factor.
+            PartitaError: they have several loss scales.
         """
         return self._consensus.gradient_scale(self.steps + 1)
 
     def take_written(self) -> None:
-        """Have master weights take up what was written into the parameters. A collective.
+        """Copy values that the user has written into parameters to the master weights. A collective.
 
         Raises:
-            PartitaError: the ranks wrote different values, or a parameter was given other memory with other values.
+            PartitaError: the ranks wrote different values, or a parameter has other memory with other values.
         """
         self.wait_for_updates()
         self._runtime.structure.check_values()
@@ -205,23 +208,23 @@ class Updater(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of losses."""
+        """The factor that losses are multiplied by."""
         return self.scale.value
 
     @property
     def is_warming_up(self) -> bool:
-        """True in the warm-up, which counts the updates that were made."""
+        """True in the warm-up, which lasts for a number of updates."""
         return self.steps - self.skipped < self._warmup_steps
 
     def settle(self) -> None:
-        """Make what is saved of this run all there is to go on from, in this run, too. A collective."""
+        """Reduce all states to what a checkpoint saves, as if this run had loaded it. A collective."""
         for listener in self._listeners:
             listener.settle(self.steps, is_warming_up=self.is_warming_up)
         self._runtime.settle()
 
     @abstractmethod
     def loaded(self) -> None:
-        """States were replaced. A collective."""
+        """Called after states were loaded. A collective."""
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -229,7 +232,7 @@ class Updater(ABC):
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def groups_by_name(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, with the names of their parameters."""
+        """Return the optimizer's groups, with the names of their parameters."""
         names = self.views.names_in_groups
         return [{**group, "params": names[number]} for number, group in enumerate(self.optimizer.param_groups)]
 
@@ -239,7 +242,7 @@ class Updater(ABC):
         return {"steps": self.steps, "skipped": self.skipped, **self.scale.counters(), **counted}
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
-        """Go on from what :meth:`counters` was."""
+        """Continue from an earlier result of :meth:`counters`."""
         self.steps = int(counters["steps"])
         self.skipped = int(counters.get("skipped", 0))  # checkpoints of earlier versions have none
         self.scale.restore(counters)
@@ -248,7 +251,7 @@ class Updater(ABC):
 
 
 def factor_of(norm: float, scale: float, max_norm: float | None) -> float:
-    """Return the factor of gradients that undoes the loss ``scale`` and clips the norm."""
+    """Return the factor of gradients that removes the loss ``scale`` and clips the norm."""
     factor = 1.0 / scale
     if max_norm is not None:
         factor *= min(1.0, max_norm / (norm + CLIP_EPS))
@@ -257,8 +260,8 @@ def factor_of(norm: float, scale: float, max_norm: float | None) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The gradients of a complete batch: ids of the members that got one on any rank, the global ``norm``, and the
-    ``scale`` that they are multiplied by.
+    """The gradients of a complete batch: ids of the members that got one on any rank (``used``), the global ``norm``,
+    and the loss ``scale``.
     """
 
     used: set[int]
@@ -269,14 +272,14 @@ class Measured:
 class StepUpdater(Updater):
     """Runs the optimizer at the step, when all gradients of a batch are known."""
 
-    _measured: Measured | None = None  # the batch's gradients, where their norm was asked for
+    _measured: Measured | None = None  # the batch's gradients, if their norm was requested
     _clip_once: float | None = None
 
     def begin(self) -> None:
-        """Nothing may be under way.
+        """Wait for running updates before a backward.
 
         Raises:
-            PartitaError: the gradients of this batch were measured already, or some were dropped.
+            PartitaError: the gradients of this batch were already measured, or some were dropped.
         """
         if self._measured is not None:
             raise PartitaError(
@@ -287,15 +290,15 @@ class StepUpdater(Updater):
         self.wait_for_updates()
 
     def use(self, bucket: Bucket) -> Event:
-        """Never called: gradients rest until the step."""
-        raise AssertionError(f"the gradient of '{bucket.members[0].fqn}' rests")
+        """Never called: gradients are stored until the step."""
+        raise AssertionError(f"the gradient of '{bucket.members[0].fqn}' is stored")
 
     def give_up(self) -> None:
         self._measured = None
         self._clip_once = None
 
     def clip(self, max_norm: float) -> float:
-        """End the batch's reductions; the next update clips to ``max_norm``. Returns the norm before."""
+        """End the batch's reductions, and clip the next update to ``max_norm``. Returns the norm before clipping."""
         self._reducer.join()
         self._measured = self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})")
         self._clip_once = max_norm
@@ -307,7 +310,7 @@ class StepUpdater(Updater):
         norm = measured.norm
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
-        self._runtime.written.take()  # since it was measured
+        self._runtime.written.take()  # values written since the measurement
         is_warming_up = self.is_warming_up
         self.steps += 1
         is_finite = math.isfinite(norm)
@@ -331,7 +334,7 @@ class StepUpdater(Updater):
         return result
 
     def _measure(self, call: str) -> Measured:
-        """Finish the gradients of a complete batch."""
+        """Complete the gradients of a batch and measure their norm."""
         self._check_kept()
         self.wait_for_updates()
         self._runtime.written.take()
@@ -347,38 +350,38 @@ class StepUpdater(Updater):
         self._reducer.sync_states.drop_unused(agreed.used)
         self._reducer.add_copies()
         measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured]
-        squares = [part for bucket in measured for part in _squares(bucket, agreed.used)]
-        norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
+        norms = [each for bucket in measured for each in _squared_norms(bucket, agreed.used)]
+        norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
         if not math.isfinite(norm):  # on all ranks: the squares of finite gradients may be too large for fp32
-            squares = [part for bucket in measured for part in _squares_in_fp64(bucket, agreed.used)]
-            norm, scale = self._consensus.norm(squares, agreed, self.steps + 1)
+            norms = [each for bucket in measured for each in _squared_norms_in_fp64(bucket, agreed.used)]
+            norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale)
 
     def _check_kept(self) -> None:
-        """The user has not tried to drop gradients that are not in ``.grad``."""
+        """Check that the user has not set ``.grad`` to None while the gradient is in a buffer."""
         with torch._C.DisableTorchFunctionSubclass():
-            gone = next((m.fqn for m in self._reducer.collected_members if m.param.grad is None), None)
+            gone = next((m.fqn for m in self._reducer.placeholder_members if m.param.grad is None), None)
         if gone is not None:
             raise PartitaError(
-                f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?); its "
-                "gradient is in a buffer, and would stay: to drop a batch call engine.zero_grad()"
+                f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?), but "
+                "its gradient is in a buffer and is not dropped: to drop a batch call engine.zero_grad()"
             )
 
     def loaded(self) -> None:
-        """Counters or states changed: use the strategies of the step that comes. A collective."""
+        """Use the strategies of the next step, after the warm-up or after loading. A collective."""
         self.wait_for_updates()
         self._runtime.warm_up(self.is_warming_up)
         if not self.is_warming_up:
             self._reducer.sync_states.start(self._state_of)
 
     def _state_of(self, member: Member, name: str) -> Tensor | None:
-        """Return this rank's part of a member's optimizer state, flat; None where there is none."""
+        """Return this rank's flat slice of a member's optimizer state; None if there is none."""
         view = self.views.of(member.param)
         own = None if view is None else self.optimizer.state.get(view.tensor, {}).get(name)
         return member.flat(own) if own is not None and member.segment.holds_whole_master else own
 
     def _run(self, used: set[int], factor: float) -> None:
-        # Errors that syncs keep are of sums as the optimizer gets them.
+        # Error-feedback residuals are of gradients as the optimizer gets them.
         scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
         if factor != 1.0:
@@ -391,7 +394,7 @@ class StepUpdater(Updater):
         self._updates.run(used, factor, self._guard)
 
     def _skip(self, scale: float) -> None:
-        """Leave an update out: name the parameter, lower the loss scale if it is the gradients', forget them."""
+        """Skip an update: find the parameter, lower the loss scale if it is that of the gradients, and drop these."""
         self.culprit = self._find_culprit()
         before = self.scale.value
         self._reducer.zero()
@@ -402,7 +405,7 @@ class StepUpdater(Updater):
         warnings.warn(f"step {self.steps}: {self.culprit}; the update is skipped{lowered}", stacklevel=4)
 
     def _find_culprit(self) -> str:
-        """The first parameter whose gradient is not finite, and the ranks it came from if they were traced."""
+        """Return a message with the first parameter whose gradient is not finite, and the ranks it came from."""
         members = self._consensus.members
         number = self._first_not_finite()
         name = members[number].fqn if number < len(members) else ""
@@ -417,9 +420,7 @@ class StepUpdater(Updater):
         return f"the gradient of '{found.name}' is not finite ({source}){found.arguments}"
 
     def _first_not_finite(self) -> int:
-        """Return the number of the first member with such a gradient on this rank; the number of members without
-        one.
-        """
+        """Return the index of the first member with such a gradient on this rank; the number of members if none has."""
         number = 0
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
@@ -431,24 +432,26 @@ class StepUpdater(Updater):
         return number
 
 
-def _squares(bucket: Bucket, used: set[int]) -> list[Tensor]:
-    """Sums of squares of the reduced gradients that this rank owns."""
+def _squared_norms(bucket: Bucket, used: set[int]) -> list[Tensor]:
+    """Return squared norms of this rank's shards of the reduced gradients."""
     if bucket.plan.grad_step.tier is Tier.DISK:
-        return bucket.squares
+        return bucket.squared_norms
     owned = _owned(bucket, used)
     return [sum_of_squares(owned)] if owned else []
 
 
-def _squares_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
-    """The same without an overflow of finite gradients."""
-    owned = _owned(bucket, used) if bucket.shard is None else bucket.parts(bucket.shard.load(), used)
+def _squared_norms_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
+    """Return the same, computed in fp64: finite gradients do not overflow."""
+    owned = _owned(bucket, used) if bucket.shard is None else bucket.norm_slices(bucket.shard.load(), used)
     return [sum_of_squares(owned, dtype=torch.float64)] if owned else []
 
 
 def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
-    """Return this rank's parts of a bucket's reduced gradient, per segment (per parameter, where it is not collected),
-    of what any rank has ``used``: another stage may, and not this one.
+    """Return this rank's slices of a bucket's reduced gradients, per segment (per parameter, if they are not in a
+    buffer).
+
+    ``used``: ids of the members that got a gradient on any rank, which may be of another pipeline stage.
     """
     if bucket.shard is None:
         return [member.param.grad for member in bucket.members if member.param.grad is not None]
-    return bucket.parts(bucket.shard.lend().tensor, used)
+    return bucket.norm_slices(bucket.shard.lend().tensor, used)

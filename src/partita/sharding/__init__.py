@@ -1,1 +1,1 @@
-"""Units at work: which parameters move together, where they are now, when they are gathered, released and reduced."""
+"""Sharding at run time: units of parameters, their unsharding and resharding, and the reduction of gradients."""

@@ -1,8 +1,8 @@
-"""From the user's model to units: values are taken out of it unit by unit, and its memory is given back at once.
+"""Moves the values of the user's model into units, unit by unit, and frees the model's own memory at once.
 
-Every rank ends with its share of rank 0's values. A model on the ``meta`` device is initialized unit by unit, by its
+Every rank ends with its shard of rank 0's values. A model on the ``meta`` device is initialized unit by unit, by its
 modules' own ``reset_parameters`` (or, for a Hugging Face model, its ``_init_weights``), so no rank ever holds more than
-a unit of it whole.
+one unsharded unit.
 """
 
 import hashlib
@@ -35,14 +35,15 @@ from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitResources
 
 
-class FirstValues:
-    """Gives the values of a few parameters at a time, in one order on all ranks: stage by stage, unit by unit.
+class InitialValues:
+    """Rank 0's initial values, sent to all ranks in one order: stage by stage, unit by unit.
 
-    Attributes: ``needed``: whether ranks take other shares; ``turns``: the names that are given together, each with
-    this rank's unit that holds them (None: another stage's does).
+    Attributes:
+        needed: True if ranks hold different shards.
+        turns: the names of each unit's parameters, with this rank's unit (None for a unit of another pipeline stage).
 
     Args:
-        has: whether values for a parameter of these names come from elsewhere.
+        has: returns True if a source has values for a parameter with these names.
     """
 
     def __init__(
@@ -62,26 +63,26 @@ class FirstValues:
         self._given = set[str]()
 
     def _wanted(self, names: Sequence[str]) -> list[Holding]:
-        """Those that have not been given yet, and whose values no source brings."""
+        """Return those of the parameters that have not been sent yet, and for which no source has values."""
         found = [self._holdings[name] for name in names if self.needed and name not in self._given]
         return [holding for holding in found if not self._has(*holding.fqns)]
 
     def make(self, names: Sequence[str]) -> None:
-        """Have values for parameters on the ``meta`` device: their modules initialize them, whole."""
+        """Initialize parameters on the ``meta`` device, unsharded, by their modules."""
         wanted = self._wanted(names)
         given = [holding.param for holding in wanted if not holding.param.is_meta]
         fresh = [holding for holding in wanted if holding.param.is_meta]
         owners = {id(owner): owner for holding in fresh for owner, _ in holding.owners}
-        with _as_held_here(wanted):
+        with _as_plain_parameters(wanted):
             for holding in fresh:
                 replace_data(holding.param, torch.empty_like(holding.param.data, device=self._device))
-            # Parents last: they may set what is inside them anew.
+            # Parents last: they may overwrite what their children initialized.
             chosen = [(self._paths[key], owner) for key, owner in reversed(owners.items())]
             initialize_modules(self._model, chosen, given, self._device)
 
     @torch.no_grad()
     def send(self, names: Sequence[str]) -> None:
-        """Give every rank rank 0's."""
+        """Broadcast rank 0's values to every rank."""
         with torch._C.DisableTorchFunctionSubclass():
             own = [holding.param.data for holding in self._wanted(names)]
         sent = [values.to(self._device) for values in own]
@@ -91,7 +92,7 @@ class FirstValues:
                 values.copy_(received)
 
     def drop(self, names: Sequence[str]) -> None:
-        """Let go of the values of those that other stages hold."""
+        """Free the values of parameters of other stages."""
         for name in names:
             self._given.add(name)
             param = self._holdings[name].param
@@ -101,7 +102,7 @@ class FirstValues:
 
 
 def holds_other_shares(units: Sequence[Unit], collectives: Collectives) -> bool:
-    """Return whether some ranks hold other parts of parameters than this one does; the same on all ranks."""
+    """Return whether ranks hold different parameters or slices of parameters. The result is the same on all ranks."""
     is_distinct = any(segment.plan.copies.distinct for unit in units for segment in unit.segments)
     return is_distinct or collectives.all_ranks.size > collectives.group(STATE_AXES).size
 
@@ -113,22 +114,22 @@ def alike_ranks(segment: Segment, collectives: Collectives) -> SeveralAxes:
 
 
 @contextmanager
-def _as_held_here(holdings: Sequence[Holding]) -> Iterator[None]:
-    """A block in which parameters that other stages hold are like any: their modules fill them."""
-    away = [(holding.param, type(holding.param)) for holding in holdings if is_elsewhere(holding.param)]
-    for param, _ in away:
+def _as_plain_parameters(holdings: Sequence[Holding]) -> Iterator[None]:
+    """Context in which parameters of other stages are plain parameters, so that their modules initialize them."""
+    others = [(holding.param, type(holding.param)) for holding in holdings if is_elsewhere(holding.param)]
+    for param, _ in others:
         param.__class__ = nn.Parameter
     try:
         yield
     finally:
-        for param, kind in away:
+        for param, kind in others:
             param.__class__ = kind
 
 
 def make_units(
     model: nn.Module, planned: Sequence[PlannedUnit], rank: int, resources: UnitResources, *, by_kernels: bool
 ) -> list[Unit]:
-    """The units of a model as they are planned, with its modules and parameters."""
+    """Return the planned units with the model's modules and parameters."""
     modules = dict(model.named_modules())
     holdings = {holding.fqns[0]: holding for holding in find_holdings(model)}
     return [
@@ -138,19 +139,19 @@ def make_units(
 
 
 def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *, exact: bool) -> None:
-    """Compare the whole models that the ranks were given, before each takes its share.
+    """Compare the unsharded models of all ranks, before each takes its shard.
 
     Args:
-        exact: the parameters' own dtypes must be the same, too, not only those in compute.
+        exact: the parameters' own dtypes must be equal, too, not only the compute dtypes.
 
     Raises:
-        ConfigError: on every rank: a rank's model has another parameter or buffer, or one of another shape or dtype.
+        ConfigError: on every rank: a parameter or buffer is missing on a rank, or has another shape or dtype there.
     """
     computes = {s.fqn: segment.layout for unit in units for segment in unit.segments for s in segment.layout.spans}
     described = []
     for holding in find_everywhere(model):
         name, param = holding.fqns[0], holding.param
-        with torch._C.DisableTorchFunctionSubclass():  # its own, also where other stages hold it
+        with torch._C.DisableTorchFunctionSubclass():  # the dtype itself, also of parameters of other stages
             dtype = param.dtype if exact else dtype_of(computes[name].encoding)
         if not exact and computes[name].frozen_master:
             dtype = torch.float32
@@ -171,52 +172,52 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
 
 
 def check_buckets_alike(buckets: Sequence[PlannedBucket], group: Group) -> None:
-    """See that all ranks reduce the gradients of the same parameters together, as updates in backward need it: what
-    becomes of each bucket is agreed on among all of them, when its sums have come.
+    """Check that buckets contain the same parameters on all ranks. Updates in backward need it: all ranks decide
+    together on the update of each bucket, once it is reduced.
 
     Raises:
-        ConfigError: on every rank: they do not.
+        ConfigError: on every rank: they differ.
     """
     own = [[span.fqn for segment in bucket.segments for span in segment.layout.spans] for bucket in buckets]
     digests = group.exchange_objects(hashlib.sha256(repr(own).encode()).hexdigest(), "partita.initialize")
     if len(set(digests)) > 1:
         raise ConfigError(
-            "precision.gradients: in_backward: parallel.tensor gives ranks parts of parameters that differ in size, so "
-            "that they reduce other gradients together than other ranks do; set precision.gradients to fp32, or "
-            "parallel.tensor to a number that divides heads, widths and vocabulary"
+            "precision.gradients: in_backward: parallel.tensor splits parameters unevenly, so gradient buckets contain "
+            "different parameters on different ranks; set precision.gradients to fp32, or parallel.tensor to a "
+            "number that divides heads, widths and vocabulary"
         )
 
 
 class Source(Protocol):
-    """A source of values in place of the model's, by name."""
+    """Source of initial values, by name, that replace the model's."""
 
     title: str
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The first of the names that there is a tensor of."""
+        """Return the first of the names that the source has a tensor for."""
 
     def unused(self, names: Container[str]) -> list[str]:
-        """Return the names in the source that none of these takes."""
+        """Return the names in the source that are not among these."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or the piece of it that ``box`` says."""
+        """Return a tensor, or the ``box`` of it."""
 
 
 class Assembly:
     """Fills units with the model's values, one after the other.
 
-    Where there is a ``source``, it brings the values of parameters and buffers by any of their names. Of a unit that
-    rests sharded, and all of which it has, every rank reads its own part; of others, the first of the ranks that sum
-    its gradients reads the whole. What it lacks keeps the model's own values.
+    A ``source`` provides values of parameters and buffers by any of their names. If a unit is stored sharded and the
+    source has all of it, every rank reads its own shard. Otherwise the first rank of each group with equal values reads
+    the full tensors and broadcasts them. Parameters that the source lacks keep the model's own values.
 
     Args:
-        undo: gives what was moved back to the model, on all ranks, where any of them fails.
+        undo: gives moved values back to the model; called on all ranks if any of them fails.
 
     Raises:
-        ConfigError: a tensor of the source has another shape, none is the model's, or some are not the model's while
-            parameters have none.
+        ConfigError: a tensor of the source has another shape, no tensor belongs to the model, or some tensors do not
+            belong to the model while some parameters have no tensor.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Assembly:
         self._undo = undo
         self._device = collectives.mesh.device
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._first_values = FirstValues(model, units, collectives, self._has)
+        self._initial_values = InitialValues(model, units, collectives, self._has)
         if source is not None:
             with shared_errors(collectives.all_ranks):
                 found = self._check_source(source)
@@ -243,12 +244,12 @@ class Assembly:
             if any(other != others[0] for other in others):
                 rank = next(rank for rank, other in enumerate(others) if other != others[0])
                 raise ConfigError(
-                    f"{source.title}: rank {rank} finds other tensors there than rank 0; every rank reads its part, so "
-                    "all need the same files"
+                    f"{source.title}: rank {rank} finds other tensors than rank 0; every rank reads its own shard, so "
+                    "all ranks need the same files"
                 )
 
     def _check_source(self, source: Source) -> str:
-        """Returns what tells the tensors that are found from others. No parameter is a share of itself yet."""
+        """Check names and shapes, and return a digest of the tensors found. Parameters are not sharded yet."""
         missing, holdings = [], find_everywhere(self._model)
         found = hashlib.sha256()
         for holding in holdings:
@@ -258,35 +259,34 @@ class Assembly:
                 missing.append(holding.fqns[0])
             elif source.shape(name) != wanted:
                 raise ConfigError(
-                    f"{source.title}: '{name}' has the shape {source.shape(name)}, the model's has {wanted}"
+                    f"{source.title}: '{name}' has shape {source.shape(name)}, but the model's parameter has {wanted}"
                 )
         if len(missing) == len(holdings):
             raise ConfigError(
-                f"{source.title}: none of its tensors is a parameter of {type(self._model).__name__}, whose first is "
+                f"{source.title}: no tensor is a parameter of {type(self._model).__name__}, whose first parameter is "
                 f"'{missing[0]}'"
             )
         known = {fqn for holding in [*holdings, *find_quantized(self._model)] for fqn in holding.fqns}
         unused = source.unused(known | {name for name, _ in self._model.named_buffers(remove_duplicate=False)})
         if missing and unused:
             raise ConfigError(
-                f"{source.title}: no tensor is there for {len(missing)} parameters ({_listed(missing)}), and no "
-                f"parameter here for {len(unused)} tensors ({_listed(unused)}): the names differ; rename the tensors, "
-                "take out those that are not wanted, or bring the values into the model before partita.initialize "
-                "(from_pretrained)"
+                f"{source.title}: {len(missing)} parameters of the model have no tensor ({_listed(missing)}), and "
+                f"{len(unused)} tensors have no parameter ({_listed(unused)}): the names differ; rename the tensors, "
+                "remove the unused ones, or load the values into the model before partita.initialize (from_pretrained)"
             )
         if missing and self._collectives.mesh.rank == 0:
             warnings.warn(
-                f"{source.title} has no values for {len(missing)} parameters ({_listed(missing)}); they start as the "
-                "model makes them",
+                f"{source.title} has no values for {len(missing)} parameters ({_listed(missing)}); they keep the "
+                "model's own initial values",
                 stacklevel=2,
             )
         return found.hexdigest()
 
     def turns(self) -> Iterator[Unit]:
-        """The units, each in its turn to be filled. Where ranks take other shares, what a unit holds has rank 0's
-        values then, unless the source brings others; on every rank, whoever holds it.
+        """Yield each unit when it is to be filled. If ranks hold different shards, the unit's parameters have rank 0's
+        values by then, except those that the source has.
         """
-        first = self._first_values
+        first = self._initial_values
         for names, unit in first.turns:
             if first.needed:
                 with shared_errors(self._collectives.all_ranks, self._undo):
@@ -295,34 +295,34 @@ class Assembly:
             if unit is not None:
                 yield unit
             else:
-                self._attend_fill()
+                self._join_fill()
             first.drop(names)
 
     def _has(self, *names: str) -> bool:
         return self._source is not None and self._source.find(names) is not None
 
     def fill(self, unit: Unit) -> None:
-        """Move a unit's values into what rests, the same on every rank that holds it. The unit is left whole.
+        """Store a unit's values, which are then equal on all ranks that have the unit. The unit stays unsharded.
 
-        Where master weights have more digits than the parameters, the values are first collected in fp32.
+        If master weights have a higher precision than the parameters, the values are first assembled in fp32.
 
         Raises:
-            Exception: on every rank, where any rank fails.
+            Exception: on every rank, if any rank fails.
         """
-        in_parts = self._comes_in_parts(unit)
-        is_wide = not in_parts and any(segment.first_dtype != segment.dtype for segment in unit.segments)
+        shards_only = self._reads_shards_only(unit)
+        is_wide = not shards_only and any(segment.first_dtype != segment.dtype for segment in unit.segments)
         groups = [alike_ranks(segment, self._collectives) for segment in unit.segments]
         with shared_errors(self._collectives.all_ranks, self._undo):
             if is_wide:
                 unit.allocate_wide()
             else:
                 unit.allocate()
-            self._fill_alone(unit)
-            if self._source is not None and not in_parts:
+            self._fill_from_model(unit)
+            if self._source is not None and not shards_only:
                 for segment, group in zip(unit.segments, groups, strict=True):
                     if group.is_first:
-                        self._read_whole([m for m in unit.members if m.segment is segment], self._source)
-        if not in_parts:
+                        self._read_full([m for m in unit.members if m.segment is segment], self._source)
+        if not shards_only:
             for segment, group in zip(unit.segments, groups, strict=True):
                 group.broadcast([segment.full], "start")
         with shared_errors(self._collectives.all_ranks, self._undo):
@@ -334,22 +334,22 @@ class Assembly:
                 for member in unit.members:
                     unit.move(member)
             for segment, values in zip(unit.segments, first, strict=True):
-                own = self._read_part(unit, segment) if in_parts else values
-                segment.keep_stored(self._memory, own, is_part=in_parts)
+                own = self._read_shard(unit, segment) if shards_only else values
+                segment.keep_stored(self._memory, own, is_part=shards_only)
 
-    def _attend_fill(self) -> None:
-        """Take part in :meth:`fill` on a rank that holds nothing of the unit."""
+    def _join_fill(self) -> None:
+        """Take part in :meth:`fill` on a rank that has nothing of the unit."""
         for _ in range(2):
             with shared_errors(self._collectives.all_ranks, self._undo):
                 pass
 
-    def _comes_in_parts(self, unit: Unit) -> bool:
-        """Return whether each rank can read what it keeps, and nothing else."""
+    def _reads_shards_only(self, unit: Unit) -> bool:
+        """Return whether each rank can read just the shard that it stores."""
         has_all = all(self._has(*member.holding.fqns) for member in unit.members)
         return has_all and not unit.always_unsharded and all(segment.keeps_one_part for segment in unit.segments)
 
-    def _fill_alone(self, unit: Unit) -> None:
-        """Bring the model's own values into a unit's buffers."""
+    def _fill_from_model(self, unit: Unit) -> None:
+        """Move the model's own values into a unit's flat buffers."""
         given = [member.param for member in unit.members if not member.param.is_meta]
         fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
         for member in unit.members:
@@ -357,10 +357,10 @@ class Assembly:
         owners = {id(owner): owner for member in unit.members for owner, _ in member.holding.owners}
         needed = {id(owner) for member in fresh for owner, _ in member.holding.owners}
         chosen = [(self._paths[key], o) for key, o in owners.items() if key in needed or self._needs_buffers(o)]
-        # Parents last: they may set what is inside them anew.
+        # Parents last: they may overwrite what their children initialized.
         initialize_modules(self._model, chosen[::-1], given, self._device)
 
-    def _read_whole(self, members: Sequence[Member], source: Source) -> None:
+    def _read_full(self, members: Sequence[Member], source: Source) -> None:
         for member in members:
             if (name := source.find(member.holding.fqns)) is not None:
                 with torch.no_grad():
@@ -368,8 +368,8 @@ class Assembly:
                         box = there if member.span.place.is_part else None
                         member.param[own.slices].copy_(source.read(name, box))
 
-    def _read_part(self, unit: Unit, segment: Segment) -> Tensor:
-        """Read this rank's part of a segment."""
+    def _read_shard(self, unit: Unit, segment: Segment) -> Tensor:
+        """Read this rank's shard of a segment."""
         assert self._source is not None
         values = torch.zeros(segment.layout.part_elements, dtype=segment.first_dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
@@ -383,10 +383,10 @@ class Assembly:
         return values
 
     def fill_others(self) -> None:
-        """Move the model's buffers to the device; every rank gets rank 0's values, also of quantized parameters.
+        """Move the model's buffers to the device, and broadcast rank 0's values of them and of quantized parameters.
 
         Raises:
-            ConfigError: a buffer is still on ``meta``; on every rank.
+            ConfigError: on every rank: a buffer is still on ``meta``.
         """
         with shared_errors(self._collectives.all_ranks, self._undo):
             for path, module in self._model.named_modules():
@@ -405,14 +405,14 @@ class Assembly:
             if self._source is not None and (found := self._source.find([where])) is not None:
                 if self._source.shape(found) != tuple(buffer.shape):
                     raise ConfigError(
-                        f"{self._source.title}: the buffer '{found}' has the shape {self._source.shape(found)}, "
-                        f"the model's has {tuple(buffer.shape)}"
+                        f"{self._source.title}: buffer '{found}' has shape {self._source.shape(found)}, but the "
+                        f"model's buffer has {tuple(buffer.shape)}"
                     )
                 buffer = self._source.read(found).to(buffer.dtype)
             module._buffers[name] = buffer.to(self._device)
 
     def _needs_buffers(self, module: nn.Module) -> bool:
-        """Return whether a buffer of the module itself has no values, and the source has none for it."""
+        """Return whether a buffer of the module itself has values neither in the model nor in the source."""
         path = self._paths[id(module)]
         return any(
             buffer is not None and buffer.is_meta and not self._has(f"{path}.{name}" if path else name)

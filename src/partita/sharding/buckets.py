@@ -1,8 +1,8 @@
 """Gradient buckets: one large or several small segments whose gradients are collected and reduced together.
 
-A bucket is put together from objects that the row of the table chooses: the buffer in which gradients are collected
+The row of the table chooses the objects that a bucket consists of: the buffer in which gradients are collected
 (:mod:`partita.sharding.gradient_buffer`), the sync that sums them over the ranks
-(:mod:`partita.sharding.gradient_sync`) and the sum over copies (:class:`SumOfCopies`). :class:`Arrivals` knows which
+(:mod:`partita.sharding.gradient_sync`) and the sum over copies (:class:`SumOfCopies`). :class:`Arrivals` records which
 gradients have arrived.
 """
 
@@ -33,37 +33,39 @@ from partita.sharding.squared_norm import square
 
 
 class Arrivals:
-    """By the members' ids.
+    """Records which members' gradients have arrived, by the members' ids.
 
-    Attributes: ``used``: those that brought one since the last update; ``collected``: whose gradients lie in the
-    buffer; ``fresh``: that brought one in this wave.
+    Attributes:
+        used: members that got a gradient since the last update.
+        buffered: members whose gradients are in the buffer.
+        fresh: members that got a gradient in this reduce pass.
     """
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.used = set[int]()
-        self.collected = set[int]()
+        self.buffered = set[int]()
         self.fresh = set[int]()
-        self._previous = set[int]()  # in the last wave
-        self._expected: AbstractSet[int] = {id(member) for member in members}  # learned from the last two waves
+        self._previous = set[int]()  # in the last reduce pass
+        self._expected: AbstractSet[int] = {id(member) for member in members}  # learned from the last two reduce passes
 
     @property
     def is_complete(self) -> bool:
         """True if every expected gradient has arrived in this reduce pass."""
         return self._expected <= self.fresh
 
-    def has_collected(self, member: Member) -> bool:
+    def has_buffered(self, member: Member) -> bool:
         """Return whether the buffer has a gradient of the member."""
-        return id(member) in self.collected
+        return id(member) in self.buffered
 
     def note(self, member: Member, *, in_pass: bool) -> None:
-        """A gradient has come; ``in_pass``: to be reduced with this backward's."""
+        """Record a gradient. ``in_pass``: it is reduced with those of this backward."""
         self.used.add(id(member))
         if in_pass:
             self.fresh.add(id(member))
 
     def collect(self, member: Member) -> None:
-        """A gradient was moved into the buffer."""
-        self.collected.add(id(member))
+        """Record that a gradient was moved into the buffer."""
+        self.buffered.add(id(member))
         self.used.add(id(member))
 
     def launched(self, *, learns: bool) -> None:
@@ -71,31 +73,34 @@ class Arrivals:
         if learns:
             self._expected = self.fresh | self._previous or self._expected
         self._previous = set(self.fresh)
-        self.collected.clear()
+        self.buffered.clear()
 
     def end_pass(self) -> None:
         """Begin another reduce pass."""
         self.fresh.clear()
 
     def clear(self) -> None:
-        """All gradients are dropped, or used up."""
-        self.collected.clear()
+        """Forget all gradients: they were dropped, or used by an update."""
+        self.buffered.clear()
         self.fresh.clear()
         self.used.clear()
 
 
 class SumOfCopies:
-    """``steps`` to the sum over all copies; ``factor`` makes the mean of it, where copies' gradients are equal."""
+    """The sum of gradients over all copies of parameters, by ``steps``.
+
+    ``factor`` turns the sum into the mean if the copies' gradients are equal.
+    """
 
     def __init__(self, planned: PlannedGradients) -> None:
         self.steps = planned.copy_steps
         self.factor = planned.copy_factor
 
     def run(self, shard: Tensor, interpreter: Interpreter, scratch: Tensor | None) -> None:
-        """Bring the sum into ``shard``. A collective of the ranks that have copies.
+        """Replace ``shard`` by the sum. A collective of the ranks that have copies.
 
         Args:
-            scratch: memory that the steps need.
+            scratch: scratch memory for the steps.
         """
         values = shard.to(interpreter.device)
         interpreter.run(self.steps, values, values, purpose="gradients", scratch=scratch)
@@ -105,16 +110,20 @@ class SumOfCopies:
 
 
 class BucketState(Enum):
-    OPEN = "open"  # takes gradients
-    REDUCED = "reduced"  # launched: the shard holds the sum once ``reduced`` has passed; in place: these are means
+    OPEN = "open"  # gradients can be collected
+    REDUCED = "reduced"  # launched: the shard has the sum once the event has passed; in place: gradients are means
 
 
 class Bucket:
     """Segments whose gradients are collected and reduced together.
 
-    Attributes: ``buffer``: where they are collected; ``syncs``: how they are summed over the ranks, in the warm-up (if
-    there is one) and later; ``copies``: how they are summed over all copies; ``arrivals``: who brought one;
-    ``divisor``: ranks times micro-batches; ``has_all_copies``: the sums over copies are made.
+    Attributes:
+        buffer: the buffer in which they are collected.
+        syncs: the sums over the ranks: in the warm-up (if there is one), and later.
+        copies: the sum over all copies.
+        arrivals: the gradients that have arrived.
+        divisor: ranks times micro-batches.
+        has_all_copies: True once the sum over copies is complete.
     """
 
     def __init__(self, layout: BucketLayout, accumulate: int, ledger: Ledger) -> None:
@@ -128,7 +137,7 @@ class Bucket:
         self._is_warming_up = False
         self._state = BucketState.OPEN
         self._reduced = Event()
-        self._squares = list[Tensor]()
+        self._squared_norms = list[Tensor]()
 
     # ------------------------------------------------------------------ as planned
 
@@ -142,7 +151,7 @@ class Bucket:
 
     @property
     def plan(self) -> StatePlan:
-        """The row of the table, which its segments share."""
+        """The row of the table that the segments share."""
         return self.layout.planned.row
 
     @cached_property
@@ -160,29 +169,29 @@ class Bucket:
 
     @property
     def passes(self) -> bool:
-        """True if gradients are collected in a slot of a pool, in each backward anew."""
+        """True if each backward collects gradients in a slot of a buffer pool."""
         return isinstance(self.buffer, PooledBuffer)
 
     @cached_property
     def moves(self) -> bool:
-        """True if gradients leave the memory in which they are collected."""
+        """True if gradients are moved out of the memory in which they are collected."""
         return self.passes or bool(self.layout.planned.gradients.reductions)
 
     @property
     def sums_tier(self) -> Tier | None:
-        """The tier of the pool that sums pass through; None: they rest."""
+        """The tier of the buffer pool for reduced gradients; None if reduced gradients are stored."""
         return self.layout.planned.gradients.sums_tier
 
     @property
     def is_measured(self) -> bool:
-        """True if this rank's shard counts in the norm."""
+        """True if this rank adds its shard to the gradient norm."""
         return self.layout.is_measured
 
     # ------------------------------------------------------------------------ now
 
     @property
     def shard(self) -> Kept | None:
-        """This rank's row of the reduced gradient."""
+        """This rank's shard of the reduced gradients."""
         return self.buffer.shard
 
     @property
@@ -196,12 +205,12 @@ class Bucket:
 
     @property
     def is_left_over(self) -> bool:
-        """True if there are gradients that no reduce pass has taken."""
-        return self.moves and (bool(self.arrivals.collected) or bool(self.waiting))
+        """True if some gradients were not reduced by any reduce pass."""
+        return self.moves and (bool(self.arrivals.buffered) or bool(self.members_with_grad))
 
     @property
-    def waiting(self) -> list[Member]:
-        """Members whose gradients are still with their parameters."""
+    def members_with_grad(self) -> list[Member]:
+        """Members whose gradients are still in ``.grad``."""
         with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
             return [member for member in self.layout.members if member.grad is not None]
 
@@ -214,17 +223,17 @@ class Bucket:
         self.buffer.allocate(memory)
 
     def note(self, member: Member, *, in_pass: bool) -> None:
-        """A member's gradient has come; ``in_pass``: to be reduced with this backward's."""
+        """Record a member's gradient. ``in_pass``: it is reduced with those of this backward."""
         self.arrivals.note(member, in_pass=in_pass)
         self.buffer.note(member)
 
     def collect(self, member: Member) -> None:
-        """Move a parameter's gradient, divided, into the buffer: copied if it is its first, else added."""
+        """Divide a parameter's gradient and move it into the buffer: copy the first one, add later ones."""
         grad, full = member.grad, self.buffer.full
         if grad is None:
             return
         assert full is not None
-        flat, first = member.flat(grad.detach()), not self.arrivals.has_collected(member)
+        flat, first = member.flat(grad.detach()), not self.arrivals.has_buffered(member)
         for piece in self.layout.pieces[id(member)]:
             target, source = piece.of(full[piece.row]), flat[piece.start : piece.stop]
             if not first:
@@ -239,28 +248,28 @@ class Bucket:
         member.param.grad = None
 
     def fill_up(self) -> None:
-        """Collect what is still with the parameters; zeros in place of gradients that did not come."""
-        for member in self.waiting:
+        """Collect the remaining gradients from ``.grad``, and write zeros where no gradient arrived."""
+        for member in self.members_with_grad:
             self.collect(member)
         full = self.buffer.full
         assert full is not None
         if self.buffer.keeps_full and not all(sync.is_exact for sync in self.syncs):
-            self.layout.clear_gaps(full)  # a block that is not finite left it so
-        for piece in (piece for ps in self.layout.pieces_of_unused(self.arrivals.collected) for piece in ps):
+            self.layout.clear_gaps(full)  # non-finite values of an encoded block spread into the padding
+        for piece in (piece for ps in self.layout.pieces_of_unused(self.arrivals.buffered) for piece in ps):
             piece.of(full[piece.row]).zero_()
 
     def divide(self) -> None:
-        """OPEN to REDUCED, in place: sums over the micro-batches become means.
+        """Change from OPEN to REDUCED in place: turn sums over the micro-batches into means.
 
         Raises:
-            PartitaError: one was changed since backward.
+            PartitaError: a gradient was changed since backward.
         """
         assert isinstance(self.buffer, InPlaceBuffer)
-        self.buffer.divide(self.waiting, self.divisor)
+        self.buffer.divide(self.members_with_grad, self.divisor)
         self._state = BucketState.REDUCED
 
     def reopen(self) -> None:
-        """REDUCED to OPEN, where gradients rest whole and take more: this rank's sum is put aside."""
+        """Change from REDUCED to OPEN if more gradients are added to a full buffer: keep this rank's sum separately."""
         if self._state is BucketState.REDUCED:
             self.buffer.reopen(self._reduced)
             self._state = BucketState.OPEN
@@ -268,11 +277,11 @@ class Bucket:
     # ------------------------------------------------------------------ reducing
 
     def launch(self, call: SyncCall, sums: Slot | None, scale: float) -> Callable[[], None]:
-        """The work that brings the sum of what is collected now into ``shard``, to be run beside the caller's.
+        """Return the function that reduces the collected gradients into ``shard``; it runs on another stream.
 
         Args:
-            sums: where the sum is, if it rests nowhere.
-            scale: what the gradients are multiplied by.
+            sums: the slot for the sum, if reduced gradients are not stored.
+            scale: the loss scale of the gradients.
         """
         buffer = self.buffer
         if sums is not None:
@@ -280,63 +289,65 @@ class Bucket:
             buffer.borrow_for_sum(sums)
         assert buffer.full is not None
         assert buffer.shard is not None
-        sent, kept, put_aside = buffer.full.view(-1), buffer.shard, buffer.put_aside
+        sent, kept, previous_sum = buffer.full.view(-1), buffer.shard, buffer.previous_sum
         adds = self._state is BucketState.REDUCED and sums is None
         sync, used = self.sync, frozenset(self.arrivals.used)
-        self._squares = squares = list[Tensor]()
+        self._squared_norms = norms = list[Tensor]()
 
         def reduce() -> None:
-            replaces = call.scratch is None and not adds and put_aside is None
+            replaces = call.scratch is None and not adds and previous_sum is None
             if replaces and (writing := kept.write_from(sent)) is not None:
-                squares.extend(square(part) for part in self.parts(sent, used))
-                with suppress(PartitaError):  # whoever reads it is told
+                norms.extend(square(part) for part in self.norm_slices(sent, used))
+                with suppress(PartitaError):  # the next read raises the error
                     writing.wait()
                 return
             lease = kept.lend(read=adds)
             shard = lease.wait()
             sync.reduce(sent, shard, call, add=adds, scale=scale)
-            if put_aside is not None:
-                shard.add_(put_aside)
-            if sums is not None and self.copies.steps:  # used up before the step
+            if previous_sum is not None:
+                shard.add_(previous_sum)
+            if sums is not None and self.copies.steps:  # used before the step
                 self.copies.run(shard, call.interpreter, call.scratch)
             if kept.tier is Tier.DISK:
-                squares.extend(square(part) for part in self.parts(shard, used))
+                norms.extend(square(part) for part in self.norm_slices(shard, used))
             lease.end(changed=True)
 
         return reduce
 
     def launched(self, reduced: Event) -> Slot | None:
-        """To REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
-        # Where gradients do not rest, what came too late would have no place to wait.
+        """Change to REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
+        # If gradients are not stored, a late gradient has no memory to wait in: never expect fewer.
         self.arrivals.launched(learns=self.plan.gradients_rest)
         self._reduced = reduced
         self._state = BucketState.REDUCED
         return self.buffer.release()
 
     def add_copies(self, interpreter: Interpreter, scratch: Tensor | None) -> None:
-        """Bring what ``copies`` make into ``shard``, once nothing is added to it any more."""
+        """Sum ``shard`` over the copies, when it is complete on each rank."""
         assert self.shard is not None
         lease = self.shard.lend()
         self.copies.run(lease.wait(), interpreter, scratch)
         if self.shard.tier is Tier.DISK:
-            self._squares = [square(part) for part in self.parts(lease.tensor, set(map(id, self.layout.members)))]
+            self._squared_norms = [
+                square(part) for part in self.norm_slices(lease.tensor, set(map(id, self.layout.members)))
+            ]
         lease.end(changed=True)
         self.has_all_copies = True
 
     def gather(self, call: SyncCall, used: AbstractSet[int], factor: float) -> None:
-        """Bring the sums to where the optimizer works on more than this rank's row.
+        """All-gather the reduced gradients if the optimizer needs more than this rank's shard.
 
         Args:
             used: ids of the members that got a gradient on any rank.
-            factor: what this rank's row was multiplied by.
+            factor: the factor that this rank's shard was multiplied by.
         """
         assert self.shard is not None
         unused = self.layout.pieces_of_unused(used)
         self.sync.gather(self.shard.lend().tensor, self.buffer.full, call, factor=factor, unused=unused)
 
     def clear(self) -> Slot | None:
-        """To OPEN: drop all gradients. Returns the slot that is free now, where a backward did not end."""
-        for member in self.waiting:
+        """Change to OPEN and drop all gradients. Returns the slot that is free now, if a backward did not end."""
+        for member in self.members_with_grad:
             member.param.grad = None
         self.arrivals.clear()
         self.buffer.clear()
@@ -349,13 +360,13 @@ class Bucket:
     # ------------------------------------------------------------------- reduced
 
     @property
-    def squares(self) -> list[Tensor]:
-        """The squared norms of the :meth:`parts` of a shard on disk, measured while it was in memory."""
-        return self._squares if self._state is BucketState.REDUCED else []
+    def squared_norms(self) -> list[Tensor]:
+        """The squared norms of a shard on disk by :meth:`norm_slices`, measured while it was in memory."""
+        return self._squared_norms if self._state is BucketState.REDUCED else []
 
-    def parts(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:
-        """The shard's values as the norm adds them up: segment by segment, or, where a rank owns all, parameter by
-        parameter (as those that autograd left in place), of those that are ``used``.
+    def norm_slices(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:
+        """Return the slices of the shard in which the norm is summed: one per segment, or, if this rank has all
+        elements, one per ``used`` parameter (as for gradients in ``.grad``).
         """
         if self.layout.num_rows > 1:
             return list(shard.split([segment.layout.part_elements for segment in self.layout.segments]))
@@ -363,36 +374,39 @@ class Bucket:
         return [part for part in owned if part is not None]
 
     def owned_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
-        """This rank's piece of a member's reduced gradient; None where it owns nothing of it.
+        """Return this rank's slice of a member's reduced gradient; None if it has no slice.
 
-        ``shard``: the values of :attr:`shard`, where there is one.
+        ``shard``: the values of :attr:`shard`, if there is one.
         """
         if shard is None:
             return member.param.grad
         return next((piece.of(shard) for piece in self.layout.pieces[id(member)] if piece.row == self.layout.row), None)
 
     def grad_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
-        """The gradient the optimizer sees: this rank's piece, or all of it where gradients end up whole."""
-        sees_whole = self.layout.planned.mesh.group_size(self.plan.grad_step.shard_axes) == 1
-        if shard is None or not sees_whole:
+        """Return the gradient that the optimizer sees: this rank's slice, or the full gradient if it is not sharded."""
+        sees_full = self.layout.planned.mesh.group_size(self.plan.grad_step.shard_axes) == 1
+        if shard is None or not sees_full:
             return self.owned_of(member, shard)
         full, offset = self.buffer.full, member.span.offset
-        whole = shard if full is None else full.view(-1)
-        return member.shaped(whole[offset : offset + member.span.num_elements])
+        values = shard if full is None else full.view(-1)
+        return member.shaped(values[offset : offset + member.span.num_elements])
 
     def held_of(self, member: Member, device: torch.device, *, is_first: bool) -> Tensor:
-        """Return this rank's term of a member's mean gradient, ``[numel]`` in fp32: its row of the sums so far, if it
-        ``is_first`` of the ranks that have the same, and what came since. The ranks' terms add up to the gradient.
+        """Return this rank's term of a member's mean gradient, ``[numel]`` in fp32. The ranks' terms add up to the
+        gradient.
+
+        The term is this rank's slice of the sums so far (if it ``is_first`` of the ranks with the same slice) plus the
+        gradients that have arrived since.
         """
         values = torch.zeros(member.span.num_elements, dtype=torch.float32, device=device)
         is_reduced, full = self._state is BucketState.REDUCED, self.buffer.full
-        sums = self.buffer.put_aside
+        sums = self.buffer.previous_sum
         if sums is None and is_reduced and self.plan.gradients_rest and self.shard is not None:
             sums = self.shard.load().to(device)
         for piece in self.layout.pieces[id(member)]:
             if is_first and piece.row == self.layout.row and sums is not None:
                 values[piece.start : piece.stop] += piece.of(sums)
-            if self.arrivals.has_collected(member) and full is not None:
+            if self.arrivals.has_buffered(member) and full is not None:
                 values[piece.start : piece.stop] += piece.of(full[piece.row])
         if (grad := member.grad) is not None:
             is_mean = not self.buffer.collects and is_reduced
@@ -401,49 +415,49 @@ class Bucket:
 
 
 class SyncStates:
-    """Ends steps, saves and loads for the syncs of all ``buckets``, of which more may come."""
+    """The states that syncs keep between steps, of all ``buckets`` (the list may grow)."""
 
     def __init__(self, buckets: list[Bucket], interpreter: Interpreter) -> None:
         self._buckets = buckets
         self._interpreter = interpreter
 
-    def _kept(self) -> Iterator[tuple[Bucket, GradientSync]]:
-        """The buckets whose sync, once the warm-up is over, keeps errors."""
+    def _with_states(self) -> Iterator[tuple[Bucket, GradientSync]]:
+        """Yield the buckets whose sync after the warm-up uses error feedback."""
         return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].keeps_errors)
 
     def __bool__(self) -> bool:
-        """True if any sync keeps states. Sums are then scaled in place, also in the warm-up."""
-        return any(True for _ in self._kept())
+        """True if any sync keeps states. Sums are then scaled in place, including those of the warm-up."""
+        return any(True for _ in self._with_states())
 
     def drop_unused(self, used: AbstractSet[int]) -> None:
-        """All is reduced: gradients of members that are not ``used`` (by id) on any rank are zeros."""
-        for bucket, sync in self._kept():
+        """Zero the reduced gradients of members that are not ``used`` (by id) on any rank."""
+        for bucket, sync in self._with_states():
             if bucket.shard is not None:
                 sync.drop_unused(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
 
     def commit(self, used: AbstractSet[int]) -> None:
-        """The step ends in an update of those that are ``used``."""
-        for bucket, sync in self._kept():
+        """End a step with an update of the ``used`` members."""
+        for bucket, sync in self._with_states():
             sync.commit(bucket.layout.pieces_of_unused(used))
 
     def settle(self) -> None:
-        """Make what is saved all that there is. A collective, between two steps."""
-        for _, sync in self._kept():
+        """Reduce the states to what a checkpoint saves. A collective, between two steps."""
+        for _, sync in self._with_states():
             sync.settle(self._interpreter)
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's part of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
-        for bucket, sync in self._kept():
+        """Return this rank's states of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
+        for bucket, sync in self._with_states():
             if any(each is segment for each in bucket.segments):
                 return sync.saved(segment)
         return None
 
     def start(self, state_of: StateOf) -> None:
-        """The warm-up is over, or states were loaded. A collective, between two steps."""
-        for bucket, sync in self._kept():
+        """Start the syncs after the warm-up or after loading states. A collective, between two steps."""
+        for bucket, sync in self._with_states():
             sync.start(bucket.members, state_of, self._interpreter)
 
     def clear(self) -> None:
-        """Forget all, before other values are loaded."""
-        for _, sync in self._kept():
+        """Forget all states, before other values are loaded."""
+        for _, sync in self._with_states():
             sync.clear()

@@ -1,7 +1,6 @@
-"""Instructions to torch's compiler about functions here, without importing it, which takes longer than the rest of
-partita.
+"""Decorators for torch's compiler that do not import it: its import takes longer than that of all of partita.
 
-torch imports it when the first such function runs. The names are those of torch 2.11 and 2.13.
+torch imports it when the first decorated function runs. The private names are those of torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable
@@ -15,16 +14,16 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 
 def eager(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Have a function, and what it calls, run as it is: it has effects beside what it returns."""
+    """Exclude a function with side effects, and everything it calls, from compilation."""
     return _disable_dynamo(function)
 
 
 def eager_itself(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Have a function run as it is; what it calls is compiled."""
+    """Exclude a function from compilation, but not the functions that it calls."""
     return _disable_dynamo(function, recursive=False)
 
 
 def constant(function: Called) -> Called:
-    """Have a function run while a graph is made, which keeps what it returned."""
+    """Run a function once during tracing; its result is a constant of the graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,4 +1,4 @@
-"""Tensors that have a shape, a dtype and a place in autograd's graph, and no values until something reads them."""
+"""Deferred tensors: they have a shape, a dtype and an autograd node, but no values until something reads them."""
 
 import inspect
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partita.errors import PartitaError
 
-# The gradients of the tensors that a deferred one is computed of, for its own gradient.
+# Returns the gradients of the inputs of a deferred tensor for its own gradient.
 Back = Callable[[Tensor], tuple[Tensor | None, ...]]
 
 _GRAD = inspect.signature(torch.autograd.grad)
@@ -23,15 +23,15 @@ _WATCHING = frozenset({"register_hook", "retain_grad", "requires_grad_", "regist
 class Deferred(Tensor):
     """A tensor without memory.
 
-    A subclass answers the functions it knows in ``__torch_function__``, without values. Whatever else reads the tensor
-    gets all of its values. That includes readers for which PyTorch does not call ``__torch_function__``, such as an
+    A subclass implements the functions it knows in ``__torch_function__``, without values. Every other reader gets all
+    values. That includes readers for which PyTorch does not call ``__torch_function__``, such as an
     ``autograd.Function``, a reentrant checkpoint or ``vmap``: the gradient that they return goes to ``back``.
 
     Attributes:
-        sources: the tensors whose gradients tell that a backward has reached this one.
-        is_watched: the user asks for this tensor's gradient (a hook, ``retain_grad``). All readers then get values
+        sources: the tensors whose gradients show that a backward has reached this one.
+        is_watched: True if the user needs this tensor's gradient (a hook, ``retain_grad``). All readers then get values
             that are computed from this tensor in the graph.
-        is_used: a function has been answered that leaves this tensor out of the graph.
+        is_used: True if the result of a function was computed without this tensor in the graph.
     """
 
     sources: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Deferred(Tensor):
 
     @classmethod
     def place(cls, shape: torch.Size, strides: Sequence[int], like: Tensor, back: Back, *inputs: Tensor) -> Self:
-        """Make a tensor with the device and dtype of ``like``, computed of ``inputs`` in the graph."""
+        """Create a tensor with the device and dtype of ``like``, computed from ``inputs`` in the graph."""
 
         def make() -> Tensor:
             made: Tensor = Tensor._make_wrapper_subclass(
@@ -56,15 +56,15 @@ class Deferred(Tensor):
 
     @abstractmethod
     def compute(self, reader: str) -> Tensor:
-        """All values, for a function of this name. Their graph leads past this tensor, to what they are computed of."""
+        """Return all values, for a function of this name. Their graph leads to the inputs, not to this tensor."""
 
     @property
     @abstractmethod
     def setting(self) -> str:
-        """The setting that makes the tensor deferred, and the value without."""
+        """The config key that makes the tensor deferred, and the value that does not."""
 
     def read(self, reader: str) -> Tensor:
-        """All values, for a function of this name, with a graph."""
+        """Return all values, for a function of this name, with a graph."""
         if self.is_watched:
             values: Tensor = _Values.apply(self, reader)  # type: ignore[no-untyped-call]
             return values
@@ -72,22 +72,22 @@ class Deferred(Tensor):
         return self.compute(reader)
 
     def watch(self, asked_by: str) -> None:
-        """Have all later readers compute from this tensor, whose gradient somebody asks for.
+        """Keep this tensor in the graph of all later readers: its gradient is needed.
 
         Raises:
-            PartitaError: some have been answered without.
+            PartitaError: an earlier reader was computed without it.
         """
         if self.is_used and not self.is_watched:
             raise PartitaError(
-                f"'{asked_by}' asks for the gradient of logits that a loss, or another function, was computed of "
-                "before, from parts of them: call logits.retain_grad() as soon as the model has returned them, or set "
-                f"{self.setting}"
+                f"'{asked_by}' needs the gradient of deferred logits, but a loss or another function has already been "
+                "computed without them in its graph: call logits.retain_grad() as soon as the model has returned them, "
+                f"or set {self.setting}"
             )
         self.is_watched = True
 
     @classmethod
     def asks_for_gradient(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True for functions that :meth:`answer_gradient` answers."""
+        """Return whether :meth:`answer_gradient` handles the function."""
         if func in _BACKWARDS:
             return any(isinstance(tensor, Deferred) for tensor in tree_leaves(kwargs.get("inputs")))
         is_set = func.__name__ == "__set__" and func.__self__.__name__ == "requires_grad"
@@ -95,10 +95,10 @@ class Deferred(Tensor):
 
     @classmethod
     def answer_gradient(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function that asks for a deferred tensor's gradient."""
+        """Call a function that needs a deferred tensor's gradient."""
         if func in _BACKWARDS:
             raise PartitaError(
-                "backward(inputs=[logits]): the gradient of logits that are deferred is not accumulated alone; call "
+                "backward(inputs=[logits]): backward cannot accumulate the gradient of deferred logits alone; call "
                 "logits.retain_grad() as soon as the model has returned them, and later "
                 "torch.autograd.grad(loss, logits)"
             )
@@ -119,7 +119,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch.no_grad():  # autograd has done its part
+        with torch.no_grad():  # below autograd
             args, kwargs = tree_map_only(
                 Deferred, lambda tensor: tensor.compute(str(func)).detach(), (tuple(args), dict(kwargs or {}))
             )
@@ -127,7 +127,7 @@ class Deferred(Tensor):
 
 
 def _edge(tensor: Deferred) -> GradientEdge:
-    """A tensor's place in the graph."""
+    """Return a tensor's position in the graph."""
     if tensor.is_used:
         tensor.watch("torch.autograd.grad")
     assert tensor.grad_fn is not None
@@ -135,7 +135,7 @@ def _edge(tensor: Deferred) -> GradientEdge:
 
 
 class _Place(torch.autograd.Function):
-    """The node of a deferred tensor."""
+    """The autograd node of a deferred tensor."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], back: Back, *inputs: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _Place(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """The values of a deferred tensor, which has their gradient."""
+    """The values of a deferred tensor, computed from it in the graph: it gets their gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Deferred, reader: str) -> Tensor:

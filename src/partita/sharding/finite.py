@@ -1,4 +1,4 @@
-"""Non-finite losses: a flag for all that was watched since the last update, and the arguments of its forwards."""
+"""Detection of non-finite losses and gradients since the last update, and of the forward arguments that caused them."""
 
 import inspect
 import weakref
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from partita.memory import accelerator
 from partita.sharding.pytree import tensors_in
 
-# So many tensors are remembered, the last ones.
+# Number of tensors that are remembered.
 _MOST = 256
 
 
 class Arguments:
-    """Names floating-point arguments whose values are not finite, or beyond the range of ``compute``.
+    """Finds floating-point forward arguments whose values are not finite, or exceed the range of ``compute``.
 
-    Tensors are not kept alive: those that the training loop no longer has are not named.
+    Tensors are not kept alive: those that the training loop has freed are not found.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype) -> None:
@@ -31,7 +31,7 @@ class Arguments:
         self._seen = deque[tuple[str, weakref.ref[Tensor]]](maxlen=_MOST)
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember the arguments of a forward that is trained."""
+        """Remember the arguments of a training forward."""
         if not torch.is_grad_enabled():
             return
         names = [name for name in self._signature.parameters if name != "self"]
@@ -42,11 +42,11 @@ class Arguments:
                     self._seen.append((name, weakref.ref(tensor)))
 
     def forget(self) -> None:
-        """Forget the arguments of the batch that ends."""
+        """Forget the arguments at the end of a batch."""
         self._seen.clear()
 
     def describe(self) -> str:
-        """Return a message about the first argument with such values, or an empty text."""
+        """Return a message about the first argument with such values, or an empty string."""
         for name, to_tensor in self._seen:
             if (tensor := to_tensor()) is None:
                 continue
@@ -54,14 +54,15 @@ class Arguments:
                 kind = "NaN" if bool(tensor.isnan().any()) else "infinite values"
                 return f"the forward's argument '{name}' has {kind}"
             if tensor.numel() and float(tensor.abs().max()) > self._largest:
-                return f"the forward's argument '{name}' has values above {self._largest:g}, the largest of its mode"
+                largest = f"{self._largest:g}, the largest of the compute dtype"
+                return f"the forward's argument '{name}' has values above {largest}"
         return ""
 
 
 class FiniteWatch:
-    """Remembers one flag, on the device, for all that was watched since the last update.
+    """One flag on the device: whether all values watched since the last update are finite.
 
-    Attributes: ``traces``: gradients that this rank sends are watched too.
+    Attributes: ``traces``: True if this rank's unreduced gradients are watched, too.
     """
 
     def __init__(self) -> None:
@@ -69,15 +70,15 @@ class FiniteWatch:
         self._finite: Tensor | None = None
 
     def watch(self, value: Tensor) -> None:
-        """Remember whether all elements of ``value`` are finite."""
+        """Add ``value`` to the watched values."""
         finite = value.detach().isfinite().all()
         self._finite = finite if self._finite is None else self._finite & finite
 
     @property
     def is_suspect(self) -> bool:
-        """True if anything watched is not finite. Reads it from the device."""
+        """True if any watched value is not finite. Synchronizes with the device."""
         return self._finite is not None and not bool(accelerator.read(self._finite))
 
     def clear(self) -> None:
-        """Forget what was watched."""
+        """Forget the watched values."""
         self._finite = None

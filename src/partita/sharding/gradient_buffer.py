@@ -1,8 +1,8 @@
 """Gradient buffers: the memory in which the gradients of one bucket are collected, and that of their sum.
 
-``full`` is ``[num_rows, num_columns]``, a row for each rank that will own its sum; ``shard`` is this rank's row of
-the sum, ``[num_columns]``, in the table's tier. :class:`BucketLayout` has the place of each element, which never
-changes.
+``full`` is ``[num_rows, num_columns]``, with one row per rank that keeps a shard of the sum. ``shard`` is this rank's
+row of the sum, ``[num_columns]``, in the tier of the table. :class:`BucketLayout` has the fixed position of each
+element.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,23 +34,28 @@ class Piece:
     stop: int
 
     def of(self, row: Tensor) -> Tensor:
-        """The piece's elements of its row ``[num_columns]``; a view."""
+        """Return the elements of the piece in its row ``[num_columns]``, as a view."""
         return row[self.column : self.column + self.stop - self.start]
 
 
 class BucketLayout:
-    """``[num_rows, num_columns]``: a row for each rank that will own its sum, with its part of each segment.
+    """The layout ``[num_rows, num_columns]`` of a bucket: one row per rank that keeps a shard of the sum, with that
+    rank's shard of each segment.
 
-    Attributes: ``planned``: the bucket on paper; ``row``: this rank's; ``pieces`` of each member, by its id; ``gaps``:
-    (row, first column, end) of what is padding; ``is_saved`` and ``is_measured``: of the ranks that have the same row,
-    this one saves it, and counts it in the norm.
+    Attributes:
+        planned: the bucket in the plan.
+        row: this rank's row.
+        pieces: the pieces of each member, by its id.
+        gaps: (row, first column, end) of the padding.
+        is_saved: True if this rank saves the row, among the ranks that have the same row.
+        is_measured: True if this rank adds the row to the norm, among the ranks of its replica that have the same row.
     """
 
     def __init__(self, segments: Sequence[Segment], members: Sequence[Member]) -> None:
         self.segments = segments
         self.members = members
         self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
-        first = segments[0]  # segments of a bucket are cut alike
+        first = segments[0]  # all segments of a bucket are sharded over the same axes
         self.row = first.part_index
         self.is_saved = first.is_first_copy
         self.is_measured = first.is_first_of_replica
@@ -68,21 +73,23 @@ class BucketLayout:
         """Return the pieces of each member that is not ``used`` (by id)."""
         return [pieces for member, pieces in self.pieces.items() if member not in used]
 
-    def clear_gaps(self, whole: Tensor, only: int | None = None) -> None:
-        """Padding of ``[num_rows, num_columns]`` becomes zeros, which add nothing to norms. ``only``: ``whole`` is that
-        row.
+    def clear_gaps(self, values: Tensor, only: int | None = None) -> None:
+        """Zero the padding of ``values`` ``[num_rows, num_columns]``, so that it adds nothing to norms.
+
+        Args:
+            only: ``values`` is this row.
         """
         for row, begin, end in self.gaps:
             if only in (None, row):
-                (whole[row] if only is None else whole)[begin:end].zero_()
+                (values[row] if only is None else values)[begin:end].zero_()
 
     def _gaps(self) -> list[tuple[int, int, int]]:
-        covered: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
+        occupied: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
         for pieces in self.pieces.values():
             for piece in pieces:
-                covered[piece.row].append((piece.column, piece.column + piece.stop - piece.start))
+                occupied[piece.row].append((piece.column, piece.column + piece.stop - piece.start))
         found = []
-        for row, ranges in enumerate(covered):
+        for row, ranges in enumerate(occupied):
             at = 0
             for begin, end in [*sorted(ranges), (self.num_columns, self.num_columns)]:
                 if begin > at:
@@ -101,15 +108,17 @@ def _pieces(member: Member, first_column: int) -> tuple[Piece, ...]:
 class GradientBuffer:
     """The gradient buffer of one bucket; subclasses differ in its memory.
 
-    Attributes: ``full`` and ``shard``, where there are any; ``put_aside``: this rank's row of earlier sums, while
-    more is collected in their place.
+    Attributes:
+        full: all gradients of the bucket, if they are collected.
+        shard: this rank's row of the sum, if it has memory.
+        previous_sum: this rank's row of earlier sums, while ``full`` collects more gradients in the same memory.
     """
 
-    collects = True  # whether gradients leave their parameters' ``.grad``
-    keeps_full = False  # whether they stay whole until the last micro-batch
+    collects = True  # True if gradients are moved out of ``.grad``
+    keeps_full = False  # True if unsharded gradients are kept until the last micro-batch
     full: Tensor | None = None
     shard: Kept | None = None
-    put_aside: Tensor | None = None
+    previous_sum: Tensor | None = None
 
     def __init__(self, layout: BucketLayout, ledger: Ledger) -> None:
         self._layout = layout
@@ -118,29 +127,29 @@ class GradientBuffer:
         self._dtype = dtype_of(self._row.grad_step.encoding)
 
     def allocate(self, memory: StateMemory) -> None:
-        """Take the memory that stays, once."""
+        """Allocate the memory that lasts between steps, once."""
 
     def note(self, member: Member) -> None:
-        """A member's gradient is in its ``.grad``."""
+        """Record a member's gradient, which is in its ``.grad``."""
 
     def reopen(self, reduced: Event) -> None:
-        """More is collected, though ``shard`` has a sum once ``reduced`` has passed."""
+        """Allow more gradients, though ``shard`` has a sum once ``reduced`` has passed."""
 
     def release(self) -> Slot | None:
-        """Let go of what was collected. Returns the slot that is free now."""
+        """Release the collected gradients. Returns the slot that is free now."""
         return None
 
     def clear(self) -> None:
-        """All gradients are dropped."""
+        """Drop all gradients."""
 
     def total(self) -> Tensor:
-        """The sum of all that was collected: not finite where an element is not."""
+        """Return the sum of all collected values, which is not finite if any of them is not."""
         assert self.full is not None
         return self.full.sum(dtype=torch.float32)
 
 
 class InPlaceBuffer(GradientBuffer):
-    """None: there is one rank, and autograd leaves gradients as the optimizer takes them."""
+    """No buffer: the optimizer uses the gradients in ``.grad``, without reduction."""
 
     collects = False
 
@@ -157,7 +166,7 @@ class InPlaceBuffer(GradientBuffer):
             self._versions[id(member)] = grad._version
 
     def divide(self, members: Iterable[Member], divisor: int) -> None:
-        """Sums over micro-batches become means.
+        """Turn sums over micro-batches into means.
 
         Raises:
             PartitaError: a gradient was changed since backward.
@@ -168,8 +177,8 @@ class InPlaceBuffer(GradientBuffer):
             if self._versions.get(id(member), grad._version) != grad._version:
                 raise PartitaError(
                     f"the .grad of '{member.fqn}' was changed between backward and step (by "
-                    "torch.nn.utils.clip_grad_norm_?): on several ranks, and in other precisions, there is none to "
-                    "change. Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before "
+                    "torch.nn.utils.clip_grad_norm_?): on several ranks, or in other precisions, this would have no "
+                    "effect. Set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) before "
                     "engine.step()"
                 )
             if divisor != 1:
@@ -182,33 +191,33 @@ class InPlaceBuffer(GradientBuffer):
 
 
 class ResidentBuffer(GradientBuffer):
-    """All of it stays on the device between micro-batches; the sum is in this rank's row of it."""
+    """A full buffer that stays on the device between micro-batches; this rank's row of it also gets the sum."""
 
     keeps_full = True
 
     def allocate(self, memory: StateMemory) -> None:
         if self.shard is None:
             tier = self._row.grad_between.tier
-            room = memory.keep("gradients", self._layout.num_elements, self._dtype, tier)
-            self.full = room.lend().tensor.view(self._layout.num_rows, -1)
+            kept = memory.keep("gradients", self._layout.num_elements, self._dtype, tier)
+            self.full = kept.lend().tensor.view(self._layout.num_rows, -1)
             self.shard = InMemory(self.full[self._layout.row], tier)
 
     def reopen(self, reduced: Event) -> None:
         assert self.shard is not None
         reduced.wait()
-        self.put_aside = self.shard.load()
-        self._ledger.add("gradients", self.put_aside.nbytes)
+        self.previous_sum = self.shard.load()
+        self._ledger.add("gradients", self.previous_sum.nbytes)
 
     def release(self) -> Slot | None:
-        if self.put_aside is not None:
-            self._ledger.remove("gradients", self.put_aside.nbytes)
-            self.put_aside = None
+        if self.previous_sum is not None:
+            self._ledger.remove("gradients", self.previous_sum.nbytes)
+            self.previous_sum = None
         return None
 
 
 class PooledBuffer(GradientBuffer):
-    """A slot of a pool while one backward fills and sends it. The sum has memory of its own, where it rests, or passes
-    through a slot, too.
+    """A slot of a buffer pool, borrowed until the gradients of one backward are reduced. The sum has its own memory if
+    reduced gradients are stored, else another slot.
     """
 
     _slot: Slot | None = None
@@ -219,14 +228,14 @@ class PooledBuffer(GradientBuffer):
             self.shard = memory.keep("gradients", self._layout.num_columns, self._dtype, tier)
 
     def borrow(self, slot: Slot) -> None:
-        """Collect in a slot until :meth:`release`."""
+        """Collect gradients in a slot until :meth:`release`."""
         slot.last_use.wait()
         self._slot = slot
         self.full = over(slot.storage, self._dtype, self._layout.num_elements).view(self._layout.num_rows, -1)
         self._layout.clear_gaps(self.full)
 
     def borrow_for_sum(self, slot: Slot) -> None:
-        """The sum passes through this slot."""
+        """Write the sum into this slot."""
         self.shard = InMemory(over(slot.storage, self._dtype, self._layout.num_columns), self._row.grad_step.tier)
 
     def release(self) -> Slot | None:
@@ -237,7 +246,7 @@ class PooledBuffer(GradientBuffer):
 
 
 def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
-    """Return the buffer that the plan asks for."""
+    """Create the buffer that the plan asks for."""
     planned = layout.planned.gradients
     kinds: dict[type[GradientBuffer], bool] = {
         InPlaceBuffer: planned.in_place,

@@ -15,13 +15,13 @@ from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 
 Unused = Iterable[Sequence[Piece]]  # the pieces of each member that has no gradient on any rank
-# This rank's part of an optimizer state of a member, by the state's name, flat; None where there is none.
+# Returns this rank's flat slice of an optimizer state of a member, by the state's name; None if there is none.
 StateOf = Callable[[Member, str], Tensor | None]
 
 
 @dataclass(frozen=True)
 class SyncCall:
-    """One use of a sync. The interpreter has random numbers of its own; ``scratch``: memory that the plan asks for."""
+    """The arguments of one use of a sync: an interpreter with its own seed, and the plan's scratch memory."""
 
     interpreter: Interpreter
     scratch: Tensor | None
@@ -30,10 +30,10 @@ class SyncCall:
 class GradientSync:
     """Sums a bucket over its ranks, by the operations of its plan.
 
-    This class keeps nothing between steps. Subclasses do: they override what follows :meth:`gather`.
+    This class keeps nothing between steps. Subclasses that do override the methods after :meth:`gather`.
     """
 
-    keeps_errors = False  # True if sums are scaled where they lie, and the bucket's padding has to be cleared
+    keeps_errors = False  # True with error feedback: sums are scaled in place, and the bucket's padding is cleared
 
     def __init__(self, layout: BucketLayout, plan: SyncPlan) -> None:
         self.layout = layout
@@ -44,7 +44,7 @@ class GradientSync:
 
     @property
     def is_exact(self) -> bool:
-        """True if the values themselves travel to where the sums are made."""
+        """True if reduce-scatters communicate uncompressed values."""
         return all(op.format.is_exact for op in self._sum_operations if isinstance(op, ReduceScatter))
 
     @property
@@ -53,18 +53,18 @@ class GradientSync:
         return bool(self._gather_operations)
 
     def reduce(self, full: Tensor, shard: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
-        """Write this rank's row of the sum into ``shard`` ``[num_columns]``, or add it.
+        """Write this rank's row of the sum into ``shard`` ``[num_columns]``, or ``add`` it.
 
         Args:
             full: this rank's gradients, ``[num_rows * num_columns]``; it may be overwritten.
-            scale: what the gradients are multiplied by (the loss scale).
+            scale: the loss scale of the gradients.
         """
-        apart = add and self._sums_in_turn  # the second of two sums would count what `shard` holds once per rank
-        out = full.view(self.layout.num_rows, -1)[self.row] if apart else shard
-        self._sum(full, out, call, add=add and not apart, scale=scale)
+        adds_later = add and self._sums_in_turn  # the second of two sums would add `shard` once per rank
+        out = full.view(self.layout.num_rows, -1)[self.row] if adds_later else shard
+        self._sum(full, out, call, add=add and not adds_later, scale=scale)
         if self.keeps_errors:
             self.layout.clear_gaps(shard, only=self.row)
-        if apart:
+        if adds_later:
             shard.add_(out.to(shard.device))
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
@@ -72,49 +72,49 @@ class GradientSync:
         call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=scratch)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
-        """Bring the sums, whose norm is known, to where the optimizer needs more of them than this rank's row.
+        """All-gather the sums, once their norm is known, if the optimizer needs more than this rank's row.
 
         Args:
             shard: this rank's row, multiplied by ``factor``.
-            full: ``[num_rows, num_columns]``, to be overwritten.
+            full: the output, ``[num_rows, num_columns]``.
         """
         assert full is not None
         ops = self._gather_operations
         call.interpreter.run(ops, shard, full.view(-1), purpose="gradients", scratch=call.scratch)
 
     def drop_unused(self, shard: Tensor, unused: Unused) -> None:
-        """All is reduced: where no rank had a gradient, ``shard`` has none."""
+        """Zero the ``unused`` pieces of the reduced ``shard``: no rank had a gradient there."""
 
     def commit(self, unused: Unused) -> None:
-        """The step ends in an update, of all but the ``unused``."""
+        """End a step with an update of all pieces except the ``unused`` ones."""
 
     def discard(self) -> None:
-        """The step ends without an update."""
+        """End a step without an update."""
 
     def settle(self, interpreter: Interpreter) -> None:
-        """Make what is saved of this rank all that there is, in this run too. A collective, between two steps."""
+        """Reduce the states to what a checkpoint saves, in this run too. A collective, between two steps."""
 
     def clear(self) -> None:
-        """Forget what is kept between steps, before other values are loaded."""
+        """Forget the states kept between steps, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's part of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
+        """Return this rank's states of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
         return None
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:
-        """This sync is used from the next step on, or the optimizer's states were loaded. A collective."""
+        """Prepare for the next step, after the warm-up or after the optimizer's states were loaded. A collective."""
 
 
 class CustomSync(SyncPlan, ABC):
-    """A plan that brings a :class:`GradientSync` of its own."""
+    """A plan with its own subclass of :class:`GradientSync`."""
 
     @abstractmethod
     def make(self, layout: BucketLayout, memory: StateMemory) -> GradientSync:
-        """Return the live object, with its states."""
+        """Create the sync with its states."""
 
 
 def make_syncs(layout: BucketLayout, memory: StateMemory) -> list[GradientSync]:
-    """Return the sync of the warm-up, if there is one, and that of all later steps."""
+    """Create the sync of the warm-up, if there is one, and that of all later steps."""
     return [
         plan.make(layout, memory) if isinstance(plan, CustomSync) else GradientSync(layout, plan)
         for plan in layout.planned.gradients.syncs

@@ -1,4 +1,4 @@
-"""Parameters in 16 bits, read as autocast would read them in fp32."""
+"""16-bit parameters that autocast's fp32 operators read in fp32."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from partita.sharding.placeholder import METADATA, asked_for, is_access, is_shar
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import is_compiled
 
-# Functions that return the same values, of which the next function decides.
+# Functions that return the same values; the function that reads the result decides on its dtype.
 _VIEWS = frozenset(
     """
     __getitem__ view view_as reshape reshape_as flatten unflatten expand expand_as broadcast_to unsqueeze squeeze
@@ -22,18 +22,18 @@ _VIEWS = frozenset(
     """.split()
 )
 _CASTS = frozenset("to type type_as float double half bfloat16 cpu cuda numpy tolist item".split())
-# Functions of the tensor itself, not of its values.
-_OF_ITSELF = METADATA | frozenset(
+# Functions that do not read the values for a computation.
+_NO_VALUES = METADATA | frozenset(
     """
     retain_grad backward data_ptr untyped_storage storage _typed_storage is_shared share_memory_ is_pinned is_set_to
     is_inference get_device _is_view __repr__ __format__ __reduce_ex__
     """.split()
 )
-_AS_IT_IS = (PRODUCTS - {"lstm"}) | _CASTS | _OF_ITSELF
+_UNCHANGED = (PRODUCTS - {"lstm"}) | _CASTS | _NO_VALUES
 
 
 class _ReadInFp32(Tensor):
-    """A tensor in 16 bits that functions read in fp32, unless autocast runs them in 16 bits."""
+    """A 16-bit tensor that functions read in fp32, unless autocast runs them in 16 bits."""
 
     @classmethod
     def __torch_function__(
@@ -45,7 +45,7 @@ class _ReadInFp32(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if is_access(func) or (name := asked_for(func)) in _AS_IT_IS or _is_in_place(name):
+            if is_access(func) or (name := asked_for(func)) in _UNCHANGED or _is_in_place(name):
                 return func(*args, **kwargs)
             half = next(leaf for leaf in tensors_in((args, kwargs)) if isinstance(leaf, _ReadInFp32))
             if name == "lstm":
@@ -61,15 +61,14 @@ class _ReadInFp32(Tensor):
 
 
 class _HalfView(_ReadInFp32):
-    """A view, or a copy, of a parameter in 16 bits."""
+    """A view or copy of a 16-bit parameter."""
 
 
 class HalfParameter(_ReadInFp32, nn.Parameter):
-    """A parameter in 16 bits under an autocast that is meant for fp32 parameters.
+    """A 16-bit parameter for use under autocast, which expects fp32 parameters.
 
-    Products read it as it is; all other functions read it in fp32, as they would read an fp32 parameter. So a model
-    computes what autocast computes with fp32 parameters of the same values. Outside autocast it is a parameter like any
-    other.
+    Matrix products read it in 16 bits; all other functions read it in fp32. So a model computes what autocast computes
+    with fp32 parameters of the same values. Outside autocast it behaves like a plain parameter.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -79,10 +78,10 @@ class HalfParameter(_ReadInFp32, nn.Parameter):
 
 
 class HalfParameters:
-    """The parameters of a model that are :class:`HalfParameter` while their data is there.
+    """The parameters of a model that have class :class:`HalfParameter` while they are unsharded.
 
-    They are all parameters in ``dtype``, less those of classes of their own and those of compiled modules: torch's
-    compiler takes plain parameters alone. A compiled module reads its parameters in 16 bits.
+    These are all parameters in ``dtype`` except those of other classes and those of compiled modules: torch's compiler
+    supports plain parameters only. A compiled module reads its parameters in 16 bits.
     """
 
     def __init__(self, model: nn.Module, members: Iterable[Member], dtype: torch.dtype) -> None:
@@ -93,22 +92,22 @@ class HalfParameters:
             if not is_sharded(member.param):
                 member.param.__class__ = HalfParameter
 
-    def leave_compiled(self) -> None:
-        """Make plain parameters of those in modules that have been compiled since the last call."""
+    def restore_compiled(self) -> None:
+        """Restore plain parameters in modules that have been compiled since the last call."""
         if not (compiled := [module for module in self._modules if is_compiled(module)]):
             return
         inside = {id(inner) for module in compiled for inner in module.modules()}
         self._modules = [module for module in self._modules if id(module) not in inside]
-        self._leave(lambda member: any(id(owner) in inside for owner, _ in member.holding.owners))
+        self._restore(lambda member: any(id(owner) in inside for owner, _ in member.holding.owners))
 
-    def leave_all(self) -> None:
-        """Make plain parameters of all."""
-        self._leave(lambda member: True)
+    def restore_all(self) -> None:
+        """Restore plain parameters everywhere."""
+        self._restore(lambda member: True)
 
-    def _leave(self, is_left: Callable[[Member], bool]) -> None:
-        left = [member for member in self._members if is_left(member)]
-        self._members = [member for member in self._members if not is_left(member)]
-        for member in left:
+    def _restore(self, is_chosen: Callable[[Member], bool]) -> None:
+        chosen = [member for member in self._members if is_chosen(member)]
+        self._members = [member for member in self._members if not is_chosen(member)]
+        for member in chosen:
             member.here_kind = nn.Parameter
             if type(member.param) is HalfParameter:
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -123,7 +122,7 @@ def _as_view(value: Tensor) -> Tensor:
 
 
 def _run_lstm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: Tensor) -> Any:
-    """Call torch's LSTM, which under autocast takes a kernel that not every CPU has."""
+    """Call torch's LSTM, without autocast on CPUs that lack the 16-bit kernel."""
     kernels = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if (
         autocast_dtype(half.device) is None
@@ -136,7 +135,7 @@ def _run_lstm(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function on copies in fp32. What it writes into a copy, as ``max_norm`` does, the tensor takes."""
+    """Call a function on fp32 copies. Values that it writes into a copy, as ``max_norm`` does, are copied back."""
     copies = list[tuple[Tensor, Tensor]]()
 
     def widened(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""First values for modules that were built on the ``meta`` device, by their own means."""
+"""Initialization of modules on the ``meta`` device by their own methods."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
@@ -13,13 +13,14 @@ from partita.memory import accelerator
 def initialize_modules(
     model: nn.Module, modules: Sequence[tuple[str, nn.Module]], given: Iterable[Tensor], device: torch.device
 ) -> None:
-    """Let modules, each with its path, fill their own parameters, which have memory by now, and their buffers, which
-    get it here. The ``given`` parameters, and buffers that are not on the ``meta`` device, keep their values.
+    """Initialize the parameters and buffers of modules, given with their paths, by the modules' own methods.
 
-    A Hugging Face model fills its modules by ``_init_weights``; any other module by ``reset_parameters``.
+    These are ``_init_weights`` of a Hugging Face model, else ``reset_parameters`` of each module. Parameters have
+    memory already; buffers on ``meta`` are allocated here. The ``given`` parameters, and buffers that are not on the
+    ``meta`` device, keep their values.
 
     Raises:
-        ConfigError: neither is there, or a value is left without having been written.
+        ConfigError: a module has neither method, or a value was not written.
     """
     if accelerator.is_simulated(device) or not modules:  # nothing has values
         return
@@ -39,25 +40,25 @@ def _initialize(model: nn.Module, module: nn.Module, path: str, device: torch.de
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
     values = {key: value for key, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
-    # Parameters without memory get their values elsewhere.
+    # Other code initializes parameters without memory.
     fresh = {key: value for key, value in values.items() if not value.is_meta and id(value) not in kept}
     by_model: Callable[[nn.Module], Any] | None = getattr(model, "_init_weights", None)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
-    def left_blank() -> str | None:
-        return next((key for key in fresh if _is_blank(getattr(module, key))), None)  # a buffer may be another now
+    def unwritten() -> str | None:
+        return next((key for key in fresh if _is_blank(getattr(module, key))), None)  # a buffer may have been replaced
 
     with torch.no_grad():
         for tensor in fresh.values():
             _blank(tensor)
         if by_model is not None:
             by_model(module)
-        if own is not None and (by_model is None or left_blank() is not None):
+        if own is not None and (by_model is None or unwritten() is not None):
             own()
-        if (blank := left_blank()) is not None:
+        if (blank := unwritten()) is not None:
             raise ConfigError(
                 f"'{f'{path}.{blank}' if path else blank}' is on the meta device, and {type(module).__name__} has no "
-                "reset_parameters() that fills it: add that method, or build the model on a real device"
+                "reset_parameters() that initializes it: add that method, or build the model on a real device"
             )
 
 
@@ -69,7 +70,7 @@ def _blank(tensor: Tensor) -> None:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    """Return whether an element is still as :func:`_blank` left it (two truth values leave no room to tell)."""
+    """Return whether an element still has the value of :func:`_blank`. A bool tensor has no unused value: False."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).max).any())

@@ -1,4 +1,4 @@
-"""The one interpreter of :func:`~partita.plan.steps.steps`: parameters, gradients and updates all move through it."""
+"""The interpreter of :func:`~partita.plan.steps.steps`, which moves parameters, gradients and updates."""
 
 import zlib
 from abc import abstractmethod
@@ -28,7 +28,7 @@ class FormatCall:
     Attributes:
         scratch: memory of the format's ``gather_scratch_bytes`` or ``sum_scratch_bytes``.
         seed: of random numbers; the same on all ranks.
-        tag: ranks that gather under different tags wait for each other.
+        tag: identifies the gather; ranks with different tags wait for each other.
     """
 
     scratch: Tensor
@@ -42,71 +42,71 @@ class RunnableFormat(Format):
 
     @abstractmethod
     def begin_gather(self, group: Group, source: Tensor, target: Tensor, call: FormatCall) -> Work:
-        """Begin to gather every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``."""
+        """Start an all-gather of every rank's ``source`` ``[n]`` into ``target`` ``[size * n]``."""
 
     @abstractmethod
     def reduce_scatter(
         self, groups: Sequence[Group], source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool
     ) -> None:
-        """Write this rank's part of the sum over all ``groups``, one after the other, into ``target``, or add it."""
+        """Write this rank's shard of the sum over all ``groups``, one after the other, into ``target``, or add it."""
 
 
 class Running:
-    """Operations that were begun. :meth:`finish` waits for them and ends the loans that they needed."""
+    """Operations under way. :meth:`finish` waits for them and ends the leases that they needed."""
 
     def __init__(self) -> None:
         self._works = list[Work]()
         self._source: Lease | None = None
         self._target: Lease | None = None
-        self._device: torch.device | None = None  # to be waited for before the target is given back
+        self._device: torch.device | None = None  # to synchronize with before the target's lease ends
 
-    def borrow(self, source: Kept) -> Tensor:
-        """Lend a stored state until :meth:`finish`."""
+    def lease(self, source: Kept) -> Tensor:
+        """Lease a stored state until :meth:`finish`."""
         self._source = source.lend()
         return self._source.wait()
 
-    def borrow_for_writing(self, target: Kept, device: torch.device) -> Tensor:
-        """Lend the memory of a stored state, which is overwritten by :meth:`finish`."""
+    def lease_for_writing(self, target: Kept, device: torch.device) -> Tensor:
+        """Lease the memory of a stored state, which is overwritten, until :meth:`finish`."""
         self._target = target.lend(read=False)
         self._device = None if target.tier is Tier.DEVICE else device
         return self._target.wait()
 
     def add(self, work: Work) -> None:
-        """Wait for one more operation in :meth:`finish`."""
+        """Add an operation for :meth:`finish` to wait for."""
         self._works.append(work)
 
     def wait(self) -> None:
-        """Wait for all operations begun so far."""
+        """Wait for all operations so far."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
     def finish(self) -> None:
-        """Wait for all operations, and end the loans."""
+        """Wait for all operations, and end the leases."""
         self.wait()
         if self._source is not None:
             self._source.end(changed=False)
         if self._target is not None:
-            if self._device is not None:  # readers on the host know nothing of streams
+            if self._device is not None:  # readers on the host do not wait for streams
                 finish(self._device)
             self._target.end(changed=True)
 
 
 class Interpreter:
-    """Runs operations between residences on flat tensors, in memory or as they are stored.
+    """Runs operations between residences on flat tensors in memory or on stored states.
 
     Args:
-        seed: of random numbers, for formats that round at random.
+        seed: of random numbers, for formats with stochastic rounding.
     """
 
     def __init__(self, collectives: Collectives, seed: int = 0) -> None:
         self._collectives = collectives
-        self._groups = dict[tuple[str, ...], Group]()  # by the axes as operations name them
+        self._groups = dict[tuple[str, ...], Group]()  # by the axes that operations name
         self._seed = seed
         self.device = collectives.mesh.device
 
     def seeded(self, *numbers: int) -> "Interpreter":
-        """Return the same interpreter with random numbers of its own, which follow from ``numbers``."""
+        """Return the same interpreter with its own seed, derived from ``numbers``."""
         other = Interpreter(self._collectives, seed_of(*numbers))
         other._groups = self._groups
         return other
@@ -121,7 +121,7 @@ class Interpreter:
         accumulate: bool = False,
         scratch: Tensor | None = None,
     ) -> None:
-        """Bring ``source`` into ``target``; arguments as of :meth:`begin`."""
+        """Move ``source`` to ``target``; see :meth:`begin`."""
         self.begin(ops, source, target, purpose=purpose, accumulate=accumulate, scratch=scratch).finish()
 
     def begin(
@@ -135,19 +135,19 @@ class Interpreter:
         accumulate: bool = False,
         scratch: Tensor | None = None,
     ) -> Running:
-        """Begin to bring ``source`` into ``target``. Only gathers are under way on return.
+        """Start to move ``source`` to ``target``. Only gathers are under way on return.
 
-        Of sums over one group after the other the first ones are made in ``source``.
+        If several sums follow each other, all except the last are written into ``source``.
 
         Args:
-            source: memory, or a stored state, which is lent meanwhile.
-            target: memory, or a stored state, which is overwritten.
-            tag: ranks that gather under different tags wait for each other.
-            accumulate: what arrives is added to what the target has.
-            scratch: memory of :meth:`scratch_bytes`, where ``ops`` reduce, or gather in another format.
+            source: a tensor, or a stored state, which is leased meanwhile.
+            target: a tensor, or a stored state, which is overwritten.
+            tag: identifies the gather; ranks with different tags wait for each other.
+            accumulate: add the result to the target.
+            scratch: memory of :meth:`scratch_bytes`, if ``ops`` reduce, or gather in another format.
 
         Raises:
-            NotImplementedError: an operation that it does not know.
+            NotImplementedError: an operation is unknown.
         """
         running, ops = Running(), in_phases(ops)
         if isinstance(source, Kept):
@@ -155,9 +155,9 @@ class Interpreter:
             if isinstance(target, Tensor) and is_copied and (reading := source.read_into(target)) is not None:
                 running.add(reading)
                 return running
-            source = running.borrow(source)
+            source = running.lease(source)
         if isinstance(target, Kept):
-            target = running.borrow_for_writing(target, self.device)
+            target = running.lease_for_writing(target, self.device)
         if target.device != self.device and any(isinstance(op, AllGather) for op in ops):
             full = torch.empty_like(target, device=self.device)
             self.run(ops, source, full, purpose=purpose, scratch=scratch)
@@ -167,10 +167,10 @@ class Interpreter:
         for number, op in enumerate(ops):
             match op:
                 case AllGather(axes, form):
-                    running.wait()  # for what is gathered further
+                    running.wait()  # the previous gather is the source of this one
                     group, output = self.group(axes), outputs[number]
                     if (source.dtype, source.device) != (output.dtype, output.device):
-                        source = _part(output, group).copy_(source, non_blocking=True)
+                        source = _shard(output, group).copy_(source, non_blocking=True)
                     if isinstance(form, RunnableFormat):
                         assert scratch is not None
                         call = FormatCall(scratch, self._seed, purpose, tag)
@@ -184,13 +184,13 @@ class Interpreter:
                     call = FormatCall(scratch, seed, purpose, tag)
                     source = self._sum(op, source, target, call, accumulate=accumulate)
                 case Slice(axes):
-                    source = _part(source, self.group(axes))
+                    source = _shard(source, self.group(axes))
                 case Encode() | Copy():
-                    pass  # the copy into the target, or into this rank's part of what is gathered, does both at once
+                    pass  # the copy into the target, or into this rank's shard of an all-gather's output, does both
                 case Read() | Write():
-                    pass  # the loan of the stored state does it
+                    pass  # leasing the stored state does it
                 case _:
-                    raise NotImplementedError(f"no way to run {op} of {list(ops)}")
+                    raise NotImplementedError(f"unknown operation {op} in {list(ops)}")
         if source.data_ptr() != target.data_ptr():
             if accumulate:
                 target.add_(source.to(target.device))
@@ -199,25 +199,25 @@ class Interpreter:
         return running
 
     def _sum(self, op: ReduceScatter, source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool) -> Tensor:
-        """Return this rank's part of the sum: in ``target``, or, where it is summed further, in ``source``."""
+        """Return this rank's shard of the sum, which is in ``target``, or in ``source`` if another sum follows."""
         group = self.group(op.axes)
-        part = _part(target, group) if target.numel() == source.numel() else target
-        if part.numel() * group.size < source.numel():
-            part, accumulate = _part(source, group).to(target.dtype), False
+        shard = _shard(target, group) if target.numel() == source.numel() else target
+        if shard.numel() * group.size < source.numel():
+            shard, accumulate = _shard(source, group).to(target.dtype), False
         if isinstance(op.format, RunnableFormat):
             groups = op.format.groups_of_sum(op.axes, self._collectives.mesh.shape)
-            op.format.reduce_scatter(list(map(self.group, groups)), source, part, call, accumulate=accumulate)
+            op.format.reduce_scatter(list(map(self.group, groups)), source, shard, call, accumulate=accumulate)
         else:
             received = call.scratch[: group.received_elements(source.numel(), source.itemsize)]
-            group.reduce_scatter(part, source, received, accumulate=accumulate)
-        return part
+            group.reduce_scatter(shard, source, received, accumulate=accumulate)
+        return shard
 
     def _outputs(self, ops: Sequence[Step], target: Tensor) -> dict[int, Tensor]:
-        """Return where each gather writes, by its number: before another one, this rank's part of what that writes."""
+        """Return each gather's output by its number: the target, or this rank's shard of the next gather's output."""
         outputs, output, following = dict[int, Tensor](), target, None
         for number, op in reversed(list(enumerate(ops))):
             if isinstance(op, AllGather):
-                output = target if following is None else _part(output, self.group(following.axes))
+                output = target if following is None else _shard(output, self.group(following.axes))
                 outputs[number], following = output, op
             elif isinstance(op, ReduceScatter):
                 following = None
@@ -230,7 +230,7 @@ class Interpreter:
         return self._groups[axes]
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy so that the host may use what it then has at once."""
+        """Copy; blocks if the target is not on the device, so that the host may use it at once."""
         if source.device == target.device:
             target.copy_(source)
         else:
@@ -238,16 +238,16 @@ class Interpreter:
                 target.copy_(source, non_blocking=target.device == self.device)
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
-        """Return the scratch memory that ``ops``, one after the other, need."""
+        """Return the scratch memory that ``ops`` need when they run one after the other."""
         shape, in_pieces = self._collectives.mesh.shape, is_host(self.device)
         return scratch_bytes(ops, num_elements, itemsize, shape, in_pieces=in_pieces)
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed of its own for each sequence of numbers, the same in every run."""
+    """Return a seed derived from the numbers, the same in every run."""
     return zlib.crc32(repr(numbers).encode())
 
 
-def _part(full: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of what is full in the group."""
+def _shard(full: Tensor, group: Group) -> Tensor:
+    """Return this rank's shard of a tensor that the group shards."""
     return full.view(group.size, -1)[group.index]

@@ -1,4 +1,4 @@
-"""A parameter of a unit: the user's object, and the place of its values in its segment."""
+"""A parameter of a unit: the user's object, and the position of its values in its segment."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Member:
-    """One parameter of a unit: the user's object, its names, and where its values lie. ``shape`` and ``stride`` are the
-    local tensor's, which the parameter is once the unit has adopted it.
+    """One parameter of a unit: the user's object, its names, and the position of its values in a segment.
+
+    ``shape`` and ``stride`` are those of the local tensor, a view of the flat buffer, which replaces the parameter's
+    own data.
     """
 
     holding: Holding
@@ -26,12 +28,12 @@ class Member:
     segment: "Segment"
     param: nn.Parameter = field(init=False)
     kind: type[nn.Parameter] = field(init=False)
-    here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while its data is here
+    here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while it is unsharded
     sharded_kind: type[ShardedParameter] = ShardedParameter
-    whole_kind: type[nn.Parameter] = nn.Parameter  # while it has whole values of a parameter that ranks hold in parts
+    whole_kind: type[nn.Parameter] = nn.Parameter  # while engine.gathered has the values of all ranks in it
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
-    own_dtype: torch.dtype = field(init=False)  # before the unit adopted it
+    own_dtype: torch.dtype = field(init=False)  # before its data became a view of the flat buffer
     own_device: torch.device = field(init=False)
     hooked: bool = False
     _collected: GradientPlaceholder | None = None
@@ -51,62 +53,62 @@ class Member:
 
     @property
     def rounded(self) -> bool:
-        """True if values were cast to a dtype with fewer digits."""
+        """True if values were cast to a dtype of lower precision."""
         own, compute = self.own_dtype, self.segment.dtype
         return self.own_device.type != "meta" and own != compute and own.itemsize >= compute.itemsize
 
     @property
     def is_cut(self) -> bool:
-        """True if the user's object is a part of the global parameter now."""
+        """True if the user's object has only this rank's slice of the global parameter now."""
         place = self.span.place
-        with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass would return the global shape
             return place.sizes != place.shape and self.param.shape == self.shape
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that autograd left with the parameter, if it is there still."""
+        """The gradient that autograd left in ``.grad``, if it is still there."""
         grad = self.param.grad
         return None if isinstance(grad, GradientPlaceholder) else grad
 
     def mark_collected(self) -> None:
-        """Say so where somebody looks for a gradient that was collected."""
+        """Set ``.grad`` to a placeholder: the gradient is in a bucket."""
         if self.param.grad is None:
             if self._collected is None:
-                with torch._C.DisableTorchFunctionSubclass():  # which would answer for the whole one
+                with torch._C.DisableTorchFunctionSubclass():  # a subclass would return the global shape
                     self._collected = GradientPlaceholder(self.param, self.fqn)
             self.param.grad = self._collected
 
     def unmark_collected(self) -> None:
-        """Leave in ``.grad`` only what autograd has put there."""
+        """Replace the placeholder in ``.grad`` by the gradient that autograd has added since, if any."""
         grad = self.param.grad
         if isinstance(grad, GradientPlaceholder):
             self.param.grad = grad.added
             grad.added = None
 
     def leave(self, values: Tensor) -> None:
-        """Make the parameter one of no unit: its own class, with ``values`` of its shape, wherever the unit is."""
+        """Detach the parameter from its unit: restore its class, and give it ``values`` of its shape."""
         restore_class(self.param, self.kind)
         self.param.data = values
 
     def elements(self, start: int, stop: int) -> FlatRange:
-        """Elements ``[start, stop)`` in this parameter's stride order, as a piece of the global parameter."""
+        """Return elements ``[start, stop)`` in this parameter's stride order as a range of the global parameter."""
         return FlatRange(self.span.place, memory_order(self.stride), start, stop)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
+        """Return a view of ``flat`` ``[numel]`` (in this parameter's stride order) with this parameter's shape."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
-    def within(self, whole: Tensor) -> Tensor:
-        """The parameter's part of a tensor that has all of its segment, in its shape."""
-        return self.shaped(whole[self.span.offset :][: self.span.num_elements])
+    def within(self, full: Tensor) -> Tensor:
+        """Return the parameter's slice of its segment's unsharded flat buffer, in the parameter's shape."""
+        return self.shaped(full[self.span.offset :][: self.span.num_elements])
 
     @property
     def values(self) -> Tensor:
-        """This rank's values of the parameter, flat, where its unit is whole."""
+        """The parameter's values, flat, while its unit is unsharded."""
         return self.segment.full[self.span.offset :][: self.span.num_elements]
 
     def flat(self, values: Tensor) -> Tensor:
-        """``values`` of this parameter's shape as ``[numel]`` in its stride order; a view where strides agree."""
+        """Return ``values`` of this parameter's shape as ``[numel]`` in its stride order: a view if strides agree."""
         if values.stride() != self.stride:
             values = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device).copy_(
                 values
@@ -115,7 +117,7 @@ class Member:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
+    """Return the tensor's strides if they fill memory without gaps, else those of a contiguous tensor."""
     order = sorted(range(tensor.dim()), key=tensor.stride)
     expected = 1
     for dim in order:
@@ -126,11 +128,12 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def replace_data(param: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter other values, also of another device, dtype or shape, while it stays the same object."""
+    """Replace a parameter's data, also by one of another device, dtype or shape; the object stays the same."""
     try:
         param.data = values
     except RuntimeError:  # another device: only torch's own swap keeps the object
-        # Made from the values themselves, it would share the version of the whole buffer, which every gather raises.
+        # Created from the values themselves, it would share the version counter of the flat buffer, which every gather
+        # increments.
         fresh = nn.Parameter(values.new_empty(0), requires_grad=param.requires_grad)
         fresh.data = values
         kind = type(param)

@@ -1,11 +1,11 @@
-"""Placeholders: a sharded parameter without its data, and a gradient that lies in a bucket.
+"""Placeholders: a sharded parameter without its data, and a gradient that is in a bucket.
 
-A sharded parameter is of class :class:`ShardedParameter` and gets its own class back when it is unsharded. Its shape,
-dtype and device answer; reading its data asks its :class:`Guardian`, which unshards it or raises an error.
+A sharded parameter has class :class:`ShardedParameter` and gets its own class back when it is unsharded. Its shape,
+dtype and device can be read; reading its data calls its :class:`Guardian`, which unshards it or raises an error.
 
 From the end of a batch's backward until the step, a :class:`GradientPlaceholder` is the ``.grad`` of a parameter whose
-gradient lies in a bucket. Reading or changing its values is an error that names the call to use instead: with ``None``,
-clipping by hand would find nothing to clip, silently.
+gradient is in a bucket. Reading or changing its values is an error that names the call to use instead: if ``.grad``
+were ``None``, clipping by hand would silently do nothing.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita.errors import ConfigError, PartitaError
 from partita.planner.off_stage import is_elsewhere
 
-# Attributes and methods, by name, that take no data.
+# Names of attributes and methods that do not read data.
 METADATA = frozenset(
     """
     shape dtype device requires_grad grad is_leaf ndim layout is_cuda is_cpu is_meta grad_fn names _version
@@ -34,12 +34,12 @@ _ACCESS = ("__get__", "__set__")
 
 
 def is_access(func: Callable[..., Any]) -> bool:
-    """Return whether torch calls the reader, or the writer, of an attribute."""
+    """Return whether a function is the getter or setter of an attribute."""
     return getattr(func, "__name__", "") in _ACCESS
 
 
 def asked_for(func: Callable[..., Any]) -> str:
-    """The name of what torch calls: of a function, or of the attribute that is read or written."""
+    """Return the name of a function, or of the attribute that it reads or writes."""
     if is_access(func):
         return str(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
     return str(getattr(func, "__name__", func))
@@ -68,26 +68,26 @@ class _ReportedData:
 
 
 def report_reads(report: Report) -> None:
-    """Call ``report`` at every read of a parameter's ``data`` from here on."""
+    """Call ``report`` at every read of a parameter's ``data`` from now on."""
     if not isinstance(nn.Parameter.__dict__.get("data"), _ReportedData):
         setattr(nn.Parameter, "data", _ReportedData(report))  # noqa: B010 - torch declares it as a tensor
 
 
 class Guardian(Protocol):
-    """The object that unshards a parameter whose data is asked for, or says why it must not be."""
+    """The object that unshards a parameter whose data is needed, or raises an error."""
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """Called when data of a sharded ``param`` is asked for by ``what``. Unshard it or raise an error."""
+        """Unshard a sharded ``param``, whose data ``what`` needs, or raise an error."""
 
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
-        """Called when ``param.data`` was read and returns ``values``, through which ``param`` may be written."""
+        """Note that ``param.data`` was read and returned ``values``, through which ``param`` may be written."""
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The guardian of the parameter called ``name``; None once its engine was closed, or is gone.
+    """The guardian of the parameter called ``name``; None after its engine was closed or collected as garbage.
 
-    The guardian holds its parameters: were it held here, they would keep themselves alive.
+    The reference is weak, because the guardian refers to its parameters.
     """
 
     name: str
@@ -96,18 +96,18 @@ class _Claim:
     def touched(self, param: nn.Parameter, what: str) -> None:
         if (guardian := self.guardian()) is None:
             raise PartitaError(
-                f"parameter '{self.name}' has no data: it was at rest when its engine was closed ({what} needs it); "
+                f"parameter '{self.name}' has no data: it was sharded when its engine was closed ({what} needs it); "
                 "save, export, or take engine.state_dict() before engine.close()"
             )
         guardian.touched(param, what)
 
 
-_left_shares = WeakIdKeyDictionary()  # parameters of which an engine has left this rank's share alone
-_claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; only a tensor is at hand when it is touched
+_abandoned = WeakIdKeyDictionary()  # parameters with only this rank's shard, left by an engine that has ended
+_claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; __torch_function__ gets only the tensor
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter whose data is elsewhere."""
+    """The class of a parameter while it is sharded: it has no data."""
 
     @classmethod
     def __torch_function__(
@@ -130,11 +130,11 @@ class ShardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Parameter at rest (its data is split over the ranks): {tuple(self.shape)}, {self.dtype}, {self.device}"
+        return f"Sharded parameter (its data is split over the ranks): {tuple(self.shape)}, {self.dtype}, {self.device}"
 
 
 def claim(param: nn.Parameter, name: str, guardian: Guardian) -> None:
-    """Make ``guardian`` the one that is asked about ``param``, for as long as it lives."""
+    """Make ``guardian`` responsible for ``param``, for as long as the guardian lives."""
     report_reads(_report_read)
     _claims[param] = _Claim(name, weakref.ref(guardian))
 
@@ -146,70 +146,71 @@ def _report_read(param: nn.Parameter, values: Tensor) -> None:
 
 
 def disclaim(param: nn.Parameter) -> None:
-    """Nobody answers for ``param`` any more: with its data it is a parameter like any other again."""
+    """Remove the guardian of ``param``. An unsharded one is a plain parameter again; a sharded one raises errors."""
     claim = _claims.pop(param, None)
     if claim is not None and is_sharded(param):
         _claims[param] = _Claim(claim.name)
 
 
 def leave_share(param: nn.Parameter) -> None:
-    """An engine ended, or did not start, and this rank has no more of ``param`` than its share: no other takes it."""
-    _left_shares[param] = True
+    """Mark ``param`` as having only this rank's shard after its engine ended: later engines refuse it."""
+    _abandoned[param] = True
 
 
 def is_claimed(param: nn.Parameter) -> bool:
-    """Return whether ``param`` belongs to an engine, or has no data, or a share of it alone, since it did."""
+    """Return whether ``param`` belongs to an engine, or was left by one without its full data."""
     claim = _claims.get(param)
-    return param in _left_shares or (claim is not None and (is_sharded(param) or claim.guardian() is not None))
+    return param in _abandoned or (claim is not None and (is_sharded(param) or claim.guardian() is not None))
 
 
 def check_unclaimed(model: nn.Module) -> None:
-    """Refuse parameters that another engine holds.
+    """Check that no parameter belongs to another engine.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: one does; the message names the first.
     """
     for name, param in model.named_parameters():
         if is_claimed(param):
-            raise _claimed(name)
+            raise _already_claimed(name)
 
 
 def check_here(model: nn.Module) -> None:
-    """Refuse parameters that another engine has left on other stages of its pipeline; before this one's are cut.
+    """Check that another engine's pipeline has left no parameter off-stage; call this before the model is cut into
+    stages.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: it has; the message names the first.
     """
     for name, param in model.named_parameters():
         if is_elsewhere(param):
-            raise _claimed(name)
+            raise _already_claimed(name)
 
 
-def _claimed(name: str) -> ConfigError:
+def _already_claimed(name: str) -> ConfigError:
     return ConfigError(
         f"parameter '{name}' already belongs to another engine (one that is open, or was closed while the parameter "
-        "was split over the ranks, or failed to start when they had taken their shares): close that one first, or "
-        "build the model anew and pass weights="
+        "was sharded, or failed to start after sharding it): close that one first, or build the model anew and pass "
+        "weights="
     )
 
 
 def touch(param: nn.Parameter, what: str) -> None:
-    """Make ``param``, which is at rest, whole for ``what``, or raise."""
+    """Unshard a sharded ``param`` for ``what``, or raise an error."""
     _claims[param].touched(param, what)
 
 
 def mark_sharded(param: nn.Parameter, kind: type[ShardedParameter] = ShardedParameter) -> None:
-    """Mark ``param``, which is claimed, as being without data."""
+    """Mark ``param``, which has a guardian, as sharded."""
     param.__class__ = kind
 
 
 def restore_class(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Give ``param`` its own class back: its data is there."""
+    """Restore the class of ``param``, which has data again."""
     param.__class__ = kind
 
 
 def has_own_functions(param: Tensor) -> bool:
-    """True if the class of a parameter, whose data is there, says what functions of it do."""
+    """Return whether the class of an unsharded parameter overrides ``__torch_function__``."""
     return not is_sharded(param) and type(param).__torch_function__ is not nn.Parameter.__torch_function__
 
 
@@ -218,9 +219,9 @@ def is_sharded(param: Tensor) -> bool:
 
 
 class GradientPlaceholder(Tensor):
-    """Stands for the gradient of the parameter called ``fqn``.
+    """Placeholder for the gradient of the parameter called ``fqn``.
 
-    A backward that comes all the same adds to it: ``added`` is then the new gradient alone.
+    If another backward adds to it, ``added`` is the new gradient alone.
     """
 
     fqn: str
@@ -253,12 +254,13 @@ class GradientPlaceholder(Tensor):
                 return args[0]
         fqn = next(leaf.fqn for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
         raise PartitaError(
-            f"the .grad of '{fqn}' has no values ({func} needs them): its gradient went into a buffer in which the "
-            "ranks' are added up. To clip, set clip_grad_norm in the config, or call engine.clip_grad_norm(max_norm) "
-            f"before engine.step(); to look, call engine.gradient('{fqn}'); to drop it, engine.zero_grad()"
+            f"the .grad of '{fqn}' has no values ({func} needs them): the gradient was moved into a buffer that is "
+            "reduced over the ranks. To clip, set clip_grad_norm in the config, or call "
+            "engine.clip_grad_norm(max_norm) before engine.step(); to read it, call "
+            f"engine.gradient('{fqn}'); to drop it, engine.zero_grad()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Collected gradient of '{self.fqn}': {tuple(self.shape)}, {self.dtype}, {self.device}"
+        return f"Placeholder for the gradient of '{self.fqn}': {tuple(self.shape)}, {self.dtype}, {self.device}"
 
     __format__: Callable[..., str] = lambda self, spec: format(repr(self), spec)

@@ -1,4 +1,4 @@
-"""The precision of a forward: autocast around it, casts of arguments and outputs, and modules that stay in fp32."""
+"""The precision of a forward: autocast, casts of arguments and outputs, and modules that stay in fp32."""
 
 import inspect
 import re
@@ -32,11 +32,11 @@ Store = Callable[[list[tuple[Member, Tensor]]], None]
 
 
 class ExactLoads:
-    """Hooks on modules whose ``load_state_dict`` would round what it loads.
+    """Hooks on modules whose ``load_state_dict`` would round the loaded values.
 
     Args:
-        members: parameters whose master weights have more digits than they.
-        store: stores fp32 values of a parameter's shape, which the parameter has been given rounded.
+        members: parameters whose master weights have a higher precision.
+        store: stores loaded fp32 values, of the parameters' shapes, after the parameters have got the rounded ones.
     """
 
     def __init__(self, members: Iterable[Member], store: Store) -> None:
@@ -57,29 +57,29 @@ class ExactLoads:
 
     def _before(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         found = [(member, state_dict.get(prefix + name)) for name, member in self._by_module[module]]
-        self._loaded[module] = [(m, v) for m, v in found if isinstance(v, Tensor) and _has_digits(m, v)]
+        self._loaded[module] = [(m, v) for m, v in found if isinstance(v, Tensor) and _is_rounded(m, v)]
 
     def _after(self, module: nn.Module, _: Any) -> None:
         if loaded := self._loaded.pop(module, []):
             self._store(loaded)
 
 
-def _has_digits(member: Member, values: Tensor) -> bool:
-    """True if a parameter, which is there whole, takes the values and rounds them."""
+def _is_rounded(member: Member, values: Tensor) -> bool:
+    """Return whether an unsharded parameter would round the values."""
     param = member.param
     with torch._C.DisableTorchFunctionSubclass():
         fits = param.shape == values.shape and not member.span.place.is_part
         return fits and values.is_floating_point() and values.itemsize > param.itemsize
 
 
-# Modules whose classes give every model methods that are not its own.
+# Modules with base classes, whose methods every model inherits.
 _BASES = re.compile(
     r"(torch|transformers\.(modeling_utils|generation|utils|integrations)|huggingface_hub|peft|lightning"
     r"|pytorch_lightning)(\.|$)"
 )
 
 
-# What torch's errors about tensors of different dtypes say.
+# Text in torch's errors about tensors of different dtypes.
 _ABOUT_DTYPES = re.compile(
     r"(?i)dtype|scalar type|'(BFloat16|Half)'|(input|weight|bias|mat\d) type|\b(BFloat16|Half)\b"
 )
@@ -89,8 +89,8 @@ class Mode(ABC):
     """A way to compute in a 16-bit dtype (``precision.mode``).
 
     Attributes:
-        name: what the config calls it.
-        remedy: what to try where a forward does not run in it.
+        name: its name in the config.
+        remedy: advice for a forward that fails in it.
     """
 
     name: str
@@ -100,24 +100,24 @@ class Mode(ABC):
         self.compute = compute
 
     @abstractmethod
-    def around(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
 
     @abstractmethod
     def arguments(self, value: Any) -> Any:
-        """Return what the model gets for its arguments."""
+        """Return the model's arguments in this mode."""
 
     @abstractmethod
     def around_fp32(self) -> AbstractContextManager[Any]:
         """Return the context of a module that stays in fp32."""
 
     @abstractmethod
-    def leaves_fp32(self, output: Any) -> Any:
-        """Return what the model gets for the output of a module that stays in fp32."""
+    def from_fp32(self, output: Any) -> Any:
+        """Return the output of a module that stays in fp32 as the rest of the model gets it."""
 
 
 class Autocast(Mode):
-    """The forward runs under autocast, which casts the operands of each operator. Arguments stay as they are."""
+    """The forward runs under autocast, which casts the operands of each operator. Arguments are not cast."""
 
     def __init__(self, compute: torch.dtype, device: torch.device, name: str) -> None:
         super().__init__(compute)
@@ -125,7 +125,7 @@ class Autocast(Mode):
         self.name = name
         self.remedy = "set precision.mode: autocast (fp32 parameters)," if name == "mixed" else "compute in fp32,"
 
-    def around(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         return autocast(self._device, self.compute)
 
     def arguments(self, value: Any) -> Any:
@@ -134,16 +134,16 @@ class Autocast(Mode):
     def around_fp32(self) -> AbstractContextManager[Any]:
         return no_autocast(self._device)
 
-    def leaves_fp32(self, output: Any) -> Any:
+    def from_fp32(self, output: Any) -> Any:
         return output
 
 
 class Cast(Mode):
     """Arguments are cast to the compute dtype, as parameters and buffers are."""
 
-    name, remedy = "cast", "set precision.mode: mixed, whose operators cast what they are given,"
+    name, remedy = "cast", "set precision.mode: mixed, whose operators cast their operands,"
 
-    def around(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def arguments(self, value: Any) -> Any:
@@ -152,7 +152,7 @@ class Cast(Mode):
     def around_fp32(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def leaves_fp32(self, output: Any) -> Any:
+    def from_fp32(self, output: Any) -> Any:
         return map_tensors(output, self._narrowed)
 
     def _narrowed(self, tensor: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Cast(Mode):
 
 
 class InFp32:
-    """Runs the forward of a module that stays in fp32: arguments and results are fp32."""
+    """Runs the forward of a module that stays in fp32, with fp32 arguments and outputs."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
@@ -169,15 +169,15 @@ class InFp32:
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.mode.around_fp32():
             output = own(*map_floats(args, torch.float32), **map_floats(kwargs, torch.float32))
-        return self.mode.leaves_fp32(output)
+        return self.mode.from_fp32(output)
 
 
 class ForwardPrecision:
     """Runs the forward of a model, and its other public methods, in a precision mode.
 
     Args:
-        outputs: the dtype of outputs that the model returns in 16 bits.
-        kept: what stays in fp32.
+        outputs: the dtype that 16-bit outputs of the model are cast to.
+        kept: modules that stay in fp32.
     """
 
     def __init__(self, model: nn.Module, mode: Mode, outputs: torch.dtype, kept: FullPrecision, changes: Level) -> None:
@@ -199,32 +199,32 @@ class ForwardPrecision:
     def remove(self) -> None:
         """Restore the classes of the parameters."""
         if self._half is not None:
-            self._half.leave_all()
+            self._half.restore_all()
 
     def widen(self, model: nn.Module, members: Iterable[Member]) -> None:
-        """Have the operators that autocast runs in fp32 read the parameters so, which are there in 16 bits."""
+        """Make 16-bit parameters readable in fp32 by the operators that autocast runs in fp32."""
         if isinstance(self._mode, Autocast):
             self._half = HalfParameters(model, members, self._mode.compute)
 
     def _run(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._runs:  # called by another method of the model, which computes with what is returned
+        if self._runs:  # called by another method of the model, which uses the output
             return own(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._run_around_graphs(own, *args, **kwargs)
         if self._half is not None:
-            self._half.leave_compiled()
+            self._half.restore_compiled()
         return self._run_in_mode(own, *args, **kwargs)
 
-    @eager_itself  # its state, and the classes of parameters, are not part of a graph
+    @eager_itself  # it changes state and classes of parameters, which a graph cannot
     def _run_around_graphs(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._half is not None:
-            self._half.leave_all()
+            self._half.restore_all()
         return self._run_in_mode(own, *args, **kwargs)
 
     def _run_in_mode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._runs = True
         try:
-            with self._mode.around():
+            with self._mode.forward_context():
                 output = own(*self._mode.arguments(args), **self._mode.arguments(kwargs))
         except RuntimeError as error:
             self._explain(error)
@@ -234,7 +234,7 @@ class ForwardPrecision:
         return map_tensors(output, self._widened)
 
     def _explain(self, error: RuntimeError) -> None:
-        """Say of torch's error about dtypes where it comes from, and what to change."""
+        """Add to torch's errors about dtypes the module and a remedy."""
         if not _ABOUT_DTYPES.search(str(error)) or isinstance(error, PartitaError):
             return
         frames = (frame for frame, _ in walk_tb(error.__traceback__))
@@ -247,7 +247,7 @@ class ForwardPrecision:
         )
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        # Not in the compute dtype alone: under autocast in bf16, cuDNN's recurrent networks return fp16.
+        # Both 16-bit dtypes: under autocast in bf16, cuDNN's recurrent networks return fp16.
         if tensor.dtype not in (torch.bfloat16, torch.float16) or isinstance(tensor, nn.Parameter):
             return tensor
         return tensor.to(self._outputs)
@@ -256,7 +256,7 @@ class ForwardPrecision:
 def forward_precision(
     model: nn.Module, resolved: Resolved, device: torch.device, kept: FullPrecision, transforms: ModuleTransforms
 ) -> ForwardPrecision | None:
-    """Put a model into the precision mode of the config. Returns None in fp32, where there is nothing to do."""
+    """Apply the precision mode of the config to a model. Returns None in fp32, which needs nothing."""
     if resolved.compute_dtype == "fp32":
         return None
     compute, precision = dtype_of(ENCODINGS[resolved.compute_dtype]), resolved.config.precision
@@ -268,8 +268,8 @@ def forward_precision(
 def cast_buffers(model: nn.Module, compute: torch.dtype, kept: FullPrecision) -> None:
     """Cast the persistent floating-point buffers of modules that do not stay in fp32.
 
-    Buffers that are not persistent are tables which the model computes from its config, such as the frequencies of
-    rotary embeddings: rounded, they would be wrong, and a model written for 16 bits casts what it reads of them.
+    Non-persistent buffers are tables that the model computes from its config, such as the frequencies of rotary
+    embeddings: rounded, they would be wrong, and a model written for 16 bits casts the values that it reads.
     """
     for module in model.modules():
         if id(module) in kept.modules or id(module) in kept.batch_norms:
@@ -280,13 +280,13 @@ def cast_buffers(model: nn.Module, compute: torch.dtype, kept: FullPrecision) ->
 
 
 def map_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``; finite values stay finite."""
+    """Return ``value`` with its floating-point tensors cast to ``dtype``; finite values stay finite."""
 
     def cast(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             return tensor
         largest = torch.finfo(dtype).max
-        if torch.finfo(tensor.dtype).max > largest:  # a mask of the smallest number would become infinite
+        if torch.finfo(tensor.dtype).max > largest:  # a mask value, the smallest number, would become infinite
             tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-largest, largest))
         return tensor.to(dtype)
 
@@ -294,11 +294,11 @@ def map_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _run_batch_norm(mode: Mode, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return mode.leaves_fp32(own(*args, **kwargs))
+    return mode.from_fp32(own(*args, **kwargs))
 
 
 def _wrapped_method(model: nn.Module, name: str, wrapper: Wrapper) -> MethodType:
-    """A bound method that calls ``wrapper(own, ...)``. Copies of the model have the method without it."""
+    """Return a bound method that calls ``wrapper(own, ...)``. Copies of the model call the unwrapped method."""
     to_model, function = weakref.ref(model), getattr(model, name).__func__
 
     @wraps(function)
@@ -311,7 +311,7 @@ def _wrapped_method(model: nn.Module, name: str, wrapper: Wrapper) -> MethodType
 
 
 def _methods(model: nn.Module) -> Iterator[str]:
-    """The names of public methods that the model's own classes define, beside what every module has."""
+    """Yield the names of public methods that the model's own classes define and other modules do not have."""
     found = dict[str, Any]()
     for kind in reversed(type(model).__mro__):
         if not _BASES.match(kind.__module__):
@@ -319,7 +319,7 @@ def _methods(model: nn.Module) -> Iterator[str]:
     for name, function in found.items():
         if name.startswith("_") or hasattr(nn.Module, name) or not inspect.isfunction(function):
             continue
-        if name in vars(model):  # the model's user has put another one in its place
+        if name in vars(model):  # the user has replaced it
             continue
         if not (inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)):
             yield name

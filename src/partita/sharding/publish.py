@@ -1,4 +1,4 @@
-"""Publishing: updated master weights reach the stored parameters of all ranks."""
+"""Publishing: updated master weights are written into the stored parameters of all ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from partita.sharding.unit import Unit
 
 @dataclass(frozen=True)
 class PublishCall:
-    """The resources of publishing. ``scratch``: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, if any."""
+    """The resources of publishing. ``scratch``: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, or None."""
 
     interpreter: Interpreter
     scratch: Tensor | None
@@ -27,16 +27,16 @@ class PublishCall:
 
 @dataclass(frozen=True)
 class RunnablePublish(PublishPlan, ABC):
-    """A way to publish that is no list of operations. Segments take turns: they share the scratch memory."""
+    """A publish strategy with its own code. Segments are published one by one: they share the scratch memory."""
 
     @abstractmethod
     def run(self, segment: Segment, master: Tensor, call: PublishCall) -> None:
-        """Bring master weights, in memory, nearer to what all ranks have stored. A collective."""
+        """Update the stored parameters of all ranks from ``master``, which is in memory. A collective."""
 
 
 def store(segment: Segment, values: Tensor, updated: Residence, interpreter: Interpreter) -> Running:
-    """Begin to bring ``updated`` weights, master or parameters, into the stored ones, as the table says."""
-    if segment.by_kernels and values.dtype != segment.dtype:  # moved as it is, it would be rounded as torch does
+    """Start to store updated weights (master weights or parameters, with residence ``updated``), as the table says."""
+    if segment.by_kernels and values.dtype != segment.dtype:  # torch's cast would round differently
         values, updated = segment.rounded(values), replace(updated, encoding=segment.layout.encoding)
         if not steps(updated, segment.plan.param_rest, segment.mesh):
             segment.rest.store(values)
@@ -49,8 +49,8 @@ class Publisher:
     """Publishes units.
 
     Args:
-        stream: publishing runs on it, in one order with gathers.
-        scratch: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, if any is needed.
+        stream: the stream for publishing, which also runs gathers.
+        scratch: memory of the units' :attr:`~PlannedSegment.scratch_bytes`, or None.
     """
 
     def __init__(self, interpreter: Interpreter, stream: Stream, scratch: Tensor | None = None) -> None:
@@ -60,15 +60,15 @@ class Publisher:
         self._is_warming_up = False
 
     def warm_up(self, is_warming_up: bool) -> None:
-        """From the next update on weights are published as in the warm-up, or as later."""
+        """Use the publish strategy of the warm-up, or that of later steps, from the next update."""
         self._is_warming_up = is_warming_up
 
     def publish(self, units: Sequence[Unit], *, ahead: bool = False) -> None:
-        """Bring updated master weights, which lie in memory, into what rests: encode, and gather where the rest is
-        whole.
+        """Store updated master weights, which are in memory, as parameters: encode them, and all-gather them if the
+        parameters are stored unsharded.
 
-        Gathers wait for it, and so does the current stream, unless the caller goes ``ahead``: then whoever uses a
-        unit's parameters waits for them, in the order of ``units``.
+        Gathers of the units wait for it. The current stream waits, too, unless ``ahead``: then each use of a unit's
+        parameters waits, and units are published in the order given.
         """
         if not units:
             return
@@ -95,8 +95,10 @@ class Publisher:
                 published.wait()
 
     def _begin(self, segment: Segment) -> Callable[[], None]:
-        """Return what ends it. Where segments share scratch memory, or are lent memory of another tier than the device,
-        one begins when the one before has ended.
+        """Return the function that ends publishing the segment.
+
+        It also begins it if segments share scratch memory or memory of another tier than the device: these are
+        published one after the other.
         """
         assert segment.master is not None
         master, plan = segment.master.lend().wait(), segment.plan
@@ -107,7 +109,7 @@ class Publisher:
         return begin().finish if segment.rest.tier is Tier.DEVICE else lambda: begin().finish()
 
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
-        """Run ``work``, which gathers, in its turn among the gathers, once ``event`` has passed."""
+        """Run ``work``, a gather, on the stream of gathers, once ``event`` has passed."""
 
         def run() -> None:
             event.wait()
@@ -116,10 +118,10 @@ class Publisher:
         return self._stream.run(run)
 
     def deliver(self, segment: Segment, values: Tensor, updated: Residence, *, exact: bool = False) -> None:
-        """Bring one segment's ``updated`` weights, master or parameters, into the stored ones.
+        """Store one segment's updated weights (master weights or parameters, with residence ``updated``).
 
         Args:
-            exact: as they are, whatever the row's strategy.
+            exact: store them uncompressed, whatever the row's strategy.
         """
         publish = self._plan_of(segment)
         if not exact and isinstance(publish, RunnablePublish):

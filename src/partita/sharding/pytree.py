@@ -1,4 +1,4 @@
-"""Tensors in the arguments and outputs of modules: in containers, objects of any class, closures and generators."""
+"""Search and replacement of tensors in module arguments and outputs: in containers, objects and closures."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors of a module's arguments or output: in tuples, lists, mappings and dataclasses."""
+    """Yield the tensors of a module's arguments or output, in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -32,7 +32,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its tensors changed, in containers of the same kinds; the same object where nothing changed."""
+    """Return ``value`` with its tensors replaced, in containers of the same types; others are not copied."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -49,42 +49,42 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = _changed({name: getattr(value, name) for name in value.__dataclass_fields__}, change)
         value = copy.copy(value) if changed else value
         for name, item in changed.items():
-            object.__setattr__(value, name, item)  # a frozen one is changed too: the copy is not yet anyone's
+            object.__setattr__(value, name, item)  # also a frozen one: nobody else refers to the copy
     return value
 
 
 def _changed(items: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
-    """Those of the items that contain tensors which ``change`` replaces, mapped."""
+    """Return the mapped items, without those that ``change`` leaves unchanged."""
     mapped = ((key, item, map_tensors(item, change)) for key, item in items.items())
     return {key: new for key, old, new in mapped if new is not old}
 
 
-# Objects that hold no results of a forward, or that the whole program shares.
+# Objects without results of a forward, or shared by the program.
 _CLOSED = (
     *(str, bytes, int, float, complex, type(None), torch.Size, torch.dtype, torch.device),
     *(type, nn.Module, logging.Logger),
     *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.BuiltinFunctionType),
 )
-_CONTAINERS = (list, deque, dict)  # that can be written
+_CONTAINERS = (list, deque, dict)  # mutable
 _SLOTS = types.MemberDescriptorType
-LIMIT = 20_000  # objects that are searched
+LIMIT = 20_000  # maximum number of objects that are searched
 
 
 def held_tensors(value: object) -> Sequence[Tensor]:
-    """The tensors that ``value`` is or holds. Modules, classes and global names are not followed."""
+    """Return the tensors that ``value`` is or contains. Modules, classes and global names are not searched."""
     found, others = list[Tensor](), list[object]()
     _search_containers(value, found, others)
     if others:
-        found += [held for held in _reachable(others) if _is(held, Tensor)]  # type: ignore[misc]
+        found += [held for held in _reachable(others) if _is_instance(held, Tensor)]  # type: ignore[misc]
     return found
 
 
 def replace_held(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Replace tensors that ``value`` is or holds by what ``change`` returns for them.
+    """Replace the tensors that ``value`` is or contains by the results of ``change``.
 
-    Containers are made anew (see :func:`~partita.sharding.pytree.map_tensors`); other objects and closures are
-    changed. What cannot be written (the variables of a generator, a set) stays as it is, and so do
-    parameters that objects hold, which may be the object's for longer than this forward.
+    Containers are copied (see :func:`~partita.sharding.pytree.map_tensors`); other objects and closures are modified in
+    place. Read-only places (the variables of a generator, a set) stay as they are. So do parameters in objects, which
+    may belong to the object for longer than this forward.
     """
     changed = dict[int, tuple[Tensor, Tensor]]()  # by the ids of the tensors before and after
 
@@ -95,23 +95,23 @@ def replace_held(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return changed[id(tensor)][1]
 
     def renewed(item: object) -> object:
-        return map_tensors(item, lambda held: held if _is(held, nn.Parameter) else change_once(held))
+        return map_tensors(item, lambda held: held if _is_instance(held, nn.Parameter) else change_once(held))
 
     value = map_tensors(value, change_once)
     others = list[object]()
     _search_containers(value, [], others)
     for holder in list(_reachable(others)):
-        for item, write in _places(holder):
-            if (_is(item, Tensor) or type(item) is tuple) and (new := renewed(item)) is not item:
+        for item, write in _writable_items(holder):
+            if (_is_instance(item, Tensor) or type(item) is tuple) and (new := renewed(item)) is not item:
                 with contextlib.suppress(AttributeError, TypeError):  # read only
                     write(new)
     return value
 
 
 def replace_in_containers(value: object, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace tensors in a list, deque or dict, and in those that it holds, by what ``change`` returns for them.
+    """Replace tensors in a list, deque or dict, and in those inside it, by the results of ``change``.
 
-    The containers stay the same objects. Tuples in them are made anew; objects of other classes are not searched.
+    The containers stay the same objects. Tuples in them are copied; objects of other classes are not searched.
     """
     pending, seen = [value], set[int]()
     while pending:
@@ -119,21 +119,21 @@ def replace_in_containers(value: object, change: Callable[[Tensor], Tensor]) -> 
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        for key, item in list(holder.items() if _is(holder, dict) else enumerate(holder)):
-            if _is(item, _CONTAINERS):
+        for key, item in list(holder.items() if _is_instance(holder, dict) else enumerate(holder)):
+            if _is_instance(item, _CONTAINERS):
                 pending.append(item)
-            elif _is(item, Tensor | tuple) and (new := map_tensors(item, change)) is not item:
+            elif _is_instance(item, Tensor | tuple) and (new := map_tensors(item, change)) is not item:
                 holder[key] = new
 
 
-def _is(item: object, kinds: Any) -> bool:
-    """``isinstance`` without asking the object, which may answer for another one."""
+def _is_instance(item: object, kinds: Any) -> bool:
+    """``isinstance`` without ``__class__`` of the object, which a proxy may override."""
     return issubclass(type(item), kinds)
 
 
 def _search_containers(value: object, found: list[Tensor], others: list[object]) -> None:
-    """Sort what containers hold into tensors and objects of other classes."""
-    if _is(value, Tensor):
+    """Append the contents of containers to ``found`` (tensors) and ``others`` (objects of other classes)."""
+    if _is_instance(value, Tensor):
         found.append(value)  # type: ignore[arg-type]
     elif isinstance(value, list | tuple):
         for item in value:
@@ -141,51 +141,50 @@ def _search_containers(value: object, found: list[Tensor], others: list[object])
     elif type(value) is dict:
         for item in value.values():
             _search_containers(item, found, others)
-    elif not _is(value, _CLOSED):
+    elif not _is_instance(value, _CLOSED):
         others.append(value)
 
 
 def _reachable(values: Iterable[object]) -> Iterator[object]:
-    """All objects that can be reached from ``values``, and these; each once, and of tensors nothing further."""
+    """Yield ``values`` and all objects reachable from them, each once; references of tensors are not followed."""
     seen, pending = dict[int, object](), deque(values)
     while pending:
         item = pending.popleft()
-        if _is(item, _CLOSED) or id(item) in seen:
+        if _is_instance(item, _CLOSED) or id(item) in seen:
             continue
         if len(seen) == LIMIT:
             warnings.warn(
-                f"a forward takes or returns a {type(seen[next(iter(seen))]).__name__} that holds more than {LIMIT} "
-                "objects: tensors beyond these are not found where parameters are sharded; return tensors, tuples or "
-                "dicts",
+                f"a forward takes or returns a {type(seen[next(iter(seen))]).__name__} with more than {LIMIT} objects: "
+                "with sharded parameters, tensors beyond these are not found; return tensors, tuples or dicts",
                 stacklevel=2,
             )
             return
-        seen[id(item)] = item  # which keeps the id from being used again
+        seen[id(item)] = item  # keeps the id unique
         yield item
-        if not _is(item, Tensor):
+        if not _is_instance(item, Tensor):
             pending.extend(_referents(item))
 
 
 def _referents(item: object) -> Sequence[Any]:
-    """The objects that an object refers to."""
-    if _is(item, types.FunctionType):  # whose global names are not its own
+    """Return the objects that an object refers to."""
+    if _is_instance(item, types.FunctionType):  # not its global names
         return [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]  # type: ignore[attr-defined]
     return gc.get_referents(item)
 
 
-def _places(holder: Any) -> Iterator[tuple[object, Callable[[Any], None]]]:
-    """The values that an object keeps, each with a function that writes another in its place."""
-    if _is(holder, list | deque):
+def _writable_items(holder: Any) -> Iterator[tuple[object, Callable[[Any], None]]]:
+    """Yield the values in an object, each with a function that replaces it."""
+    if _is_instance(holder, list | deque):
         for number, item in enumerate(holder):
             yield item, partial(holder.__setitem__, number)
-    elif _is(holder, dict):
+    elif _is_instance(holder, dict):
         yield from _items(holder)
-    if _is(holder, Tensor | tuple | list):
+    if _is_instance(holder, Tensor | tuple | list):
         return
     if type(attributes := getattr(holder, "__dict__", None)) is dict:
         yield from _items(attributes)
-    slots = [slot for kind in type(holder).__mro__ for slot in vars(kind).values() if _is(slot, _SLOTS)]
-    for slot in [types.CellType.cell_contents] if _is(holder, types.CellType) else slots:
+    slots = [slot for kind in type(holder).__mro__ for slot in vars(kind).values() if _is_instance(slot, _SLOTS)]
+    for slot in [types.CellType.cell_contents] if _is_instance(holder, types.CellType) else slots:
         try:
             item = slot.__get__(holder)
         except (AttributeError, ValueError):  # not set; an empty cell

@@ -1,4 +1,4 @@
-"""Frozen parameters in a quantized form: no unit holds them. They stay whole where they are, with rank 0's values."""
+"""Frozen quantized parameters: they belong to no unit, and stay unsharded where they are, with rank 0's values."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from partita.planner.parameters import Holding, inner_names
 
 
 def describe(holding: Holding) -> str:
-    """Describe everything that must be the same on all ranks."""
+    """Describe the properties that must be equal on all ranks."""
     held = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(holding.param))
     return f"quantized parameter '{holding.fqns[0]}', a {type(holding.param).__name__} of {held}"
 
 
 @torch.no_grad()
 def make_alike(holdings: Sequence[Holding], group: Group, device: torch.device) -> None:
-    """Give every rank of the group its first rank's values."""
+    """Broadcast the first rank's values in the group."""
     own = [tensor for holding in holdings for tensor in tensors_in(holding.param)]
     sent = [tensor.to(device) for tensor in own]  # a scale may be on the host
     group.broadcast(sent, "start")
@@ -28,7 +28,7 @@ def make_alike(holdings: Sequence[Holding], group: Group, device: torch.device) 
 
 
 def tensors_in(param: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a quantized parameter consists of: its values, and the scales that they go with."""
+    """Yield the plain tensors of a quantized parameter: its values, and their scales."""
     names = inner_names(param)
     for name in names:
         yield from tensors_in(getattr(param, name))
@@ -39,7 +39,7 @@ def tensors_in(param: Tensor) -> Iterator[Tensor]:
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Those of what is kept beside the values, such as the scales of bitsandbytes."""
+    """Yield the tensors in an attribute of a parameter, such as the scales of bitsandbytes."""
     if isinstance(value, Tensor):
         yield value.data
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):

@@ -1,9 +1,10 @@
-"""Gradients on their way: collected as backward produces them, reduced in one order fixed when the plan is made.
+"""The gradient reducer: it collects gradients during backward and reduces buckets in a fixed order.
 
-A *wave* reduces every bucket once, in order: a bucket is launched as soon as it has all it expects and every earlier
-one is launched, and when the backward ends the rest follow, with zeros for what did not come. So ranks may run
-different modules (or none) and still meet in the same reductions. What arrives after its bucket was launched waits for
-the next wave; what is left when the step ends is agreed on by all ranks and reduced then.
+A *reduce pass* reduces every bucket once, in order. A bucket is launched as soon as all gradients that it expects have
+arrived and all earlier buckets are launched. When the backward ends the remaining buckets are launched, with zeros for
+missing gradients. So ranks may run different modules (or none) and still call the same reductions. A gradient that
+arrives after the launch of its bucket is reduced in the next pass; at the step all ranks agree on the buckets with
+gradients that no pass has reduced, and reduce these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,26 +35,27 @@ from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 
-_factors: list[float] = []  # of the backwards under way in this process: autograd runs hooks on threads of its own
+# loss scales of the running backwards; a global, because autograd runs hooks on its own threads
+_loss_scales: list[float] = []
 
 
 @contextmanager
 def scaled_by(factor: float) -> Iterator[None]:
-    """A backward of a loss that was multiplied by ``factor``."""
-    _factors.append(factor)
+    """Context of a backward whose loss was multiplied by ``factor``."""
+    _loss_scales.append(factor)
     try:
         yield
     finally:
-        _factors.pop()
+        _loss_scales.pop()
 
 
 def factor_under_way() -> float:
-    """Return the factor of the gradients that arrive now."""
-    return _factors[-1] if _factors else 1.0
+    """Return the loss scale of the gradients that arrive now."""
+    return _loss_scales[-1] if _loss_scales else 1.0
 
 
 class GradientPools:
-    """Three kinds of slots: to collect gradients in, to receive in, and for sums that rest nowhere."""
+    """Buffer pools for collecting gradients, for receiving, and for reduced gradients that are not stored."""
 
     def __init__(self, buckets: Sequence[Bucket], ledger: Ledger, device: torch.device) -> None:
         self._in_pieces = accelerator.is_host(device)
@@ -72,7 +74,7 @@ class GradientPools:
         return iter((self._collecting, self._receiving, *self._sums.values()))
 
     def provide(self, bucket: Bucket) -> None:
-        """Have slots for one more bucket."""
+        """Add slots for another bucket."""
         num_bytes = self._scratch_bytes[id(bucket)] = self._bytes_to_receive(bucket)
         if not bucket.moves:
             return
@@ -89,46 +91,46 @@ class GradientPools:
     # ---------------------------------------------------------------- collecting
 
     def lend(self, bucket: Bucket) -> None:
-        """Give a bucket a slot to collect in, where it needs one and has none."""
+        """Give a bucket a slot to collect gradients in, if it needs one and has none."""
         if isinstance(bucket.buffer, PooledBuffer) and bucket.buffer.full is None:
             bucket.buffer.borrow(self._collecting.borrow(bucket.num_bytes))
 
     def take_back(self, slot: Slot, last_use: Event) -> None:
-        """A slot that a bucket has collected in is free once ``last_use`` has passed."""
+        """Return a bucket's slot, which is free once ``last_use`` has passed."""
         self._collecting.give_back(slot, last_use)
 
     # ----------------------------------------------------------------- receiving
 
     def scratch(self, buckets: Sequence[Bucket]) -> Slot | None:
-        """A slot for what the largest of these buckets receives; None where none receives anything."""
+        """Borrow a slot for receiving in the largest of these buckets; None if none of them needs one."""
         num_bytes = max((self._scratch_bytes[id(bucket)] for bucket in buckets), default=0)
         return self._receiving.borrow(num_bytes) if num_bytes else None
 
     def in_slot(self, slot: Slot | None, bucket: Bucket) -> Tensor | None:
-        """The memory of such a slot, as one bucket receives in it."""
+        """Return the memory of such a slot as a tensor for one bucket."""
         if slot is None or not (num_bytes := self._scratch_bytes[id(bucket)]):
             return None
         return over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
 
     def give_back_scratch(self, slot: Slot | None, last_use: Event) -> None:
-        """Such a slot is free once ``last_use`` has passed."""
+        """Return such a slot, which is free once ``last_use`` has passed."""
         if slot is not None:
             self._receiving.give_back(slot, last_use)
 
     # ---------------------------------------------------------------------- sums
 
     def for_sum(self, bucket: Bucket) -> Slot | None:
-        """A slot for the bucket's sum; None where that rests."""
+        """Borrow a slot for the bucket's reduced gradients; None if these are stored."""
         return None if bucket.sums_tier is None else self._sums[bucket.sums_tier].borrow(bucket.shard_bytes)
 
     def give_back_sum(self, slot: Slot, bucket: Bucket, used: Event) -> None:
-        """The sum is used up once ``used`` has passed."""
+        """Return such a slot, which is free once ``used`` has passed."""
         assert bucket.sums_tier is not None
         self._sums[bucket.sums_tier].give_back(slot, used)
 
 
 class GradientUser(Protocol):
-    """``steps``: so far; ``loss_scale``: what losses are multiplied by."""
+    """The optimizer side that uses reduced gradients. ``steps``: the number of steps so far."""
 
     steps: int
 
@@ -136,19 +138,23 @@ class GradientUser(Protocol):
     def loss_scale(self) -> float: ...
 
     def begin(self) -> None:
-        """A backward is about to bring its first gradient."""
+        """Called before the first gradient of a backward."""
 
     def use(self, bucket: Bucket) -> Event:
-        """The reduction of gradients that rest nowhere is queued. The event passes when the sums are used up."""
+        """Use reduced gradients that are not stored, whose reduction is queued. Returns the event of their last use."""
 
     def unfreeze(self, segment: Segment) -> None:
-        """A segment begins to train."""
+        """Called when a segment begins to train."""
 
 
 @dataclass
 class _ReducePass:
-    """``next``: the first bucket, in order, that it has not launched; ``task``: autograd's number of the backward under
-    way; ``took_part``: this micro-batch has brought a gradient, or has joined the others.
+    """The state of the current reduce pass.
+
+    Attributes:
+        next: the index of the first bucket that was not launched.
+        task: autograd's graph task id of the running backward.
+        took_part: True if this micro-batch brought a gradient or has joined the other ranks' reductions.
     """
 
     next: int = 0
@@ -159,9 +165,13 @@ class _ReducePass:
 class GradientReducer:
     """Collects and reduces the gradients of all buckets: their mean over the ranks and the micro-batches of a step.
 
-    Attributes: ``scales``: what the losses of this rank's gradients since the last update were multiplied by;
-    ``covered``: members whose gradients of a complete batch were collected; ``num_passes``: how many have ended;
-    ``sync_states``: what is kept of all buckets between steps; ``finite`` watches losses and gradients.
+    Attributes:
+        scales: the loss scales of this rank's gradients since the last update.
+        placeholder_members: members whose ``.grad`` is a placeholder, after a complete batch.
+        num_passes: the number of reduce passes that have ended.
+        sync_states: the states of all buckets' syncs between steps.
+        finite: watches losses and gradients for non-finite values.
+        aside: if set, receives parameters and gradients in place of the buckets.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
@@ -183,16 +193,16 @@ class GradientReducer:
         self._user: GradientUser | None = None
         self.aside: Callable[[nn.Parameter, Tensor], None] | None = None
         self.scales = set[float]()
-        self.collected_members = list[Member]()
+        self.placeholder_members = list[Member]()
         self.num_passes = 0
         self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
-        """Have ``user`` use the gradients; called once, before the first backward."""
+        """Set the user of the gradients; called once, before the first backward."""
         self._user = user
 
     def add(self, bucket: Bucket) -> None:
-        """Take up the bucket of a segment that begins to train; it is reduced last."""
+        """Add the bucket of a segment that begins to train; it is reduced last."""
         self.buckets.append(bucket)
         bucket.warm_up(self._is_warming_up)
         self._bucket_of.update((id(member), bucket) for member in bucket.members)
@@ -204,19 +214,19 @@ class GradientReducer:
             self._user.unfreeze(segment)
 
     def warm_up(self, is_warming_up: bool) -> None:
-        """From the next step on gradients are summed as in the warm-up, or as later."""
+        """Use the syncs of the warm-up, or those of later steps, from the next step."""
         self._is_warming_up = is_warming_up
         for bucket in self.buckets:
             bucket.warm_up(is_warming_up)
 
     def bucket_of(self, member: Member) -> Bucket | None:
-        """The bucket of a member that trains."""
+        """Return the bucket of a member; None if it does not train."""
         return self._bucket_of.get(id(member))
 
-    # -------------------------------------------------------------- what a wave does
+    # ------------------------------------------------- configuration of a reduce pass
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Gradients that rest whole are reduced as the backward of a step's last micro-batch brings them."""
+        """Begin a micro-batch. Only the last one of a step reduces gradients that are collected in full buffers."""
         self._is_last_micro_batch = is_last
 
     @property
@@ -226,7 +236,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients stay with their parameters, whole."""
+        """Context that keeps gradients in ``.grad``, unreduced."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -240,28 +250,28 @@ class GradientReducer:
     # ---------------------------------------------------------------- in backward
 
     def backward_began(self) -> None:
-        """A gradient reached the model's output: the wave ends with this backward (once a backward)."""
+        """Note that a backward has begun: the reduce pass ends with it. Later calls in the same backward do nothing."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._reduce_pass.task is None:
             assert self._user is not None
             self._reduce_pass.task = task
             self._user.begin()
-            self._unmark_collected()
+            self._remove_placeholders()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def arrived(self, member: Member) -> None:
-        """A parameter's gradient is in its ``.grad``.
+        """Handle a parameter's gradient, which is in its ``.grad``.
 
         Raises:
             PartitaError: the gradient is sparse.
         """
-        if self.collected_members:
+        if self.placeholder_members:
             member.unmark_collected()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise PartitaError(
-                f"the gradient of '{member.fqn}' is sparse ({grad.layout}), and gradients are held dense: build the "
-                "module with sparse=False"
+                f"the gradient of '{member.fqn}' is sparse ({grad.layout}), but only dense gradients are supported: "
+                "build the module with sparse=False"
             )
         bucket = self._bucket_of[id(member)]
         if self.aside is not None and grad is not None and bucket.buffer.collects:
@@ -295,11 +305,11 @@ class GradientReducer:
             self._launch(self._order[self._reduce_pass.next])
             self._reduce_pass.next += 1
 
-    def release_held_back(self) -> None:
-        """The others do not answer; they may wait for a bucket that this rank holds back for gradients that do not
-        come.
+    def launch_stalled_bucket(self) -> None:
+        """Launch the next bucket although gradients are missing, if other ranks seem to wait for it.
 
-        A sign of that is a later bucket that is complete. What still comes is reduced at the step.
+        Called when other ranks do not respond. This rank is the cause if a later bucket is complete. Gradients that
+        arrive later are reduced at the step.
         """
         later = self._order[self._reduce_pass.next + 1 :]
         if self._reduce_pass.task is not None and any(
@@ -310,18 +320,18 @@ class GradientReducer:
             self._launch_complete()
 
     def join(self) -> None:
-        """A micro-batch that brought this rank no gradient: join the others' reductions, with zeros."""
+        """Join the other ranks' reductions, with zeros, if this micro-batch brought no gradient."""
         if not self._reduce_pass.took_part:
             self.end_pass()
         self._reduce_pass.took_part = True
 
     def end_micro_batch(self) -> None:
-        """This rank has come to the end of a micro-batch."""
+        """End this rank's micro-batch."""
         self.join()
         self._reduce_pass.took_part = False
 
     def end_pass(self) -> None:
-        """Launch what this wave has not launched yet, with zeros for what did not come."""
+        """Launch the remaining buckets of this reduce pass, with zeros for missing gradients."""
         if self._order and self._reducing(self._order[0]):
             for bucket in self._order[self._reduce_pass.next :]:
                 self._launch(bucket)
@@ -329,32 +339,32 @@ class GradientReducer:
             self._reduce_pass.took_part = True
         self._begin_pass()
         if self._is_last_micro_batch:
-            self._mark_collected()
+            self._set_placeholders()
 
     def _begin_pass(self) -> None:
         for bucket in self.buckets:
             bucket.arrivals.end_pass()
         self._reduce_pass.next = 0
 
-    def _mark_collected(self) -> None:
-        """A batch's gradients were collected: say so where the user may look for them."""
-        self.collected_members = [
+    def _set_placeholders(self) -> None:
+        """Set the ``.grad`` of a batch's parameters to placeholders."""
+        self.placeholder_members = [
             m for b in self.buckets if b.buffer.collects for m in b.members if id(m) in b.arrivals.used
         ]
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self.collected_members:
+            for member in self.placeholder_members:
                 member.mark_collected()
 
-    def _unmark_collected(self) -> None:
+    def _remove_placeholders(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for member in self.collected_members:
+            for member in self.placeholder_members:
                 member.unmark_collected()
-        self.collected_members.clear()
+        self.placeholder_members.clear()
 
     # ------------------------------------------------------------- one reduction
 
     def _launch(self, bucket: Bucket) -> None:
-        """Queue a bucket's reduction, with zeros for what did not come."""
+        """Queue a bucket's reduction, with zeros for missing gradients."""
         if bucket.buffer.keeps_full:
             bucket.reopen()
         else:
@@ -375,14 +385,16 @@ class GradientReducer:
             self.pools.give_back_sum(sums, bucket, self._user.use(bucket))
 
     def _seeded(self) -> Interpreter:
-        """With random numbers of its own, which depend on nothing but the step and the order within it."""
+        """Return an interpreter with a seed that depends only on the step and the number of the call within it."""
         assert self._user is not None
         self._num_seeds += 1
         return self._interpreter.seeded(self._user.steps, self._num_seeds)
 
     def _scale_of(self, bucket: Bucket) -> float:
-        """Return the factor of the bucket's gradients. A rank that has none sends the errors that it keeps all the
-        same. (Where there are several factors, the step is an error.)
+        """Return the loss scale of the bucket's gradients.
+
+        A rank without gradients sends its error-feedback residuals all the same. (With several scales the step is an
+        error.)
         """
         assert self._user is not None
         if bucket.sync.keeps_errors and not self.scales:
@@ -392,26 +404,26 @@ class GradientReducer:
     # -------------------------------------------------------------- at the step
 
     def drain(self) -> None:
-        """Wait for every reduction under way; the current stream may read the shards afterwards."""
+        """Wait for all launched reductions; the current stream may read the shards afterwards."""
         with span("wait for reduce"):
             self._launched.wait()
 
     def leftovers(self) -> list[bool]:
-        """For each bucket, whether this rank holds gradients that no wave has taken."""
+        """Return for each bucket whether it has gradients on this rank that no reduce pass has reduced."""
         return [bucket.is_left_over for bucket in self.buckets]
 
     def launch(self, chosen: Sequence[bool]) -> None:
-        """Reduce the chosen buckets (the same on every rank), in order, and end the wave."""
+        """Reduce the chosen buckets (the same on every rank), in order, and begin a new reduce pass."""
         for bucket, wanted in zip(self.buckets, chosen, strict=True):
             if wanted:
                 self._launch(bucket)
         self._begin_pass()
 
     def complete_unreduced(self) -> None:
-        """Complete the gradients that need no reduction (there are no other ranks).
+        """Complete the gradients that need no reduction (on one rank).
 
         Raises:
-            PartitaError: one was changed since backward.
+            PartitaError: a gradient was changed since backward.
         """
         for bucket in self.buckets:
             if not bucket.buffer.collects:
@@ -420,8 +432,9 @@ class GradientReducer:
                 bucket.fill_up()
 
     def add_copies(self) -> None:
-        """Once all else is reduced: the sums over the ranks that have copies. What other stages have comes first, by
-        name: no order of units is that of all stages.
+        """Sum gradients over copies, when all reductions are complete.
+
+        Buckets with copies on other pipeline stages come first, ordered by name: stages have different unit orders.
         """
         chosen = [bucket for bucket in self.buckets if not bucket.has_all_copies]
         tied = sorted((b for b in chosen if b.plan.copies.is_tied), key=lambda bucket: bucket.members[0].fqn)
@@ -435,8 +448,11 @@ class GradientReducer:
         self.drain()
 
     def gather(self, used: AbstractSet[int], factor: float) -> None:
-        """Gather sums where the optimizer works on whole gradients, and running averages where all ranks have them, of
-        what any rank has ``used``; ``factor``: what sums were multiplied by.
+        """All-gather reduced gradients for an optimizer that needs them unsharded, and averages that all ranks keep.
+
+        Args:
+            used: ids of the members that got a gradient on any rank.
+            factor: the factor that the sums were multiplied by.
         """
         chosen = [bucket for bucket in self.buckets if bucket.sync.gathers]
         slot = self.pools.scratch(chosen)
@@ -454,8 +470,8 @@ class GradientReducer:
                 gathered.wait()
 
     def zero(self) -> None:
-        """Forget all gradients; their memory is kept for the next step where the table says that it rests."""
-        self._unmark_collected()
+        """Drop all gradients. Buffers that the table stores keep their memory for the next step."""
+        self._remove_placeholders()
         self.finite.clear()
         self._reduce_pass.task = None
         self._reduce_pass.next = self._num_seeds = 0

@@ -1,4 +1,4 @@
-"""A model under a plan: its units, how they move, and the hooks that make it happen."""
+"""The runtime of a sharded model: its units, gradient buckets and hooks."""
 
 import logging
 import weakref
@@ -46,21 +46,23 @@ from partita.transforms.modules import ModuleTransforms
 
 _log = logging.getLogger("partita")
 
-# What a segment may keep beside moments: parameters, the second part of them, gradients, master weights.
+# States of a segment besides moments: parameters, their secondary shard, gradients, master weights.
 NUM_STATES = 4
 
 
 class Runtime:
     """Everything between the user's modules and the optimizer.
 
-    Attributes: ``row``: the row of the table for parameters that are like most; ``gradient_group``: the ranks whose
-    gradients are summed up, which hold the same parameters; ``spans_nodes``: the ranks are on several nodes.
+    Attributes:
+        row: the row of the table for most parameters.
+        gradient_group: the ranks whose gradients are summed, which have the same parameters.
+        spans_nodes: True if the ranks are on several nodes.
 
     Args:
-        blueprint: of this model.
+        blueprint: the plan of this model.
         transforms: receives the changes to the modules.
-        source: brings values for the parameters instead of the model's own (see :class:`Assembly`).
-        by_kernels: the optimizer writes the parameters by :mod:`partita.kernels`.
+        source: values for the parameters that replace the model's own (see :class:`Assembly`).
+        by_kernels: True if the optimizer writes the parameters by :mod:`partita.kernels`.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Runtime:
             unit.number += first
         if mesh.watchdog is None:
             mesh.watchdog = collectives.all_ranks.watchdog()
-        agreement = agree(self.gradient_group, mesh, lambda: self.reducer.release_held_back())
+        agreement = agree(self.gradient_group, mesh, lambda: self.reducer.launch_stalled_bucket())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
         self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
@@ -143,20 +145,20 @@ class Runtime:
 
     @property
     def runs_all(self) -> bool:
-        """True if every rank holds a share of every parameter, and runs every module."""
+        """True if every rank has a shard of every parameter and runs every module."""
         return self.collectives.mesh.shape.group_size(MODULE_AXES) == self.collectives.all_ranks.size
 
     # ------------------------------------------------------------------ building
 
     def _scratch(self, blueprint: Blueprint) -> Tensor | None:
-        """Allocate what unsharding and publishing need, where parameters travel in another format."""
+        """Allocate scratch memory for unsharding and publishing, if parameters are communicated in another format."""
         if not (num_bytes := unshard_scratch_bytes(blueprint.units)):
             return None
         self.memory.ledger.add("codes", num_bytes)
         return allocate(num_bytes, torch.uint8, self.collectives.mesh.device)
 
     def _provide_disk(self, blueprint: Blueprint) -> None:
-        """Take all the disk space that the plan asks for, before anything of the model is touched."""
+        """Reserve all disk space of the plan, before the model is changed."""
         held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.num_moments)
         num_bytes = bytes_by_tier(held)[Tier.DISK]
         num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.num_moments)
@@ -164,7 +166,7 @@ class Runtime:
             self.memory.provide_disk(num_bytes, num_states if num_bytes else 0)
 
     def _wait_in_threads(self) -> None:
-        """Have threads where moving a state takes waiting for the host: for the disk, an update, a copy's end."""
+        """Start threads for streams whose work waits on the host: for the disk, an update or the end of a copy."""
         rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
         if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
@@ -185,7 +187,7 @@ class Runtime:
         assembly.fill_others()
 
     def give_back(self) -> None:
-        """Undo a start that has failed, on all ranks: what was moved out of the model is the model's own again."""
+        """Undo a failed start on all ranks: give moved parameters and buffers back to the model."""
         for hook in self._hooks:
             hook.remove()
         rounded = list[str]()
@@ -208,8 +210,8 @@ class Runtime:
             module._buffers.update(buffers)
         if rounded and self.collectives.mesh.rank == 0:
             _log.warning(
-                "initialize failed when %d parameters (of which the first is '%s') had been cast to the compute dtype: "
-                "they keep the rounded values; build the model anew to start from those before",
+                "initialize failed after %d parameters (the first is '%s') had been cast to the compute dtype: they "
+                "keep the rounded values; build the model anew to get the exact ones",
                 len(rounded),
                 rounded[0],
             )
@@ -224,7 +226,7 @@ class Runtime:
     # ------------------------------------------------------------------- forward
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before every forward of the whole model."""
+        """Prepare a forward of the model: a hook that returns the arguments to use."""
         if torch._C._current_graph_task_id() == -1:
             self.events.backwards.forget()
             self.unsharder.begin_forward()
@@ -234,7 +236,7 @@ class Runtime:
         return args, kwargs
 
     def _graph_of_now(self) -> Callable[[], None]:
-        """Return the function to call when a backward reaches the output of the forward that ends now."""
+        """Return the function to call when a backward reaches the output of the forward that has just ended."""
         version, to_runtime = self.unsharder.version, weakref.ref(self)
 
         def began() -> None:
@@ -245,7 +247,7 @@ class Runtime:
         return began
 
     def _refresh(self) -> None:
-        """Notice what the user did to parameters since the last forward: unfrozen, replaced, moved."""
+        """Detect changes of parameters since the last forward: unfrozen, replaced or moved ones."""
         self.structure.check()
         slices_sequences = self.collectives.mesh.shape.sequence > 1
         with torch._C.DisableTorchFunctionSubclass():
@@ -255,12 +257,12 @@ class Runtime:
                 if slices_sequences and member.param._backward_hooks:
                     raise PartitaError(
                         f"parameter '{member.fqn}' has a gradient hook (register_hook), which under parallel.sequence "
-                        "would be given the part of this rank's positions, not the gradient; remove the hook, and read "
-                        "the gradient by engine.gradient(name)"
+                        "would get the gradient of this rank's positions only; remove the hook, and read the gradient "
+                        "by engine.gradient(name)"
                     )
 
     def _train(self, member: Member) -> None:
-        """A parameter trains for the first time."""
+        """Set up a parameter that begins to train: its bucket and its hook."""
         segment = member.segment
         if not segment.trains:
             segment.trains = True
@@ -271,11 +273,11 @@ class Runtime:
         self._hooks.append(LastHook(member.param, announce(member, self.reducer.arrived)))
         member.hooked = True
 
-    # ----------------------------------------------------------------- otherwise
+    # ------------------------------------------------------- between and at steps
 
     def wait_for_updates(self, units: Sequence[Unit]) -> None:
-        """These units' updates run beside the caller: their forward waits for them (gathers do so by themselves)."""
-        waits = Subscriber(opened=lambda visit: visit.unit.finish_update())
+        """Make the forward of these units wait for their overlapped updates. (Gathers do so already.)"""
+        waits = Subscriber(opened=lambda call: call.unit.finish_update())
         self.events.subscribe([unit for unit in units if unit.always_unsharded], waits)
 
     def touched(self, param: nn.Parameter, what: str) -> None:
@@ -292,7 +294,7 @@ class Runtime:
             self.written.expose(*self._members[id(param)], values)
 
     def _store_exactly(self, loaded: list[tuple[Member, Tensor]]) -> None:
-        """Store fp32 values, of which parameters that rest whole were given the rounded ones."""
+        """Store fp32 values of parameters that are stored unsharded and have got the rounded values."""
         by_segment = defaultdict[int, list[tuple[Member, Tensor]]](list)
         for member, values in loaded:
             by_segment[id(member.segment)].append((member, values))
@@ -306,7 +308,7 @@ class Runtime:
         self.written.stored([member for member, _ in loaded])
 
     def end_micro_batch(self) -> None:
-        """All ranks have come to the end of a micro-batch."""
+        """End a micro-batch on all ranks."""
         self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.events.backwards.forget()
@@ -314,19 +316,20 @@ class Runtime:
         self.buffers.end_micro_batch()
 
     def settle(self) -> None:
-        """Make what is saved of this run all that it continues from: sum the errors that the ranks keep, and store the
-        weights as they are. A collective, between two steps.
+        """Reduce all states to what a checkpoint saves, so that this run continues as one that loads it.
+
+        Sums the ranks' error-feedback residuals, and stores parameters exactly. A collective, between two steps.
         """
         self.reducer.sync_states.settle()
         self._deliver([s for unit in self.units for s in unit.trained if s.planned.publish.needs_master])
 
     def warm_up(self, is_warming_up: bool) -> None:
-        """From the next step on gradients are summed, and weights published, as in the warm-up, or as later."""
+        """Use the syncs and publish strategies of the warm-up, or those of later steps, from the next step."""
         self.reducer.warm_up(is_warming_up)
         self.publisher.warm_up(is_warming_up)
 
     def publish(self) -> None:
-        """Bring master weights, which were written outside a step, into the parameters of all ranks. A collective."""
+        """Publish master weights that were written outside a step to the parameters of all ranks. A collective."""
         self._deliver([segment for unit in self.units for segment in unit.trained])
 
     def _deliver(self, segments: Sequence[Segment]) -> None:
@@ -339,7 +342,7 @@ class Runtime:
             self.updated()
 
     def updated(self) -> None:
-        """Parameters were changed: graphs made before are void, as autograd finds out by the version counters."""
+        """Note a change of the parameters: earlier graphs are invalid, which autograd detects by version counters."""
         self.unsharder.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
@@ -348,14 +351,15 @@ class Runtime:
         self.written.note()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:
-        """Every parameter of the model with its unit."""
+        """Yield every parameter of the model with its unit."""
         for unit in self.units:
             for member in unit.members:
                 yield unit, member
 
     def close(self) -> None:
-        """Take the hooks off. Parameters stay where they are; those that are whole are the user's own again, and those
-        of which this rank has a part no engine takes again.
+        """Remove the hooks. Parameters stay where they are.
+
+        Unsharded ones are plain parameters again. Those with only this rank's slice are refused by later engines.
         """
         for hook in self._hooks:
             hook.remove()
@@ -371,7 +375,7 @@ class Runtime:
 def make_buckets(
     planned: Sequence[PlannedBucket], units: Sequence[Unit], accumulate: int, ledger: Ledger
 ) -> list[Bucket]:
-    """The buckets of the units' gradients as they are planned, in the order in which they will be reduced."""
+    """Return the planned gradient buckets, in the order in which they are reduced."""
     segments = {id(segment.planned): segment for unit in units for segment in unit.segments}
     members = defaultdict[int, list[Member]](list)
     for member in (member for unit in units for member in unit.members):

@@ -1,4 +1,4 @@
-"""Sums of squares, of which norms are made."""
+"""Squared norms, independent of how gradients are sharded."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,10 +11,10 @@ from partita.plan.span import QUANTUM
 
 
 def square(grad: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sum of squares of a tensor of any shape, in float64.
+    """Return the squared norm of a tensor of any shape, in float64.
 
-    It is summed in float64 over blocks of :data:`QUANTUM` elements in the order of memory, each of which is measured in
-    ``dtype``. Parameters and shards begin at block borders, so blocks are the same under every mesh and stage.
+    Norms are computed in ``dtype`` over blocks of :data:`QUANTUM` elements in memory order, and their squares are
+    summed in float64. Parameters and shards begin at block borders, so blocks are the same under every mesh and stage.
 
     Args:
         dtype: the default overflows where a block's norm exceeds 1.8e19.
@@ -23,14 +23,16 @@ def square(grad: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def sum_of_squares(grads: Iterable[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sum of :func:`square` of tensors on one device, with one kernel for each of them and three for all."""
+    """Return the sum of :func:`square` over tensors on one device, with one kernel per tensor and three for the sum."""
     norms = [norms for grad in grads for norms in _block_norms(grad, dtype)]
     return (norms[0] if len(norms) == 1 else torch.cat(norms)).double().square().sum()
 
 
 def _block_norms(grad: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     flat = grad.view(-1) if grad.is_contiguous() else grad.permute(memory_order(grad.stride())).reshape(-1)
-    rest = flat.numel() % QUANTUM
-    yield torch.linalg.vector_norm(flat[: flat.numel() - rest].view(-1, QUANTUM), dim=1, dtype=dtype)
-    if rest:  # filled up, as in a shard: the kernel adds up a row of another length in another order
-        yield torch.linalg.vector_norm(F.pad(flat[-rest:], (0, QUANTUM - rest)).view(1, QUANTUM), dim=1, dtype=dtype)
+    remainder = flat.numel() % QUANTUM
+    yield torch.linalg.vector_norm(flat[: flat.numel() - remainder].view(-1, QUANTUM), dim=1, dtype=dtype)
+    if remainder:  # padded, as in a shard: the kernel sums rows of another length in another order
+        yield torch.linalg.vector_norm(
+            F.pad(flat[-remainder:], (0, QUANTUM - remainder)).view(1, QUANTUM), dim=1, dtype=dtype
+        )

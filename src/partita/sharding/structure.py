@@ -1,7 +1,8 @@
-"""Changes that the user makes to the model: its modules, and values written into parameters in place.
+"""Detection of the user's changes to the model: replaced modules, and values written into parameters in place.
 
-``load_state_dict``, a clamp, a copy of averages, a momentum encoder that follows inside forward, weights that forward
-normalizes: written values last, as in one process. A write is found by the parameter's version counter.
+Examples of writes are ``load_state_dict``, a clamp, a copy of averages, a momentum encoder that is updated in forward,
+and weights that forward normalizes. Written values are kept, as in one process. A write is found by the parameter's
+version counter.
 """
 
 import warnings
@@ -26,7 +27,7 @@ from partita.sharding.unit import Unit, UnitState
 
 @dataclass
 class _Exposed:
-    """A parameter whose ``data`` was read: the checksum of its values, and the tensors that were returned."""
+    """A parameter whose ``data`` was read: the checksum of its values, and the returned tensors."""
 
     unit: Unit
     member: Member
@@ -46,42 +47,42 @@ class _Exposed:
 class Written:
     """Finds parameters that were written since the engine itself changed them, and stores the written values.
 
-    Sums of what was written are kept until the ranks have compared them (:meth:`agreed`).
+    Checksums of written values are kept until the ranks have compared them (:meth:`agreed`).
 
     Args:
         units: all units of the model.
-        rank: of this process: rank 0 warns.
+        rank: this process's rank; rank 0 warns.
     """
 
     def __init__(self, units: Sequence[Unit], rank: int) -> None:
         self._warns = rank == 0
         self._sharded = [unit for unit in units if not unit.always_unsharded]
         members = [member for unit in units if unit.always_unsharded for member in unit.members]
-        self._whole = [member for member in members if _has_owner(member.segment)]
+        self._always_unsharded = [member for member in members if _has_owner(member.segment)]
         self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
         self._exposed = dict[int, _Exposed]()  # by the member's id
         self._sums = dict[str, Tensor]()
 
     def __bool__(self) -> bool:
-        """True if there are parameters whose written values are stored elsewhere; the same on all ranks."""
-        return bool(self._whole or self._sharded)
+        """True if written values of some parameters must be copied to other memory; the same on all ranks."""
+        return bool(self._always_unsharded or self._sharded)
 
     def note(self) -> None:
-        """Take the parameters as they are for what the engine made them."""
-        members = [*self._whole, *(member for unit in self._sharded for member in unit.members)]
+        """Note the parameters' current versions as those that the engine made."""
+        members = [*self._always_unsharded, *(member for unit in self._sharded for member in unit.members)]
         with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
             self._versions = {id(member): member.param._version for member in members}
         self._exposed = {key: exposed for key, exposed in self._exposed.items() if exposed.is_alive}
-        self._sum_again(exposed.member for exposed in self._exposed.values())
+        self._update_checksums(exposed.member for exposed in self._exposed.values())
 
     def forget(self, members: Sequence[Member]) -> None:
-        """Ignore what was written into these parameters."""
+        """Ignore writes into these parameters so far."""
         with torch._C.DisableTorchFunctionSubclass():
             self._versions.update({id(m): m.param._version for m in members if id(m) in self._versions})
-        self._sum_again(members)
+        self._update_checksums(members)
 
     def expose(self, unit: Unit, member: Member, values: Tensor) -> None:
-        """A parameter may be written through ``values``, its ``data``, from here on."""
+        """Watch a parameter that may be written through ``values``, its ``data``, from now on."""
         if id(member) not in self._versions or unit.state is not UnitState.UNSHARDED:
             return
         if id(member) not in self._exposed:
@@ -90,27 +91,27 @@ class Written:
         exposed.tensors = [*(tensor for tensor in exposed.tensors if tensor() is not None), weakref.ref(values)]
 
     def exposed_units(self) -> list[Unit]:
-        """The units with parameters that may still be written through a tensor that their ``data`` returned."""
+        """Return the units with parameters that may still be written through a tensor that their ``data`` returned."""
         return [exposed.unit for exposed in self._exposed.values() if exposed.is_alive]
 
     def through_data(self, members: Iterable[Member]) -> list[Member]:
-        """Those of the parameters that were written through their ``data``."""
+        """Return those of the parameters that were written through their ``data``."""
         exposed = (self._exposed.get(id(member)) for member in members) if self._exposed else ()
         return [each.member for each in exposed if each is not None and each.is_written]
 
-    def _sum_again(self, members: Iterable[Member]) -> None:
+    def _update_checksums(self, members: Iterable[Member]) -> None:
         for member in members if self._exposed else ():
             if (exposed := self._exposed.get(id(member))) is not None and exposed.unit.state is UnitState.UNSHARDED:
                 exposed.sum = checksum(member.values)
 
     def stored(self, members: Sequence[Member]) -> None:
-        """Note that what was written into these parameters is stored already."""
+        """Note that the values written into these parameters are stored already."""
         self.forget(members)
-        self._add(members)
+        self._add_checksums(members)
 
     def take(self) -> None:
-        """Store what was written. No update may be running."""
-        if written := self._found(self._whole):
+        """Store all written values. No update may be running."""
+        if written := self._found(self._always_unsharded):
             by_segment = defaultdict[int, list[Member]](list)
             for member in written:
                 by_segment[id(member.segment)].append(member)
@@ -121,24 +122,24 @@ class Written:
                     names = {member.fqn for member in members}
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
             self.forget(written)
-            self._add(written)
+            self._add_checksums(written)
         for unit in self._sharded:
-            if unit.state is UnitState.UNSHARDED and not unit.holds:  # blocks of engine.gathered store their own
-                self._take_from(unit, is_recomputed=False)
+            if unit.state is UnitState.UNSHARDED and not unit.holds:  # engine.gathered stores values by itself
+                self._store_from(unit, is_recomputed=False)
 
     def take_from(self, unit: Unit) -> None:
-        """Store what was written into a gathered unit of sharded parameters, whose memory will be released next.
+        """Store the values written into an unsharded unit, before it is resharded.
 
         Raises:
             PartitaError: the written values cannot be stored exactly.
         """
         try:
-            self._take_from(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
+            self._store_from(unit, is_recomputed=torch._C._current_graph_task_id() != -1)
         finally:
             for member in unit.members if self._exposed else ():
                 self._exposed.pop(id(member), None)
 
-    def _take_from(self, unit: Unit, is_recomputed: bool) -> None:
+    def _store_from(self, unit: Unit, is_recomputed: bool) -> None:
         if not (written := self._found(unit.members)):
             return
         self.forget(written)
@@ -151,17 +152,17 @@ class Written:
             _store(members[0].segment, {member.fqn for member in members})
         unit.updated = record(unit.storage.device)
         if unit.has_secondary:
-            _store_second(unit)
-        self._add(written)
+            _store_secondary(unit)
+        self._add_checksums(written)
 
     def _warn_of_rounding(self, member: Member) -> None:
-        """Warn, once, that values are rounded which are written into a parameter in 16 bits."""
+        """Warn, once, that values written into a 16-bit parameter are rounded."""
         if self._warns and member.segment.keeps_digits:
             self._warns = False
             warnings.warn(
                 f"parameter '{member.fqn}' was written in place in {str(member.segment.dtype).removeprefix('torch.')}: "
                 "the written values are rounded, and changes below that precision are lost; write it inside `with "
-                "engine.gathered(..., modify=True)`, which gives fp32 values, or list its module in "
+                "engine.gathered(..., modify=True)`, which provides fp32 values, or list its module in "
                 "precision.keep_fp32",
                 stacklevel=2,
             )
@@ -186,53 +187,56 @@ class Written:
 
     @property
     def digest(self) -> int:
-        """One number of all :attr:`sums`; 0 if nothing was written."""
+        """One checksum of all :attr:`sums`; 0 if nothing was written."""
         return zlib.crc32(repr(sorted(self.sums.items())).encode()) if self._sums else 0
 
     def agreed(self) -> None:
         """Forget the sums: the ranks have compared them."""
         self._sums = {}
 
-    def _add(self, members: Iterable[Member]) -> None:
+    def _add_checksums(self, members: Iterable[Member]) -> None:
         for member in members:
             self._sums[member.fqn] = checksum(member.values)
 
 
 def checksum(values: Tensor) -> Tensor:
-    """The sum of the bits of a dense tensor as whole numbers; a scalar on its device."""
+    """Return the sum of the bits of a dense tensor as integers; a scalar on its device."""
     bits = values.view({2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.uint8))
     sums = [bits[chunk].sum(dtype=torch.int64) for chunk in chunks(bits)]
     return torch.stack(sums).sum() if sums else bits.new_zeros((), dtype=torch.int64)
 
 
 def _has_owner(segment: Segment) -> bool:
-    """True if the values of one rank, or of the master weights, replace what the others have after an update."""
+    """Return whether an update replaces the parameters by values of one rank or of separate master weights."""
     return not segment.master_is_parameter or segment.planned.num_shards(segment.plan.master) > 1
 
 
 def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
-    """Raise where a value written into a gathered parameter cannot be stored as it is.
+    """Check that a value written into an unsharded parameter can be stored exactly.
 
     Args:
-        is_recomputed: backward ran the module again and released it, so the write may come after the update.
+        is_recomputed: backward has recomputed the module and now reshards it, so the write may come after the update.
+
+    Raises:
+        PartitaError: it cannot.
     """
     if not (member.segment.planned.unshards_exactly or unit.is_exact):
         raise PartitaError(
-            f"parameter '{member.fqn}' was written in forward, where its values were decoded from codes "
-            "(communication.parameters): what is stored would lose digits; write it after engine.step() inside `with "
-            "engine.gathered(..., modify=True)`, or set communication.parameters: full"
+            f"parameter '{member.fqn}' was written in forward, where its values are quantized "
+            "(communication.parameters): the stored values would lose precision; write it after engine.step() inside "
+            "`with engine.gathered(..., modify=True)`, or set communication.parameters: full"
         )
     if is_recomputed and not member.segment.plan.gradients_rest:
         raise PartitaError(
-            f"parameter '{member.fqn}' was written while backward ran its module again, and "
+            f"parameter '{member.fqn}' was written while backward recomputed its module, and "
             "precision.gradients: in_backward may have updated it meanwhile: do not recompute that module "
             "(activations.checkpoint), or set precision.gradients: fp32"
         )
 
 
 def _store(segment: Segment, names: set[str]) -> None:
-    """Bring this rank's part of the named parameters from a gathered segment to where it is stored."""
-    part = segment.part(segment.full, segment.plan.param_rest)
+    """Store this rank's shard of the named parameters from an unsharded segment."""
+    shard = segment.part(segment.full, segment.plan.param_rest)
     lease = segment.rest.lend()
     stored = lease.wait()
     if segment.master is not None and not segment.master_is_parameter:
@@ -241,12 +245,12 @@ def _store(segment: Segment, names: set[str]) -> None:
     for span in segment.stored_spans:
         if span.fqn in names:
             place = slice(span.offset, span.offset + span.num_elements)
-            stored[place] = part[place]
+            stored[place] = shard[place]
     lease.end(changed=True)
 
 
-def _store_second(unit: Unit) -> None:
-    """Bring what was written to the secondary shards, from which backward gathers."""
+def _store_secondary(unit: Unit) -> None:
+    """Store written values in the secondary shards, from which backward gathers."""
     for segment in unit.segments:
         if segment.secondary is not None:
             segment.secondary.store(segment.part(segment.full, segment.plan.param_between))
@@ -257,15 +261,16 @@ class Structure:
     """Checks, before a forward, that the model still consists of the parameters that are trained.
 
     Wrapping a module (``torch.compile``) is no change; a parameter that is replaced, added or moved is an error.
-    ``elsewhere`` are the ids of those that are in memory of their own for a while: of which a rank has a share, when
-    they are looked at whole.
+
+    Attributes: ``elsewhere``: ids of parameters that temporarily have other memory, with the values of all tensor ranks
+    (in engine.gathered).
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.model = model
         self.elsewhere = set[int]()
-        self.modules = list[nn.Module]()  # all of the model's, as of the last check, in its order
-        self._held = [(unit, [_held(member) for member in unit.members]) for unit in units]
+        self.modules = list[nn.Module]()  # all modules of the model, in its order, as of the last check
+        self._recorded = [(unit, [_with_owners(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
         others = [*find_quantized(model), *find_everywhere(model)]
         self._others = {id(holding.param) for holding in others}
@@ -276,16 +281,16 @@ class Structure:
         self._children = [(m._modules, dict(m._modules), m._parameters, len(m._parameters)) for m in self.modules]
 
     def check(self) -> None:
-        """Compare.
+        """Compare the model with that at ``initialize``.
 
         Raises:
-            PartitaError: a parameter is no longer the one, or no longer lies where, it was at ``initialize``.
+            PartitaError: a parameter was replaced, added or moved.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for unit, held in self._held:
-                home = unit.storage._cdata
-                for param, fqn, owners in held:
-                    if param.untyped_storage()._cdata != home and id(param) not in self.elsewhere:
+            for unit, recorded in self._recorded:
+                expected = unit.storage._cdata
+                for param, fqn, owners in recorded:
+                    if param.untyped_storage()._cdata != expected and id(param) not in self.elsewhere:
                         raise PartitaError(_MOVED.format(fqn))
                     for kind, params, name in owners:
                         if params.get(name) is not param:
@@ -295,13 +300,13 @@ class Structure:
                 self._remember()
 
     def check_values(self) -> None:
-        """Compare the values of parameters that lie elsewhere now with those that are trained and saved.
+        """Compare the values of parameters that were moved to other memory with those that are trained and saved.
 
         Raises:
-            PartitaError: a parameter has other values than at the end of the last step.
+            PartitaError: a parameter's values differ from those at the end of the last step.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for unit, _ in self._held:
+            for unit, _ in self._recorded:
                 for member in unit.members:
                     param = member.param
                     if param.untyped_storage()._cdata == unit.storage._cdata or id(param) in self.elsewhere:
@@ -310,33 +315,33 @@ class Structure:
                         raise PartitaError(_MOVED.format(member.fqn))
 
     def _check_parameters(self) -> None:
-        """Modules were replaced or added; their parameters must still be the same."""
+        """Check that replaced and added modules have the same parameters."""
         found = {id(param): name for name, param in self.model.named_parameters()}
         for key, name in self._names.items():
             if key not in found:
-                raise PartitaError(_REPLACED.format(name, "a module that holds it"))
+                raise PartitaError(_REPLACED.format(name, "a module with it"))
         for key, name in found.items():
             if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
 
 
 def _same(param: nn.Parameter, values: Tensor) -> bool:
-    """True if the parameter has these values, on any device and in any dtype that holds them."""
+    """Return whether the parameter has these values, on any device and in any dtype that can represent them."""
     return param.shape == values.shape and torch.equal(param.detach().to(values), values)
 
 
-# A parameter, its name, and of each module that holds it: its class, its parameters, and the name there.
-_Held = tuple[nn.Parameter, str, list[tuple[str, dict[str, nn.Parameter | None], str]]]
+# A parameter, its name, and for each module with it: the class name, the module's parameters, and the attribute.
+_Owned = tuple[nn.Parameter, str, list[tuple[str, dict[str, nn.Parameter | None], str]]]
 
 
-def _held(member: Member) -> _Held:
+def _with_owners(member: Member) -> _Owned:
     owners = [(type(owner).__name__, owner._parameters, name) for owner, name in member.holding.owners]
     return member.param, member.fqn, owners
 
 
 _MOVED = (
-    "parameter '{}' no longer lies in its unit's buffer: its .data, dtype or device was changed after initialize "
-    "(model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to "
+    "parameter '{}' is no longer a view of its unit's flat buffer: its .data, dtype or device was changed after "
+    "initialize (model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to "
     "change values, write them in place inside `with engine.gathered(..., modify=True)`"
 )
 _REPLACED = (

@@ -1,4 +1,4 @@
-"""A unit: the parameters that are gathered and released together."""
+"""A unit: the parameters that are unsharded and resharded together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ class UnitResources:
     """The resources that the units of an engine share.
 
     Attributes:
-        pool: memory for unsharded parameters; ``loan`` lends its slots to the units' storages.
-        stream: gathers run on it, in one order.
-        scratch: memory of :func:`~partita.plan.slots.unshard_scratch_bytes`, if any is needed.
+        pool: memory for unsharded parameters.
+        loan: attaches the pool's slots to the units' storages.
+        stream: the stream of all gathers.
+        scratch: memory of :func:`~partita.plan.slots.unshard_scratch_bytes`, or None.
     """
 
     interpreter: Interpreter
@@ -51,11 +52,11 @@ class UnitResources:
 class Unit:
     """The parameters of one module (without those of units inside it), and their state.
 
-    A unit is SHARDED until it is gathered, UNSHARDED while anyone has it open, and then gives its slot of the buffer
-    pool back. One that is never sharded is UNSHARDED, except while an update of it is under way.
+    A unit is SHARDED, UNSHARDING during its all-gather, and UNSHARDED while it is in use; then it gives its slot back
+    to the buffer pool. A unit that is always unsharded is UNSHARDED, except while its update is under way.
 
-    Invariants: a unit that is not SHARDED holds a slot of the pool (unless it is never sharded); every slot's memory is
-    written only after the event of its last use; an UNSHARDING unit's parameters are still of class
+    Invariants: a unit that is not SHARDED has a slot of the pool (unless it is always unsharded); a slot's memory is
+    written only after the event of its last use; parameters of an UNSHARDING unit still have class
     ``ShardedParameter``.
     """
 
@@ -75,23 +76,23 @@ class Unit:
         self.name = planned.name
         self.module = module
         self.segments = [Segment(segment, rank, by_kernels=by_kernels) for segment in planned.segments]
-        self.number = number  # among all units of a mesh, once it is under one
+        self.number = number  # unique among all units of a mesh
         self.members = [
             Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
         self.always_unsharded = planned.always_unsharded
         self.state = UnitState.UNSHARDED
-        self.open_calls = 0  # open forwards and backwards
-        self.holds = 0  # blocks of engine.gathered
-        self.is_exact = False  # whole as it rests, also where it is computed with as decoded
+        self.open_calls = 0  # running forwards and backwards
+        self.holds = 0  # running blocks of engine.gathered
+        self.is_exact = False  # unsharded with the exact stored values, even if compute uses quantized ones
         self.pinned = False
         self.has_secondary = False
         self.secondary_kept = Event()
         self.slot: Slot | None = None
-        self.keeps_memory = False  # what was gathered stays in memory after its release, for graphs that refer to it
+        self.keeps_memory = False  # unsharded values stay in memory after resharding, for graphs that refer to them
         self.gathered = Event()
-        self.updated = Event()  # passes when what rests has the values of the last update
-        self.storage = torch.UntypedStorage(0)  # until it is laid out
+        self.updated = Event()  # passes when the stored parameters have the values of the last update
+        self.storage = torch.UntypedStorage(0)  # until allocate()
 
     @property
     def trained(self) -> list[Segment]:
@@ -113,22 +114,23 @@ class Unit:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
 
-    # ------------------------------------------------------------------ gathering
+    # ----------------------------------------------------------------- unsharding
 
     @property
     def can_unshard(self) -> bool:
-        """True if the pool has a slot left for this unit."""
+        """True if the pool has a free slot for this unit."""
         return self._resources.pool.available(self.planned.num_bytes)
 
     def start_unshard(self, spare: bool = False, exact: bool = False) -> None:
-        """SHARDED to UNSHARDING: from the second shard where there is one, else from what rests.
+        """Change from SHARDED to UNSHARDING: start to gather the secondary shards if there are any, else the stored
+        ones.
 
         Args:
-            spare: memory beyond the pool's may serve.
-            exact: as it rests, also where what is computed with is decoded.
+            spare: allow memory beyond the pool.
+            exact: gather the exact stored values, even if compute uses quantized ones.
         """
         self.is_exact = exact
-        slot, updated, second = self._lend_slot(spare=spare), self.updated, self.has_secondary and not exact
+        slot, updated, from_secondary = self._attach_slot(spare=spare), self.updated, self.has_secondary and not exact
 
         def gather() -> None:
             slot.last_use.wait()
@@ -137,7 +139,7 @@ class Unit:
             for segment in self.segments:
                 plan, source, planned = segment.plan, segment.rest, segment.planned
                 ops = steps(plan.param_rest, plan.param_compute, segment.mesh) if exact else planned.unshards
-                if second and segment.secondary is not None:
+                if from_secondary and segment.secondary is not None:
                     self.secondary_kept.wait()
                     source, ops = segment.secondary, steps(plan.param_between, plan.param_compute, segment.mesh)
                 begin = self._resources.interpreter.begin
@@ -147,10 +149,10 @@ class Unit:
             for begun in gathers:
                 begun.finish()
 
-        self._await(self._resources.stream.run(told(gather, "gather", self.title)))
+        self._begin_unsharding(self._resources.stream.run(told(gather, "gather", self.title)))
 
     def finish_unshard(self) -> None:
-        """UNSHARDING to UNSHARDED: the current stream may use the parameters from here on."""
+        """Change from UNSHARDING to UNSHARDED: the current stream may use the parameters from now on."""
         assert self.state is UnitState.UNSHARDING
         self.gathered.wait()
         for member in self.members:
@@ -158,7 +160,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
 
     def keep_secondary(self) -> None:
-        """Copy the part that stays between forward and backward out of an UNSHARDED unit, where its row has one."""
+        """Copy the secondary shards out of an UNSHARDED unit, if its row has them."""
         for segment in self.segments:
             if segment.secondary is not None:
                 ops = steps(segment.plan.param_compute, segment.plan.param_between, segment.mesh)
@@ -167,7 +169,7 @@ class Unit:
         self.secondary_kept = record(self._resources.device)
 
     def reshard(self) -> None:
-        """UNSHARDED to SHARDED: the slot goes back, usable once the current stream's work so far is done."""
+        """Change from UNSHARDED to SHARDED: return the slot, which is free after the current stream's work so far."""
         assert self.state is UnitState.UNSHARDED
         assert self.slot is not None
         self._mark_sharded()
@@ -177,8 +179,10 @@ class Unit:
         self.slot = None
 
     def keep_memory(self) -> None:
-        """Leave an UNSHARDED unit's values in memory when it is released, until :meth:`drop_memory`. Later gathers
-        write there. For the pool nothing changes: what a unit keeps differs between ranks, gathers may not.
+        """Keep an UNSHARDED unit's values in memory after resharding, until :meth:`drop_memory`.
+
+        Later gathers write there. The pool counts the slot as returned: ranks may keep different units, but must start
+        the same gathers.
         """
         assert self.slot is not None
         if not self.keeps_memory:
@@ -186,13 +190,13 @@ class Unit:
             self._resources.pool.leave(self.slot)
 
     def drop_memory(self) -> None:
-        """End what :meth:`keep_memory` began. The unit is SHARDED."""
+        """Free the memory of :meth:`keep_memory`. The unit is SHARDED."""
         assert self.state is UnitState.SHARDED
         self.keeps_memory = False
         self._resources.pool.left(self.storage.nbytes())
         self._resources.loan.drop(self.storage)
 
-    def _lend_slot(self, *, spare: bool = False, newest: bool = False) -> Slot:
+    def _attach_slot(self, *, spare: bool = False, newest: bool = False) -> Slot:
         resources = self._resources
         slot = self.slot = resources.pool.borrow(self.planned.num_bytes, spare=spare, newest=newest)
         if not self.keeps_memory:
@@ -202,13 +206,13 @@ class Unit:
         return slot
 
     def _mark_sharded(self) -> None:
-        """To SHARDED: the parameters have no data from here on."""
+        """Change to SHARDED: the parameters have no data from now on."""
         for member in self.members:
             mark_sharded(member.param, member.sharded_kind)
         self.state = UnitState.SHARDED
 
-    def _await(self, gathered: Event) -> None:
-        """SHARDED to UNSHARDING: the data is there when ``gathered`` has passed."""
+    def _begin_unsharding(self, gathered: Event) -> None:
+        """Change from SHARDED to UNSHARDING: the parameters have data once ``gathered`` has passed."""
         assert self.state is UnitState.SHARDED
         self.gathered = gathered
         self.state = UnitState.UNSHARDING
@@ -216,39 +220,37 @@ class Unit:
     # -------------------------------------------------------------------- updates
 
     def await_update(self, updated: Event) -> None:
-        """Gathers of the unit wait for ``updated``; so does whoever uses its parameters, where they rest whole."""
+        """Make gathers of the unit wait for ``updated``, and, if it is always unsharded, each use of its parameters."""
         self.updated = updated
         if self.always_unsharded:
             self._mark_sharded()
-            self._await(updated)
+            self._begin_unsharding(updated)
 
     def finish_update(self) -> None:
-        """The current stream may use parameters that rest whole from here on."""
+        """Wait for the update of an always unsharded unit: the current stream may use its parameters from now on."""
         if self.always_unsharded and self.state is UnitState.UNSHARDING:
             with span("wait for update", self.title):
                 self.finish_unshard()
 
-    # ------------------------------------------------------------------- the start
+    # ------------------------------------------------------------- initialization
 
     def allocate(self) -> None:
-        """Give a new unit its storage: memory of its own where it is never sharded, else a slot until it is
-        resharded.
-        """
+        """Allocate a new unit's storage: its own memory if it is always unsharded, else a slot until it reshards."""
         device = self._resources.device
         if self.always_unsharded:
             storage = allocate(self.planned.num_bytes, torch.uint8, device).untyped_storage()
         else:
             storage = self.storage = torch.UntypedStorage(0, device=device)
-            self._lend_slot(newest=True).last_use.wait()
-        self._lay_out(storage, [segment.dtype for segment in self.segments])
+            self._attach_slot(newest=True).last_use.wait()
+        self._create_flat_buffers(storage, [segment.dtype for segment in self.segments])
 
     def allocate_wide(self) -> None:
-        """Lay ``full`` of every segment in the dtype of its first values, into memory of its own."""
+        """Allocate ``full`` of every segment in the dtype of its initial values, in separate memory."""
         dtypes = [segment.first_dtype for segment in self.segments]
         num_bytes = sum(s.layout.padded * dtype.itemsize for s, dtype in zip(self.segments, dtypes, strict=True))
-        self._lay_out(allocate(num_bytes, torch.uint8, self._resources.device).untyped_storage(), dtypes)
+        self._create_flat_buffers(allocate(num_bytes, torch.uint8, self._resources.device).untyped_storage(), dtypes)
 
-    def _lay_out(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
+    def _create_flat_buffers(self, storage: torch.UntypedStorage, dtypes: Sequence[torch.dtype]) -> None:
         self.storage, offset = storage, 0
         for segment, dtype in zip(self.segments, dtypes, strict=True):
             segment.full = over(storage, dtype, segment.layout.padded, offset // dtype.itemsize)
@@ -256,8 +258,8 @@ class Unit:
             offset += segment.layout.padded * dtype.itemsize
 
     def adopt(self, member: Member) -> None:
-        """Copy this rank's share of a parameter's values into ``full`` and make the parameter a view of it, giving its
-        own memory back.
+        """Copy this rank's slice of a parameter into ``full``, and make the parameter a view of it. This frees the
+        parameter's own memory.
         """
         param, place = member.param, member.span.place
         view = member.within(member.segment.full)
@@ -270,12 +272,13 @@ class Unit:
             param.data = view
 
     def move(self, member: Member) -> None:
-        """Make a parameter, which the unit has adopted, a view of ``full`` where that was laid anew."""
+        """Make a parameter of the unit a view of ``full`` again, after ``full`` was reallocated."""
         replace_data(member.param, member.within(member.segment.full))
 
     def give_back(self, member: Member) -> bool:
-        """Give a parameter memory of its own again, of the dtype and on the device that it had; whether the unit had
-        adopted it (and is whole, then).
+        """Give a parameter its own memory again, with its original dtype and device. The unit is unsharded.
+
+        Returns: False if the parameter is not a view of the unit's storage.
         """
         view = member.param.data
         if view.untyped_storage()._cdata != self.storage._cdata:

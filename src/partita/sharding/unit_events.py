@@ -1,8 +1,8 @@
-"""Calls of units in forward and backward, their events, and the graph positions of inputs and outputs.
+"""Calls of units in forward and backward, their events, and the autograd nodes of inputs and outputs.
 
 A tensor's hooks belong to the autograd node that computed it. A view that is changed in place gets a new node, on top
-of its base's: the old node of the view, with its hooks, is then no longer part of the graph, but that of its base is.
-So :class:`Inputs` remembers the nodes of a forward's inputs, and :func:`on_gradient` registers hooks on bases, too.
+of its base's. The view's old node, with its hooks, then leaves the graph, but the node of its base does not. So
+:class:`Inputs` remembers the nodes of a forward's inputs, and :func:`on_gradient` registers hooks on bases, too.
 """
 
 import weakref
@@ -21,14 +21,14 @@ GradientHook = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor (an input, or the base of one), and the node that had computed it when a forward began."""
+    """A tensor (an input, or the base of one), and its autograd node when a forward began."""
 
     tensor: Tensor
     node: Any
 
 
 class Inputs:
-    """The inputs of a forward, and where they were in autograd's graph when it began."""
+    """The inputs of a forward, and their autograd nodes when it began."""
 
     def __init__(self) -> None:
         self._inputs = list[_Place]()
@@ -36,7 +36,7 @@ class Inputs:
         self._nodes = dict[int, Any]()  # by the ids of these tensors
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Remember the tensors that a forward is given."""
+        """Remember the inputs of a forward."""
         with torch._C.DisableTorchFunctionSubclass():
             self._inputs = [_Place(tensor, tensor.grad_fn) for tensor in tensors]
             bases = (tensor._base for tensor in (place.tensor for place in self._inputs))
@@ -44,20 +44,20 @@ class Inputs:
             self._nodes = {id(place.tensor): place.node for place in (*self._bases, *self._inputs)}
 
     def clear(self) -> None:
-        """Forget the tensors: the forward has ended."""
+        """Forget the inputs at the end of the forward."""
         self._inputs = []
         self._bases = []
         self._nodes = {}
 
     def has(self, tensor: Tensor) -> bool:
-        """True if this tensor was given to the forward (or is the base of an input) and has not been changed since."""
+        """Return whether a tensor is an input of the forward, or the base of one, and has not been changed since."""
         return id(tensor) in self._nodes and self._nodes[id(tensor)] is tensor.grad_fn
 
     def on_gradients(self, hook: GradientHook) -> None:
         """Call ``hook`` whenever the gradient of an input is complete.
 
-        A leaf's gradient is accumulated as soon as it is ready, before the rest of the forward's graph has run: leaves
-        have no hook. An input that was changed in place has its gradient when that of its values before is complete.
+        Leaves get no hook: their gradient is accumulated as soon as it is ready, before the remaining graph has run.
+        The gradient of an input that was changed in place is complete when that of its earlier values is.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for place in self._inputs:
@@ -72,7 +72,7 @@ class Inputs:
 
 
 def on_gradient(tensor: Tensor, hook: GradientHook, inputs: Inputs) -> bool:
-    """Call ``hook`` when the gradient of a forward's output has come, also if the output is changed in place later.
+    """Call ``hook`` when the gradient of a forward's output arrives, also if the output is changed in place later.
 
     Returns: True if the forward may have computed the output. Unchanged inputs and leaves get no hook.
     """
@@ -95,12 +95,14 @@ def _ignore(*args: object) -> None:
 
 @dataclass(frozen=True)
 class Subscriber:
-    """The functions to call at the events of some units, in the order of subscription (where units close, in the
-    reverse).
+    """The functions to call at the events of some units, in the order of subscription (reversed for ``closed``).
 
-    ``opened`` before a unit's forward; ``closed`` after it, also where it failed, with whether it made a graph;
-    ``opened_backward`` when the gradient of the unit's output has come; ``closed_backward`` when that of its input is
-    complete, at the latest when the backward ends; ``backward_ended`` when none is under way any more.
+    Attributes:
+        opened: called before a unit's forward.
+        closed: called after it, even if it failed, with True if it has created a graph.
+        opened_backward: called when the gradient of the unit's output arrives.
+        closed_backward: called when the gradient of its input is complete, at the latest when the backward ends.
+        backward_ended: called when no backward is running any more.
     """
 
     opened: "Callable[[UnitCall], object]" = _ignore
@@ -111,13 +113,13 @@ class Subscriber:
 
     @property
     def only_opens(self) -> bool:
-        """True if nothing but ``opened`` is ever called."""
+        """True if only ``opened`` is set."""
         return {self.closed, self.opened_backward, self.closed_backward, self.backward_ended} == {_ignore}
 
 
 @dataclass(eq=False)
 class FollowedUnit:
-    """A unit, and who is told of its visits."""
+    """A unit and its subscribers."""
 
     unit: Unit
     backwards: "Backwards"
@@ -125,11 +127,11 @@ class FollowedUnit:
 
 
 class UnitCall:
-    """One forward through a unit whose graph may come back in backward.
+    """One forward of a unit, and the backward through its graph.
 
-    ``inputs`` are held while it runs; ``version`` is for the subscriber that watches for changed parameters. A graph's
-    hooks hold a visit, so it holds nothing of the engine: a module may keep an output, with the graph, and no garbage
-    collector sees through that.
+    ``inputs`` are kept while the forward runs; ``version`` is set by the subscriber that checks for changed parameters.
+    A graph's hooks refer to this object, so it has only weak references to the engine: a module may keep an output with
+    its graph, and the garbage collector cannot follow references through a graph.
     """
 
     def __init__(self, followed: FollowedUnit) -> None:
@@ -140,63 +142,63 @@ class UnitCall:
 
     @property
     def unit(self) -> Unit:
-        return self._known.unit
+        return self._living.unit
 
     @property
     def subscribers(self) -> Sequence[Subscriber]:
-        return self._known.subscribers
+        return self._living.subscribers
 
     @property
-    def _known(self) -> FollowedUnit:
+    def _living(self) -> FollowedUnit:
         followed = self._followed()
         assert followed is not None
         return followed
 
     def open_backward(self, _: Tensor) -> None:
-        """A hook: the gradient of an output has come."""
-        if (followed := self._followed()) is not None:  # the engine is there still
+        """Hook for the gradient of an output."""
+        if (followed := self._followed()) is not None:  # the engine still exists
             followed.backwards.open(self)
 
     def close_backward(self, _: Tensor) -> None:
-        """A hook: the gradient of an input is complete."""
+        """Hook for the complete gradient of an input."""
         if (followed := self._followed()) is not None:
             followed.backwards.close(self)
 
 
 class Backwards:
-    """The backwards under way, and the visits that they have opened."""
+    """The running backwards, and the unit calls that they have reached."""
 
     def __init__(self) -> None:
         self._opened: dict[int, list[UnitCall]] = {}
 
-    def open(self, visit: UnitCall) -> None:
-        """The gradient of a visit's output has come."""
-        if visit.in_backward:
+    def open(self, call: UnitCall) -> None:
+        """Handle the gradient of a call's output."""
+        if call.in_backward:
             return
-        for subscriber in visit.subscribers:
-            subscriber.opened_backward(visit)
-        visit.in_backward = True
+        for subscriber in call.subscribers:
+            subscriber.opened_backward(call)
+        call.in_backward = True
         task = torch._C._current_graph_task_id()
         if task not in self._opened:
             self._opened[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-        self._opened[task].append(visit)
+        self._opened[task].append(call)
 
-    def close(self, visit: UnitCall) -> None:
-        """The gradient of a visit's input is complete."""
-        if visit.in_backward:
-            visit.in_backward = False
-            for subscriber in reversed(visit.subscribers):
-                subscriber.closed_backward(visit)
+    def close(self, call: UnitCall) -> None:
+        """Handle the complete gradient of a call's input."""
+        if call.in_backward:
+            call.in_backward = False
+            for subscriber in reversed(call.subscribers):
+                subscriber.closed_backward(call)
 
     def _end(self, task: int) -> None:
-        visits = self._opened.pop(task, [])
-        for visit in visits:
-            self.close(visit)
+        calls = self._opened.pop(task, [])
+        for call in calls:
+            self.close(call)
         if not self._opened:
-            for subscriber in {id(s): s for visit in visits for s in visit.subscribers}.values():
+            for subscriber in {id(s): s for call in calls for s in call.subscribers}.values():
                 subscriber.backward_ended()
 
     def forget(self) -> None:
-        """Those that were under way have failed: nothing is closed for them any more."""
+        """Forget backwards that have failed, without closing their calls."""
         self._opened.clear()

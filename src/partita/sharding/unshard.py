@@ -1,9 +1,9 @@
-"""When a unit is whole: a count of open visits, and a prefetch that follows the order of the last step.
+"""Unsharding and resharding of units: a count of the calls in progress, and a prefetch in the order of the last step.
 
-A visit is opened by a unit's forward and closed at its end; in backward it is opened by the gradient of the unit's
-output and closed by the gradient of its input, and whatever is still open when a backward ends is closed then. "The
-last gradient has arrived" plays no part in it: that moment does not come with frozen layers, two forwards before a
-backward, or gradients of inputs alone.
+A unit's call is opened before its forward and closed after it. In backward it is opened by the gradient of the unit's
+output and closed by the gradient of its input, or at the latest when the backward ends. It does not depend on "the last
+gradient has arrived": that never happens with frozen layers, two forwards before a backward, or gradients of inputs
+alone.
 """
 
 import warnings
@@ -22,22 +22,22 @@ from partita.sharding.unshard_order import UnshardOrder
 
 
 class References:
-    """References to the parameters of an unsharded unit, and to views of them, when ``engine.gathered`` begins.
+    """The references to an unsharded unit's parameters and their views, counted when ``engine.gathered`` begins.
 
     Args:
-        version: of the parameters; autograd refuses graphs that were made with others.
+        version: the version of the parameters; autograd refuses graphs of other versions.
     """
 
     def __init__(self, unit: Unit, version: int) -> None:
         self._unit = unit
         self._version = version
-        # A graph that adds to a parameter's gradient refers to it, whether or not it has saved its values. With these
-        # nodes there is one such reference throughout.
+        # A graph that accumulates a parameter's gradient refers to the parameter, even if it has not saved its values.
+        # With these nodes there is always one such reference.
         self._nodes = [node for member in unit.members if (node := gradient_node(member.param)) is not None]
         self._before = self._count()
 
     def begin_again(self, version: int) -> None:
-        """Another block begins while there are more references."""
+        """Begin another block while there are still more references."""
         self._version = version
 
     def end_block(self) -> bool:
@@ -47,21 +47,21 @@ class References:
         return grown
 
     def grown(self, version: int) -> bool:
-        """True if there are more references; after an update only views count, graphs are void then."""
+        """Return whether there are more references. After an update only views count: earlier graphs are invalid."""
         (views, params), (views_before, params_before) = self._count(), self._before
         if views > views_before:
             return True
         return version == self._version and any(now > then for now, then in zip(params, params_before, strict=True))
 
     def _count(self) -> tuple[int, list[int]]:
-        """Numbers of views, and of references to each parameter."""
+        """Return the number of views, and of references to each parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             params = [member.param._use_count() for member in self._unit.members]  # type: ignore[attr-defined]
         return torch._C._storage_Use_Count(self._unit.storage._cdata), params
 
 
 def gradient_node(param: torch.Tensor) -> Any:
-    """The node of autograd's graphs that adds to the gradient; a new one has the parameter's shape of now."""
+    """Return autograd's node that accumulates the gradient; a new one has the parameter's current shape."""
     if not param.requires_grad:
         return None
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -71,16 +71,18 @@ def gradient_node(param: torch.Tensor) -> Any:
 
 
 class Unsharder:
-    """Opens and closes units; the only caller of their gathers and releases.
+    """Unshards and reshards units; nothing else does.
 
-    Attributes: ``subscriber`` to the events of its units; ``version``: how often parameters were changed;
-    ``within_batch``: forwards and backwards of several micro-batches take turns, so what stays whole between forward
-    and backward does so until the last, and the order is learned of them all.
+    Attributes:
+        subscriber: the subscriber to the events of its units.
+        version: the number of changes of the parameters.
+        within_batch: True if forwards and backwards of several micro-batches alternate (pipeline). Units that stay
+            unsharded between forward and backward then do so until the last one, and the recorded order is that of all.
 
     Args:
-        units: all units that do not rest whole, in the model's order.
-        prefetch_bytes: how many bytes may be gathered ahead of the unit in use.
-        written: stores what was written into a unit before it is released.
+        units: all units that are stored sharded, in the model's order.
+        prefetch_bytes: the number of bytes that may be gathered ahead of the unit in use.
+        written: stores values that were written into a unit before it is resharded.
     """
 
     def __init__(self, units: Sequence[Unit], agreement: UnshardOrder, prefetch_bytes: int, written: Written) -> None:
@@ -89,36 +91,37 @@ class Unsharder:
         self._written = written
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
-        self._order: list[tuple[Unit, bool]] = []  # of the last step: each unit opened, and whether by a backward
+        # of the last step: each unit that was opened, with True if by a backward
+        self._order: list[tuple[Unit, bool]] = []
         self._recorded: list[tuple[Unit, bool]] = []
         self._position = 0
         self._records = True
         self._warned: set[str] = set()
-        self._referred: dict[Unit, References] = {}  # of units that are held, or keep their memory since
+        self._referred: dict[Unit, References] = {}  # of units in engine.gathered, or that keep their memory since
         self._forward_depth = 0
         self.version = 0
         self.within_batch = False
         self.subscriber = Subscriber(
-            self._opened, self._closed, self._opened_backward, lambda visit: self.close(visit.unit), self._rest_idle
+            self._opened, self._closed, self._opened_backward, lambda call: self.close(call.unit), self._reshard_idle
         )
 
-    # -------------------------------------------------------------------- visits
+    # --------------------------------------------------------------------- calls
 
-    def _opened(self, visit: UnitCall) -> None:
-        visit.version = self.version
-        self.open(visit.unit)
+    def _opened(self, call: UnitCall) -> None:
+        call.version = self.version
+        self.open(call.unit)
 
-    def _closed(self, visit: UnitCall, has_graph: bool) -> None:
-        self.close(visit.unit, between=has_graph)
+    def _closed(self, call: UnitCall, has_graph: bool) -> None:
+        self.close(call.unit, between=has_graph)
 
-    def _opened_backward(self, visit: UnitCall) -> None:
-        self.check_version(visit.version, f"unit '{visit.unit.title}'")
-        self.open(visit.unit)
-        if torch.is_grad_enabled():  # create_graph: a backward of this one may come
-            visit.unit.pinned = True
+    def _opened_backward(self, call: UnitCall) -> None:
+        self.check_version(call.version, f"unit '{call.unit.title}'")
+        self.open(call.unit)
+        if torch.is_grad_enabled():  # create_graph: a backward through this backward may follow
+            call.unit.pinned = True
 
     def open(self, unit: Unit) -> None:
-        """Make a unit whole and keep it so until the matching :meth:`close`."""
+        """Unshard a unit, and keep it unsharded until the matching :meth:`close`."""
         unit.open_calls += 1
         if unit.open_calls == 1 and not unit.holds:
             if self._records:
@@ -126,12 +129,12 @@ class Unsharder:
             self._follow(unit)
         if unit.state is UnitState.SHARDED:
             self._gather(unit, must=True)
-        if not unit.holds:  # what is held may be run by one rank alone
-            self._prefetch()  # before this one is waited for: a network stands idle where nothing follows it
+        if not unit.holds:  # in engine.gathered, one rank may run the unit alone
+            self._prefetch()  # before waiting for this one, so that the network is not idle
         self._finish_gather(unit)
 
     def close(self, unit: Unit, *, between: bool = False) -> None:
-        """End a visit; at the last one the unit goes to rest, or (``between``) to where it waits for its backward."""
+        """End a call; after the last one reshard the unit, or (``between``) bring it to its state until backward."""
         assert unit.open_calls > 0
         unit.open_calls -= 1
         if unit.in_use or unit.state is not UnitState.UNSHARDED:
@@ -142,22 +145,20 @@ class Unsharder:
                 return
         if self.within_batch and unit.stays_unsharded:
             return
-        self._release(unit)
+        self._reshard(unit)
         self._prefetch()
 
     def _recomputes(self, unit: Unit) -> bool:
-        """Return whether this forward runs inside a backward (reentrant checkpointing), which needs the unit again at
-        once.
-        """
+        """Return whether this forward runs inside a backward (reentrant checkpointing), which needs the unit next."""
         return torch._C._current_graph_task_id() != -1 and unit.can_unshard
 
     @property
     def forward_order(self) -> list[Unit]:
-        """The units in the order in which the last step's forward opened them first."""
+        """The units in the order in which the last step's forward used them first."""
         return list(dict.fromkeys(unit for unit, in_backward in self._order if not in_backward))
 
     def check_version(self, version: int, what: str) -> None:
-        """A backward has reached the graph of a forward.
+        """Check the version of the parameters of a forward whose graph a backward has reached.
 
         Raises:
             PartitaError: the parameters were changed since that forward.
@@ -168,22 +169,22 @@ class Unsharder:
                 "engine.gathered): run the forward again before this backward"
             )
 
-    # ---------------------------------------------------------------- otherwise
+    # ------------------------------------------------------- outside of calls
 
     def touched(self, param: nn.Parameter, what: str) -> None:
-        """A sharded parameter's data is asked for (see :class:`~partita.sharding.placeholder.Guardian`)."""
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
         unit = self._owner[id(param)]
         fqn = next(member.fqn for member in unit.members if member.param is param)
         if not self._forward_depth:
             raise PartitaError(
-                f"parameter '{fqn}' is at rest: its data is split over the ranks between uses ({what} needs it); "
+                f"parameter '{fqn}' is sharded: its data is split over the ranks between uses ({what} needs it); "
                 f"read or write it inside `with engine.gathered(...)`"
             )
         if unit.title not in self._warned:
             self._warned.add(unit.title)
             warnings.warn(
-                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays whole "
-                "until the step ends; to gather it with its reader, name a module that contains both in zero.units",
+                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays unsharded "
+                "until the step ends; to unshard it with its reader, name a module that contains both in zero.units",
                 stacklevel=2,
             )
         unit.pinned = True
@@ -191,18 +192,19 @@ class Unsharder:
         unit.open_calls -= 1
 
     def hold(self, units: Sequence[Unit]) -> None:
-        """Make units whole outside of any forward, in memory beyond the pool's, until the matching :meth:`let_go`: as
-        they rest, also where what is computed with is decoded.
+        """Unshard units outside of any forward until the matching :meth:`let_go`, in memory beyond the pool.
+
+        They get the exact stored values, even if compute uses quantized ones.
 
         Raises:
-            PartitaError: a unit is in use as it was decoded.
+            PartitaError: a unit is in use with quantized values.
         """
         for unit in units:
             if unit.state is not UnitState.SHARDED and not (unit.planned.unshards_exactly or unit.is_exact):
                 if unit.in_use:
                     raise PartitaError(
-                        f"unit '{unit.title}' is in use with parameters that came as codes (communication.parameters); "
-                        "whole values are there outside of forward and backward"
+                        f"unit '{unit.title}' is in use with quantized parameters (communication.parameters); exact "
+                        "values are available outside of forward and backward"
                     )
                 self._evict(unit)
         for unit in units:
@@ -217,8 +219,8 @@ class Unsharder:
                 self._referred[unit] = References(unit, self.version)
 
     def let_go(self, units: Sequence[Unit]) -> None:
-        """End a :meth:`hold`. Parameters that a graph, or a view, made meanwhile refers to keep their values in memory,
-        for a later backward.
+        """End a :meth:`hold`. Parameters that a new graph or view refers to keep their values in memory, for a later
+        backward.
         """
         for unit in units:
             unit.holds -= 1
@@ -227,11 +229,11 @@ class Unsharder:
                     unit.keep_memory()
                 else:
                     del self._referred[unit]
-        self._rest_idle()
+        self._reshard_idle()
         self._drop_kept()
 
     def _drop_kept(self) -> None:
-        """Free the memory of parameters that nothing refers to any more."""
+        """Free kept memory of parameters that nothing refers to any more."""
         kept = [unit for unit in self._referred if unit.keeps_memory and unit.state is UnitState.SHARDED]
         for unit in kept:
             if not self._referred[unit].grown(self.version):
@@ -239,7 +241,7 @@ class Unsharder:
                 unit.drop_memory()
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins. The next step's order is learned from those that have a backward."""
+        """Begin a forward of the model. The order of units is recorded if it has a backward."""
         self._records = torch.is_grad_enabled()
         if self.within_batch:
             return
@@ -248,18 +250,18 @@ class Unsharder:
             self._position = 0
 
     def forwards_under_way(self, num: int) -> None:
-        """So many forwards of the whole model are under way (it may call itself)."""
+        """Set the number of running forwards of the model (which may call itself)."""
         self._forward_depth = num
 
     def reset(self) -> None:
-        """Close what an exception left open. Called when no forward and no backward is under way."""
+        """Close calls that an exception left open. Called when no forward and no backward is running."""
         for unit in self.units:
             unit.open_calls = 0
-        self._rest_idle()
+        self._reshard_idle()
 
     def end_micro_batch(self) -> None:
-        """The end of a micro-batch: what was pinned goes to rest, the recorded order is the next one. Where anything
-        is gathered, the ranks meet here.
+        """End a micro-batch: reshard pinned units, and use the recorded order next. Synchronizes the ranks if any unit
+        is sharded.
         """
         for unit in self.units:
             unit.pinned = False
@@ -275,18 +277,18 @@ class Unsharder:
         self._position = 0
 
     def updated(self) -> None:
-        """Parameters were changed: graphs of earlier forwards are void, and units that stayed gathered for them are
-        released.
+        """Note a change of the parameters: graphs of earlier forwards are invalid, and units that stayed unsharded for
+        them are resharded.
         """
         self.version += 1
         for unit in self.units:
             unit.has_secondary = False
             unit.pinned = False
-        self._rest_idle()
+        self._reshard_idle()
         self._drop_kept()
 
-    def _rest_idle(self) -> None:
-        if self.within_batch:  # what is idle stays whole, or was gathered ahead for the next micro-batch
+    def _reshard_idle(self) -> None:
+        if self.within_batch:  # idle units stay unsharded, or were prefetched for the next micro-batch
             return
         for unit in self.units:
             if not unit.in_use and unit.state is not UnitState.SHARDED:
@@ -294,9 +296,9 @@ class Unsharder:
 
     def _evict(self, unit: Unit) -> None:
         self._finish_gather(unit)
-        self._release(unit)
+        self._reshard(unit)
 
-    def _release(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit) -> None:
         try:
             self._written.take_from(unit)
         finally:
@@ -305,8 +307,12 @@ class Unsharder:
     # ----------------------------------------------------------------- prefetch
 
     def _gather(self, unit: Unit, *, must: bool, spare: bool = False, exact: bool = False) -> bool:
-        """Start a gather; where the pool is full, idle units make room first if it ``must`` be, and ``spare`` memory
-        may serve. ``exact``: as it rests.
+        """Start a gather. Returns False if the pool is full.
+
+        Args:
+            must: if the pool is full, reshard idle units first; then the gather always starts.
+            spare: allow memory beyond the pool.
+            exact: gather the exact stored values.
         """
         if must and not unit.can_unshard:
             for idle in self.units:
@@ -325,14 +331,14 @@ class Unsharder:
                 unit.finish_unshard()
 
     def _follow(self, unit: Unit) -> None:
-        """Move to this unit's place in the last step's order; leave the position alone where it has none ahead."""
+        """Move the position in the last step's order past this unit, if the unit is ahead."""
         for place in range(self._position, len(self._order)):
             if self._order[place][0] is unit:
                 self._position = place + 1
                 return
 
     def _prefetch(self) -> None:
-        """Gather ahead, in the last step's order, as many bytes as allowed; for a backward only where one will come."""
+        """Gather units ahead in the last step's order, up to the allowed bytes; a backward's only if one follows."""
         ahead, place = 0, self._position
         while place < len(self._order):
             unit, in_backward = self._order[place]

@@ -1,7 +1,7 @@
 """Unshard-order check: all ranks gather the same units in the same order, or an error names those that do not.
 
-Ranks that run different modules (a text-only batch, a layer dropped on one rank) would otherwise read each other's
-parameters, or wait for ever.
+Without it, ranks that run different modules (a text-only batch, a layer dropped on one rank) would read wrong
+parameters or hang.
 """
 
 from collections import deque
@@ -18,36 +18,37 @@ from partita.comm.stall import Stall
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 
-# After so many seconds without an answer, this rank lets go of what the others may be waiting for.
+# Seconds without a response after which this rank launches what other ranks may wait for.
 PATIENCE_S = 1.0
 
 
 class UnshardOrder(Protocol):
-    """A check of the order, around gathers. ``on_stall`` is called again and again meanwhile."""
+    """A check of the order, around gathers. ``on_stall`` is called repeatedly while a rank waits too long."""
 
     def gathers(self, number: int) -> None:
-        """This rank begins to gather the unit of that number."""
+        """Record that this rank begins to gather the unit of that number."""
 
     def wait(self, gathered: Event) -> None:
-        """Wait for what was gathered.
+        """Wait for a gather.
 
         Raises:
-            PartitaError: ranks do different things; the message names them and their units.
+            PartitaError: ranks gather different units; the message names them.
         """
 
     def step(self) -> None:
-        """Meet the others at the end of a micro-batch. Raises as :meth:`wait` does."""
+        """Synchronize the ranks at the end of a micro-batch. Raises as :meth:`wait` does."""
 
 
 def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> UnshardOrder:
-    """The way that suits the group of ranks that gather the same units. Called on every rank."""
+    """Create the check that suits the transport of the ranks that gather the same units. Called on every rank."""
     kind = ComparedLogs if group.transport.keeps_tags_apart else Announcements
     return kind(group, mesh, on_stall)
 
 
 class ComparedLogs:
-    """The check where ranks that gather different units wait for each other: nothing is sent beside a gather. A rank
-    that waits too long leaves its log for the others, and looks for what they have left.
+    """The check for transports on which ranks that gather different units wait for each other.
+
+    It sends nothing besides gathers. A rank that waits too long publishes its log and reads those of the other ranks.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
@@ -62,7 +63,7 @@ class ComparedLogs:
         self._log.add(number)
 
     def wait(self, gathered: Event) -> None:
-        if self._group.size == 1:  # what takes long is the disk
+        if self._group.size == 1:  # only the disk can be slow
             gathered.wait()
             return
         found: list[int | None] | None = None
@@ -77,7 +78,7 @@ class ComparedLogs:
                     break
             else:
                 return
-        except PartitaError:  # the others may have ended because they saw the difference first
+        except PartitaError:  # other ranks may have ended because they found the difference first
             found = self._log.difference()
             if found is None:
                 raise
@@ -96,8 +97,10 @@ class ComparedLogs:
 
 
 class Announcements:
-    """The check where ranks that gather different units would read wrong data: before data, the unit's number is
-    exchanged over the control group. The exchange is asynchronous and is read when the gathered unit is opened.
+    """The check for transports on which ranks that gather different units would read wrong data.
+
+    Before each gather, the unit's number is exchanged over the control group. The exchange is asynchronous; its result
+    is read when the unit is used.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
@@ -120,7 +123,7 @@ class Announcements:
         self._verify()
 
     def _verify(self) -> None:
-        """Compare everything said so far."""
+        """Compare all numbers exchanged so far."""
         while self._pending:
             message = self._pending.popleft()
             stall: Stall | None = None
@@ -138,6 +141,6 @@ def _different(log: CollectiveLog, ranks: Sequence[int], events: Sequence[int | 
     does = "; ".join(f"rank {rank} {log.describe(event)}" for rank, event in known)
     return PartitaError(
         f"the ranks run different modules: {does}. With sharded parameters every rank must run the same modules in the "
-        "same order: run the module on every rank (multiply what is not wanted by 0), put it into one unit with a "
+        "same order: run the module on every rank (multiply an unwanted output by 0), put it into one unit with a "
         "module that always runs (zero.units), or use zero.stage 2"
     )

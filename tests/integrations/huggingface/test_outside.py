@@ -23,8 +23,8 @@ REFUSED = {
 # It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those
 # of plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; fp16 is not autocast.
 NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed precision differ ("
-# It reads a parameter after training. At stage 3 it is at rest then, and has no data.
-AT_REST = "PartitaError: parameter 'a' is at rest: its data is split over the ranks between uses (cpu needs it)"
+# It reads a parameter after training. At stage 3 it is sharded then, and has no data.
+AT_REST = "PartitaError: parameter 'a' is sharded: its data is split over the ranks between uses (cpu needs it)"
 
 
 @pytest.mark.thorough

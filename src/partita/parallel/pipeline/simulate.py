@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule: what it costs, and whether it can run at all."""
+"""Simulation of a pipeline schedule: its cost, and a check that it can run."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from partita.errors import PartitaError
 from partita.parallel.pipeline.schedule import Action, Schedule, Work
 
-# Times of a rank's work for one micro-batch, in forwards. _BACKWARD includes the weight gradients.
+# Times of a rank's work for one micro-batch, in units of a forward. _BACKWARD includes the weight gradients.
 _FORWARD, _BACKWARD, _WEIGHTS = 1.0, 2.0, 1.0
 
 
@@ -15,8 +15,8 @@ class Course:
     """The cost of a schedule.
 
     Attributes:
-        bubble: the share of a batch's time that ranks wait.
-        most_kept: for each rank, the most forwards whose activations it keeps at once (each of one of its chunks).
+        bubble: the fraction of a batch's time in which ranks are idle.
+        most_kept: for each rank, the largest number of forwards (of one chunk each) whose activations it keeps.
     """
 
     bubble: float
@@ -24,10 +24,10 @@ class Course:
 
 
 def simulate(schedule: Schedule) -> Course:
-    """Simulate a schedule: each rank does its work in order, as soon as it can.
+    """Simulate a schedule in which each rank does its work in order, as early as possible.
 
     Raises:
-        PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
+        PartitaError: the schedule has a deadlock, or a rank receives in another order than the sender sends.
     """
     shape, last = schedule.shape, schedule.shape.num_stages - 1
     backward = _BACKWARD - _WEIGHTS if schedule.splits_weights else _BACKWARD
@@ -52,16 +52,16 @@ def simulate(schedule: Schedule) -> Course:
     for rank, order in enumerate(schedule.orders):
         if position[rank] < len(order):
             raise PartitaError(
-                f"the order {schedule.name} of {shape} cannot be run: rank {rank} would wait for ever before "
+                f"the schedule {schedule.name} of {shape} cannot be run: rank {rank} would wait forever before "
                 f"{order[position[rank]]}\n{schedule}"
             )
     _check_edges(schedule)
     busy = shape.micros * (_FORWARD + _BACKWARD)
-    return Course(1 - busy / max(free), tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
+    return Course(1 - busy / max(free), tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:
-    """Return what must be done before the action of stage ``number``: (work, stage, micro-batch)."""
+    """Return the work that an action of stage ``number`` depends on: (work, stage, micro-batch)."""
     micro = action.micro
     if action.work is Work.FORWARD:
         return [(Work.FORWARD, number - 1, micro)] if number else []
@@ -94,12 +94,12 @@ def _check_edges(schedule: Schedule) -> None:
     for edge, messages in sent.items():
         if messages != received[edge]:
             raise PartitaError(
-                f"the order {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
-                f"another order than that one receives\n{schedule}"
+                f"the schedule {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
+                f"another order than rank {edge[2]} receives\n{schedule}"
             )
 
 
-def _most_kept(schedule: Schedule, rank: int) -> int:
+def _max_kept(schedule: Schedule, rank: int) -> int:
     kept = most = 0
     for action in schedule.orders[rank]:
         kept += (action.work is Work.FORWARD) - (action.work is schedule.last_work)

@@ -1,4 +1,4 @@
-"""Application of the config's settings for activations to a model."""
+"""Application of the settings in ``activations``, ``tiled`` and ``loss`` to a model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ from partita.transforms.modules import ModuleTransforms
 
 @dataclass(frozen=True)
 class Chosen:
-    """The modules that the config selects, by name: recomputed ones, those run in tiles, heads with a tiled loss."""
+    """The modules that the config selects, by name: recomputed modules, tiled modules, heads with a tiled loss."""
 
     recomputed: dict[str, nn.Module]
     tiled: dict[str, nn.Module]
@@ -51,10 +51,10 @@ class Chosen:
 
 
 class Activations:
-    """Makes the chosen modules keep less for backward, until it is removed.
+    """The changes that reduce the activation memory of the selected modules, until :meth:`remove`.
 
     Args:
-        under_way: the largest number of forwards that await their backward at a time.
+        under_way: the largest number of forwards that await their backward at the same time.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class Activations:
         return self._recomputation.explained()
 
     def check(self) -> None:
-        """Report on all ranks if inputs did not fit into their tier on one of them. Called on all ranks.
+        """Check that inputs fit into their tier on every rank. All ranks must call this.
 
         Raises:
-            PartitaError: on all ranks: they did not.
+            PartitaError: the inputs of a rank did not fit. Raised on all ranks.
         """
         if self._inputs is not None and self._inputs.rooms.tier is not Tier.DEVICE:
             with shared_errors(self._all_ranks):
                 self._inputs.rooms.check()
 
     def updated(self) -> None:
-        """Note the end of a full step. Called on all ranks."""
+        """Handle the end of a full step. All ranks must call this."""
         if self._kept is not None:
             self._kept.end_step(self._device, self._all_ranks)
 
@@ -125,17 +125,19 @@ def _begin(follower: StoredInputs | KeptWhole, module: nn.Module, args: object) 
 
 
 def open_tier(config: Config, memory: StateMemory) -> None:
-    """Open the disk tier before the first forward, if inputs are to be stored in it.
+    """Open the disk tier before the first forward, if inputs are offloaded to it.
 
     Raises:
-        PartitaError: its folder is missing or is not a folder, is not writable, or has no space.
+        PartitaError: its folder is missing, is not a folder, is not writable, or has no space.
     """
     if config.activations.offload == Tier.DISK.value:
         memory.provide_disk(0, 1)
 
 
 def inputs_tier(settings: ActivationsSection, device: torch.device) -> Tier:
-    """Return the tier in which inputs are stored. If the host computes, there is nothing to move to the host."""
+    """Return the tier in which inputs are stored. If the model runs on the host, offloading to the host does
+    nothing.
+    """
     if settings.offload == "none" or (settings.offload == "host" and accelerator.is_host(device)):
         return Tier.DEVICE
     return Tier(settings.offload)

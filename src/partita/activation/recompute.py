@@ -116,8 +116,8 @@ class Recomputation:
         except CheckpointError as error:
             raise PartitaError(
                 f"'{self._recomputed_name}' computed something else when its forward was recomputed in backward: its "
-                "forward depends on more than its inputs and torch's random numbers, so it cannot be recomputed; leave it "
-                f"out of {KEY}. {_difference(str(error))}"
+                "forward depends on more than its inputs and torch's random numbers, so it cannot be recomputed; leave "
+                f"it out of {KEY}. {_difference(str(error))}"
             ) from error
 
     def remove(self) -> None:

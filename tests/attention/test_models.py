@@ -391,9 +391,9 @@ def test_what_the_config_says_wrong() -> None:
     model = built(decoder)
     for attention, said in (
         ({"pattern": "sliding"}, "attention.window: the pattern 'sliding' needs it"),
-        ({"pattern": "sliding", "window": 8, "global": 1}, "attention.global: 'sliding' has no use for it"),
+        ({"pattern": "sliding", "window": 8, "global": 1}, "attention.global: the pattern 'sliding' does not use it"),
         ({"pattern": "user", "layout": [[1, 0], [0, 0]]}, "attention.layout: row 1 leaves its queries without keys"),
-        ({"window": 8}, "attention.window: 'dense' has no use for it"),
+        ({"window": 8}, "attention.window: the pattern 'dense' does not use it"),
         ({"pattern": "slidin"}, "attention.pattern: expected one of dense, sliding"),
         ({"pattern": "sliding", "window": "wide"}, "attention.window: expected"),
     ):

@@ -39,7 +39,7 @@ def test_long_sequences_are_drawn_in_stretches() -> None:
         (["attention.windows=3"], "attention.windows: unknown key; did you mean attention.window?"),
         (
             ["attention.pattern=sliding", "attention.window=9", "attention.random=1"],
-            "attention.random: 'sliding'",
+            "attention.random: the pattern 'sliding'",
         ),
     ],
 )

@@ -100,7 +100,7 @@ def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
     fetch = Moved.fetch
 
     def fetched(moved: Moved) -> None:
-        if moved._here is None and moved._back is None:
+        if moved._on_device is None and moved._back is None:
             said.append(f"fetch {numbers[id(moved)]}")
         fetch(moved)
 
@@ -226,9 +226,7 @@ def test_an_input_that_is_changed_in_place() -> None:
             return x
 
     with partita.initialize(Adding(4), ON_DISK) as engine:
-        with pytest.raises(
-            PartitaError, match=r"an input of shape \(4, 16\) of a module that is recomputed was changed"
-        ):
+        with pytest.raises(PartitaError, match=r"an input of shape \(4, 16\) of a recomputed module was changed"):
             engine.backward(engine(inputs(0, 0)).square().mean())
 
 
@@ -271,7 +269,9 @@ def test_compiled_modules_keep_their_inputs() -> None:
     for block in model.blocks:
         block.compile(backend="eager")
     with partita.initialize(model, ON_DISK) as engine:
-        with pytest.warns(UserWarning, match="activations.offload, partition and keep_bytes leave compiled modules"):
+        with pytest.warns(
+            UserWarning, match="activations.offload, partition and keep_bytes do not apply to compiled modules"
+        ):
             engine.backward(engine(inputs(0, 0)).square().mean())
         moved = engine.memory_report().disk
         assert moved is not None

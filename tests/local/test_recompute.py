@@ -262,6 +262,6 @@ def test_a_forward_that_differs_when_repeated_is_named() -> None:
     with pytest.raises(PartitaError) as raised:
         pool.run(1, differs_when_repeated)
     said = str(raised.value)
-    assert said.startswith("'blocks.1' computed something else when its forward was repeated")
+    assert said.startswith("'blocks.1' computed something else when its forward was recomputed")
     assert "the first that differs is number 1: {'shape': torch.Size([4, 16])" in said
     assert "then {'shape': torch.Size([1, 16])" in said

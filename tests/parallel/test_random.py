@@ -146,7 +146,7 @@ def test_a_shared_block_that_the_model_itself_repeats_is_refused() -> None:
     for block in model.blocks:
         block.__class__ = Checkpointing
     model.blocks[2] = model.blocks[0]
-    with pytest.raises(PartitaError, match="'blocks.0' is called several times in one forward, and a checkpoint"):
+    with pytest.raises(PartitaError, match="'blocks.0' is called several times in one forward, and the model's own"):
         gradients(model, "by the model")
 
 

@@ -72,10 +72,10 @@ def test_one_rank_does_one_micro_batch_after_the_other() -> None:
 def test_orders_that_hang_or_cross_are_found() -> None:
     good = make_schedule("1f1b", Shape(2, 3))
     hangs = replace(good, orders=(good.orders[0][2:] + good.orders[0][:2], good.orders[1]))
-    with pytest.raises(PartitaError, match=r"cannot be run: rank 0 would wait for ever before B0"):
+    with pytest.raises(PartitaError, match=r"cannot be run: rank 0 would wait forever before B0"):
         simulate(hangs)
     gpipe = make_schedule("gpipe", Shape(2, 3))
     first, second, *others = gpipe.orders[0]
     crosses = replace(gpipe, orders=((second, first, *others), gpipe.orders[1]))
-    with pytest.raises(PartitaError, match="rank 0 sends to rank 1 in another order than that one receives"):
+    with pytest.raises(PartitaError, match="rank 0 sends to rank 1 in another order than rank 1 receives"):
         simulate(crosses)

@@ -83,9 +83,9 @@ def test_every_stage_is_the_same_beside_data(name: str) -> None:
 
 ERRORS = {
     "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
-    "flash": "attention by 'flash_attention_2' does not take a mask .* attn_implementation='sdpa'",
+    "flash": "got 'flash_attention_2': load the model with attn_implementation='sdpa'",
     "short": "a sequence of 2 positions cannot be cut over parallel.sequence: 3 ranks; use longer sequences",
-    "collected": "output_hidden_states collects what each block computes, of which a rank has its slice",
+    "collected": "output_hidden_states returns outputs of each block, of which a rank has only its slice",
     "alone": "'argmax' reads logits that are split over 3 sequence ranks, and not all of them do",
 }
 
@@ -97,7 +97,7 @@ def test_what_is_refused(what: str) -> None:
 
 
 HIDDEN = {
-    "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is seen where it is",
+    "by hand": "'blocks.0' computes something else on slices of the sequence .* Attention is intercepted if it calls",
     "causal by hand": "'blocks.0' computes something else on slices of the sequence",
     "convolution": "'blocks.0' computes something else on slices of the sequence",
     "gate of 0": "'blocks.0' computes something else on slices of the sequence",
@@ -105,8 +105,8 @@ HIDDEN = {
     "alike": "'blocks.0' computes something else on slices of the sequence",
     "batch norm": "'blocks.0' computes something else on slices of the sequence",
     "gradients": "'blocks.0' has other gradients on slices of the sequence",
-    "table": "'blocks.0' runs on whole sequences and not on slices: The size of tensor a .1[12]. must match",
-    "between": "'blocks.1' is called with 1[23] positions, where this rank has 1[12] of 23: between the blocks",
+    "table": "'blocks.0' runs on full sequences and fails on slices: The size of tensor a .1[12]. must match",
+    "between": "'blocks.1': expected this rank's 1[12] of 23 positions; got 1[23]: the code between two blocks",
 }
 
 
@@ -130,7 +130,7 @@ def test_the_check_of_the_first_batch_leaves_everything_as_it_was() -> None:
 PENALTIES = {
     "inside": "gradients are computed inside the model's forward",
     "without a graph": "gradients are computed inside the model's forward",
-    "outside": "create_graph=True asks for gradients of gradients",
+    "outside": "create_graph=True computes gradients of gradients",
 }
 
 

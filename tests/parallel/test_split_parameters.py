@@ -295,7 +295,7 @@ def gives_a_function_a_copy() -> None:
     config = {"parallel": {"tensor": 2}, "optimizer": {"name": "sgd", "lr": 0.0}}
     with partita.initialize(Model(), config) as engine:
         weight = engine.module.blocks[1].attention.q_norm.weight
-        with pytest.raises(PartitaError, match=r"autograd.Function 'NormOf' is given parameter.*q_norm.*clone"):
+        with pytest.raises(PartitaError, match=r"autograd.Function 'NormOf' got parameter.*q_norm.*clone"):
             NormOf.apply(weight)
         with torch.no_grad():
             assert NormOf.apply(weight.clone()) == weight.square().sum()

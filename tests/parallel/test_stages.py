@@ -134,10 +134,10 @@ def test_cut_at_names() -> None:
 @pytest.mark.parametrize(
     ("num_stages", "names", "message"),
     [
-        (5, None, r"5 stages, but LlamaForCausalLM has 4 blocks .*at most 4 together"),
+        (5, None, r"5 stages, but LlamaForCausalLM has 4 blocks .*their product to at most 4"),
         (2, ["model.layers.9"], r"parallel.cut: 'model.layers.9' is no module .* model.layers.0, .* model.layers.3"),
-        (2, ["model.layers.1.mlp"], "'model.layers.1.mlp' is inside the block 'model.layers.1', which one stage runs"),
-        (3, ["model.layers.1"], r"names 1 blocks behind the first, and so 2 stages; .* are 3: name 2"),
+        (2, ["model.layers.1.mlp"], "'model.layers.1.mlp' is inside the block .model.layers.1., and a block"),
+        (3, ["model.layers.1"], r"names 1 blocks after the first one, which makes 2 stages; .* is 3: name 2"),
     ],
 )
 def test_cuts_that_cannot_be(num_stages: int, names: list[str] | None, message: str) -> None:
@@ -163,7 +163,7 @@ class Asking(stages.Skipping):
 
 
 def test_a_forward_that_asks_for_data_of_another_stage() -> None:
-    with pytest.raises(PartitaError, match="asks for the data of a tensor that depends on 'embedding.weight'"):
+    with pytest.raises(PartitaError, match="needs the data of a tensor that depends on 'embedding.weight'"):
         Stage(Asking(), 1, 2).forward(stages.batch("skipping", 0), None)
 
 

@@ -78,7 +78,7 @@ def test_the_config_comes_before_all_other_rules(rules: dict[str, str], line: st
     ("rules", "message"),
     [
         ({"*.gate": "column"}, r"parallel.tensor_rules: '\*.gate' matches no module of LlamaForCausalLM"),
-        ({"*.input_layernorm": "column"}, "asks for 'column' of 'model.layers.0.input_layernorm' .* no linear layer"),
+        ({"*.input_layernorm": "column"}, "'column' cannot split 'model.layers.0.input_layernorm' .* no linear layer"),
         ({"model.norm": "vocabulary"}, "neither an embedding nor a linear layer"),
     ],
 )

@@ -212,7 +212,7 @@ def fed_differently(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["values", "lengths"])
 def test_ranks_that_share_samples_are_fed_the_same(kind: str) -> None:
     name = "labels" if kind == "values" else "input_ids"
-    message = f"one data coordinate .0. were fed different samples: '{name}' of ranks 0 and 1 along tensor differs"
+    message = f"one data coordinate .0. got different batches: '{name}' of ranks 0 and 1 along tensor differs"
     with pytest.raises(PartitaError, match=message):
         pool.run(2, fed_differently, kind)
 

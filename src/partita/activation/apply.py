@@ -1,4 +1,4 @@
-"""Application of the config's settings for activations to a model."""
+"""Application of the settings in ``activations``, ``tiled`` and ``loss`` to a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from partita.transforms.modules import ModuleTransforms, Order
 
 @dataclass(frozen=True)
 class Chosen:
-    """The modules that the config selects, by name: recomputed ones, those run in tiles, heads with a tiled loss."""
+    """The modules that the config selects, by name: recomputed modules, tiled modules, heads with a tiled loss."""
 
     recomputed: dict[str, nn.Module]
     tiled: dict[str, nn.Module]
@@ -53,7 +53,7 @@ class Activations:
     """Storage of activations besides autograd's: inputs of recomputed modules, and calls that are not recomputed.
 
     Args:
-        under_way: the largest number of forwards that await their backward at a time.
+        under_way: the largest number of forwards that await their backward at the same time.
     """
 
     def __init__(self, config: Config, memory: StateMemory, collectives: Collectives, under_way: int) -> None:
@@ -73,17 +73,17 @@ class Activations:
             self.kept = KeptWhole(limit, under_way, alike, memory.ledger)
 
     def check(self) -> None:
-        """Report on all ranks if inputs did not fit into their tier on one of them. Called on all ranks.
+        """Check that inputs fit into their tier on every rank. All ranks must call this.
 
         Raises:
-            PartitaError: on all ranks: they did not.
+            PartitaError: the inputs of a rank did not fit. Raised on all ranks.
         """
         if self.inputs is not None and self.inputs.rooms.tier is not Tier.DEVICE:
             with shared_errors(self._all_ranks):
                 self.inputs.rooms.check()
 
     def updated(self) -> None:
-        """Note the end of a full step. Called on all ranks."""
+        """Handle the end of a full step. All ranks must call this."""
         if self.kept is not None:
             self.kept.end_step(self._device, self._all_ranks)
 
@@ -91,7 +91,7 @@ class Activations:
 def keep_less(
     model: nn.Module, chosen: Chosen, config: Config, transforms: ModuleTransforms, stored: Activations | None = None
 ) -> Recomputation:
-    """Have the chosen modules keep less for backward.
+    """Make the selected modules keep less for backward.
 
     Args:
         stored: where inputs of recomputed modules are stored, and which calls are not recomputed.
@@ -117,17 +117,19 @@ def _begin(follower: StoredInputs | KeptWhole, module: nn.Module, args: object) 
 
 
 def open_tier(config: Config, memory: StateMemory) -> None:
-    """Open the disk tier before the first forward, if inputs are to be stored in it.
+    """Open the disk tier before the first forward, if inputs are offloaded to it.
 
     Raises:
-        PartitaError: its folder is missing or is not a folder, is not writable, or has no space.
+        PartitaError: its folder is missing, is not a folder, is not writable, or has no space.
     """
     if config.activations.offload == Tier.DISK.value:
         memory.provide_disk(0, 1)
 
 
 def inputs_tier(settings: ActivationsSection, device: torch.device) -> Tier:
-    """Return the tier in which inputs are stored. If the host computes, there is nothing to move to the host."""
+    """Return the tier in which inputs are stored. If the model runs on the host, offloading to the host does
+    nothing.
+    """
     if settings.offload == "none" or (settings.offload == "host" and accelerator.is_host(device)):
         return Tier.DEVICE
     return Tier(settings.offload)

@@ -13,16 +13,16 @@ STATE = "activations"
 
 
 class InputMemory:
-    """An allocator of tier memory for copies of activations.
+    """An allocator of buffers in a tier for copies of activations.
 
-    There are as many rooms as there were copies at a time, each as large as the largest copy in it: if lengths vary,
-    nothing is allocated any more once the longest were seen.
+    Buffers are reused, and replaced by larger ones if needed. So nothing is allocated any more once the longest
+    sequences have occurred.
 
-    If the tier is full, a copy is made on the device: this rank continues as the others do, until all of them
-    :meth:`check`.
+    If the tier is full, the copy is made on the device. This rank then continues like the other ranks until all of them
+    call :meth:`check`.
 
     Args:
-        finish: waits for all copies from and to rooms.
+        finish: waits for all copies from and to buffers.
     """
 
     def __init__(self, memory: StateMemory, tier: Tier, device: torch.device, finish: Callable[[], object]) -> None:
@@ -31,16 +31,16 @@ class InputMemory:
         self._device = device
         self._finish = finish
         self._free = list[Kept]()
-        self._returned = deque[Kept]()  # by whichever thread drops a graph
-        self._problem: PartitaError | None = None
+        self._returned = deque[Kept]()  # appended by any thread that frees a graph
+        self._error: PartitaError | None = None
 
     def take(self, num_bytes: int) -> Kept:
-        """Return a room of at least ``num_bytes``."""
+        """Return a buffer of at least ``num_bytes``."""
         while self._returned:
             self._free.append(self._returned.popleft())
-        self._free.sort(key=lambda room: room.num_elements)
-        for place, room in enumerate(self._free):
-            if room.num_elements >= num_bytes:
+        self._free.sort(key=lambda buffer: buffer.num_elements)
+        for place, buffer in enumerate(self._free):
+            if buffer.num_elements >= num_bytes:
                 return self._free.pop(place)
         if self._free:
             self._finish()
@@ -48,20 +48,20 @@ class InputMemory:
         try:
             return self._memory.keep(STATE, num_bytes, torch.uint8, self.tier)
         except PartitaError as error:
-            self._problem = self._problem or error
+            self._error = self._error or error
             return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
 
-    def give_back(self, room: Kept) -> None:
-        """Let later copies use the room, after the work that the stream was given for it."""
-        if room.tier is self.tier:
-            self._returned.append(room)
+    def give_back(self, buffer: Kept) -> None:
+        """Free a buffer for later copies, which the stream runs after the current ones."""
+        if buffer.tier is self.tier:
+            self._returned.append(buffer)
 
     def check(self) -> None:
-        """Check that the tier was not full since the last call.
+        """Check that the tier has not been full since the last call.
 
         Raises:
-            PartitaError: it was.
+            PartitaError: it has been full.
         """
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        found, self._error = self._error, None
+        if found is not None:
+            raise found

@@ -1,7 +1,7 @@
-"""Inputs of recomputed modules that are stored on the host, on disk, or in parts on several ranks until backward.
+"""Storage of the inputs of recomputed modules on the host, on disk, or sharded over ranks, until backward.
 
-An input is offloaded while forward continues, and fetched while the module after its own is in backward. Copies exist
-for as long as the graph that needs them.
+An input is offloaded while forward continues, and prefetched while the next module is in backward. Copies live as long
+as the graph that needs them.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 6.1
 (Pa+cpu).
@@ -25,37 +25,40 @@ from partita.memory.streams import Event, Stream, record
 from partita.memory.tiers import Kept, StateMemory
 from partita.plan.residence import Tier
 
-# Modules at the end of forward whose inputs stay: their backward comes before a copy would be back.
+# The number of modules at the end of forward whose inputs are not offloaded: their backward comes too early.
 NUM_STAYING = 2
 
 
 class StoredInputs:
-    """Offloads the inputs of modules and fetches them, overlapping with the caller's work, until it is closed.
+    """Offloads and prefetches the inputs of modules, overlapped with computation, until it is closed.
 
     Args:
-        tier: where inputs are stored; the device for inputs that are only split over ranks.
-        partition: decides how inputs are split.
+        tier: the tier for inputs; the device if they are only sharded over ranks.
+        partition: decides which inputs are sharded.
     """
 
     def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
         self.device = device
         self._partition = partition
-        self.rooms = InputMemory(memory, tier, device, self._finish)
+        self.rooms = InputMemory(memory, tier, device, self._wait_for_copies)
         self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
-        self._calls = dict[int, weakref.ref[Call]]()  # whose graph is there, in their order
+        self._calls = dict[int, weakref.ref[Call]]()  # calls whose graph is alive, in order
         self._num_calls = self._num_before = 0
-        self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the identity of the tensor that was given
-        self._leaving = deque[weakref.ref[Moved]]()
-        self.unclaimed = deque[Event]()  # of copies for a backward that never came; they hold what is copied
+        self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the id of the original tensor
+        self._offloading = deque[weakref.ref[Moved]]()
+        self.unclaimed = deque[Event]()  # of copies whose graph was freed; their memory is in use until they complete
 
     def begin_forward(self) -> None:
-        """Note that the calls that follow are of another forward of the model."""
+        """Begin a forward of the model: the next calls belong to it."""
         self._num_before = self._num_calls
 
     def move(self, tensor: Tensor, module: str, place: int) -> "Moved | None":
-        """Return the :class:`Moved` for a tensor that a module is given at a place; None for a tensor that stays.
+        """Return the :class:`Moved` for an input of a module; None for a tensor that is not moved.
 
-        A tensor stays if it is no activation, or if several modules are given it, which need it at different times.
+        These are tensors that are not activations, and inputs of several modules, which need them at different times.
+
+        Args:
+            place: the index of the input among the module's arguments.
         """
         if (known := self._moved.get(id(tensor))) is not None and known.source() is tensor:
             known.stay(tensor)
@@ -74,19 +77,19 @@ class StoredInputs:
         return self._num_calls, self._num_before
 
     def forward_ended(self) -> None:
-        """Begin to offload the inputs of an earlier call, and free those that were offloaded before."""
-        self._let_go()
+        """Begin to offload the inputs of an earlier call, and free the inputs whose copies are complete."""
+        self._finish_offloads()
         self._calls = {number: call for number, call in self._calls.items() if call() is not None}
         earlier = list(self._calls.values())[:-NUM_STAYING]
         if earlier and (call := earlier[-1]()) is not None:
             for moved in call.moved:
                 moved.leave()
-                self._leaving.append(weakref.ref(moved))
+                self._offloading.append(weakref.ref(moved))
 
     def fetch_before(self, number: int, first: int) -> None:
-        """Begin to fetch the inputs that backward needs after those of call ``number``: an earlier call's.
+        """Begin to fetch the inputs of the call before ``number``, which backward needs next.
 
-        Calls up to ``first`` are left out: their graphs may still exist on some ranks and not on others.
+        Calls up to ``first`` are skipped: their graphs may be alive on some ranks and already freed on others.
         """
         for other in reversed(list(self._calls)):
             if first < other < number and (call := self._calls[other]()) is not None:
@@ -94,37 +97,39 @@ class StoredInputs:
                 return
 
     def close(self) -> None:
-        """Wait for the copies under way."""
-        self._let_go()
-        self._finish()
+        """Wait for all copies, and stop the stream."""
+        self._finish_offloads()
+        self._wait_for_copies()
         self.stream.close()
 
-    def _let_go(self) -> None:
-        """Wait for the copies off the device, and free the tensors that were copied."""
+    def _finish_offloads(self) -> None:
+        """Wait for the copies from the device, and free the tensors that were copied."""
         self.let_go_of_unclaimed()
-        while self._leaving:
-            if (moved := self._leaving.popleft()()) is not None:
+        while self._offloading:
+            if (moved := self._offloading.popleft()()) is not None:
                 moved.has_left()
 
     def let_go_of_unclaimed(self) -> None:
-        """Wait for copies whose graphs are gone, and free the memory that they hold."""
+        """Wait for copies whose graphs were freed, and free the memory that they use."""
         while self.unclaimed:
             self.unclaimed.popleft().wait()
 
-    def _finish(self) -> None:
-        """Block the caller until all copies are done."""
+    def _wait_for_copies(self) -> None:
+        """Wait for all copies on the host."""
         self.stream.run(lambda: None).wait()
         accelerator.wait_for_all(self.device)
 
 
 class Call:
-    """A call of a module, whose forward may run several times.
+    """A call of a recomputed module, whose forward may run several times.
 
-    Attributes: ``moved``: its inputs that are moved; ``others``: its other input tensors.
+    Attributes:
+        moved: the inputs that are moved.
+        others: the other input tensors.
 
     Args:
-        forward: called with the arguments of the module.
-        module: its name.
+        forward: the module's forward.
+        module: the module's name.
     """
 
     def __init__(
@@ -140,51 +145,52 @@ class Call:
         self._names = tuple(kwargs)
         self.moved = list[Moved]()
         self.others = list[Tensor]()
-        self._given = list[Any]()
+        self._arguments = list[Any]()
         for place, value in enumerate((*args, *kwargs.values())):
             if not isinstance(value, Tensor):
-                self._given.append(value)
+                self._arguments.append(value)
             elif (moved := inputs.move(value, module, place)) is not None:
                 self.moved.append(moved)
-                self._given.append(_MOVED)
+                self._arguments.append(_MOVED)
             else:
                 self.others.append(value)
-                self._given.append(_OTHER)
-        self._brought = list[Tensor]()
+                self._arguments.append(_OTHER)
+        self._fetched = list[Tensor]()
         self._number, self._first = inputs.begin(self)
 
     def bring(self) -> None:
-        """Fetch the moved inputs for the next run, and begin to fetch those that backward needs after them."""
+        """Fetch the moved inputs for the next run, and prefetch the inputs of the previous call."""
         self._inputs.let_go_of_unclaimed()
         self.fetch()
         self._inputs.fetch_before(self._number, self._first)
-        self._brought = [moved.get() for moved in self.moved]
+        self._fetched = [moved.get() for moved in self.moved]
 
     def run(self, like: Tensor, *others: Tensor) -> Any:
         """Run the module's forward.
 
         Args:
-            like: a tensor on the device that computes.
-            others: the inputs that are not moved.
+            like: any tensor on the model's device; it is not used.
+            others: the input tensors that are not moved.
         """
-        brought = iter(self._brought or [moved.get() for moved in self.moved])
-        self._brought = []
-        rest = iter(others)
+        fetched = iter(self._fetched or [moved.get() for moved in self.moved])
+        self._fetched = []
+        remaining = iter(others)
         values = [
-            next(brought) if value is _MOVED else next(rest) if value is _OTHER else value for value in self._given
+            next(fetched) if value is _MOVED else next(remaining) if value is _OTHER else value
+            for value in self._arguments
         ]
         num_args = len(values) - len(self._names)
         return self._forward(*values[:num_args], **dict(zip(self._names, values[num_args:], strict=True)))
 
     def fetch(self) -> None:
-        """Begin to fetch the inputs that were offloaded."""
+        """Begin to fetch the offloaded inputs."""
         for moved in self.moved:
             moved.fetch()
 
 
 @dataclass(frozen=True)
 class Back:
-    """A tensor whose values are valid once ``came`` has passed."""
+    """A tensor that is being fetched. Its values are valid after ``came``."""
 
     tensor: Tensor
     came: Event
@@ -197,62 +203,62 @@ class Moved:
         self._inputs = inputs
         self._parts = parts
         self.source = weakref.ref(tensor)
-        self._here: Tensor | None = tensor
+        self._on_device: Tensor | None = tensor
         self._version = tensor._version
-        self._stays = False
-        self._room: Kept | None = None
-        self._left: Event | None = None
+        self._is_kept = False
+        self._buffer: Kept | None = None
+        self._offloaded: Event | None = None
         self._back: Back | None = None
         self._num_bytes = tensor.nbytes
         self._of_bytes = partial(_of_bytes, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride())
 
     def stay(self, tensor: Tensor) -> None:
-        """Keep the tensor on the device, because others need it, too."""
-        self._here = tensor
-        self._stays = True
+        """Keep the tensor on the device, because several modules need it."""
+        self._on_device = tensor
+        self._is_kept = True
 
     def leave(self) -> None:
         """Begin to copy the tensor into the tier. It stays on the device until :meth:`has_left`."""
-        if self._here is None or self._stays or self._room is not None:
+        if self._on_device is None or self._is_kept or self._buffer is not None:
             return
-        own = self._parts.own(_flat_bytes(self._here))
-        room = self._room = self._inputs.rooms.take(self._parts.part_bytes(self._num_bytes))
+        own = self._parts.own(_flat_bytes(self._on_device))
+        buffer = self._buffer = self._inputs.rooms.take(self._parts.part_bytes(self._num_bytes))
         computed = record(self._inputs.device)
 
         def copy() -> None:
             computed.wait()
-            lease = room.lend(read=False)
+            lease = buffer.lend(read=False)
             lease.wait()[: own.numel()].copy_(own, non_blocking=True)
             lease.end(changed=True)
 
-        self._left = self._inputs.stream.run(copy)
+        self._offloaded = self._inputs.stream.run(copy)
 
     def has_left(self) -> None:
         """Wait for the copy, and free the tensor.
 
         Raises:
-            PartitaError: it was changed meanwhile, or could not be copied.
+            PartitaError: the tensor was changed during the copy, or could not be copied.
         """
-        if self._left is None:
+        if self._offloaded is None:
             return
-        self._left.wait()
-        self._left = None
-        if not self._stays:
+        self._offloaded.wait()
+        self._offloaded = None
+        if not self._is_kept:
             self._check_unchanged()
-            self._here = None
+            self._on_device = None
 
     def fetch(self) -> None:
         """Begin to copy the tensor back to the device."""
-        if self._here is not None or self._back is not None:
+        if self._on_device is not None or self._back is not None:
             return
-        room, parts, device = self._room, self._parts, self._inputs.device
-        assert room is not None
+        buffer, parts, device = self._buffer, self._parts, self._inputs.device
+        assert buffer is not None
         whole = torch.empty(parts.whole_bytes(self._num_bytes), dtype=torch.uint8, device=device)
         free = record(device)
 
         def copy() -> None:
             free.wait()
-            lease, own = room.lend(), parts.own(whole)
+            lease, own = buffer.lend(), parts.own(whole)
             own.copy_(lease.wait()[: own.numel()], non_blocking=True)
             lease.end(changed=False)
             parts.complete(whole)
@@ -260,42 +266,42 @@ class Moved:
         self._back = Back(self._of_bytes(whole), self._inputs.stream.run(copy))
 
     def get(self) -> Tensor:
-        """Return the tensor, or a fetched one with its values.
+        """Return the original tensor, or the fetched copy.
 
         Raises:
-            PartitaError: it was changed since the module was called, or could not be copied.
+            PartitaError: the tensor was changed after the module's call, or could not be copied.
         """
-        if self._here is not None:
+        if self._on_device is not None:
             self._check_unchanged()
-            return self._here
+            return self._on_device
         assert self._back is not None
         back, self._back = self._back, None
         back.came.wait()
         return back.tensor.requires_grad_()
 
     def __del__(self) -> None:
-        # Maybe by a thread that the stream's work needs, which must not wait for it.
-        if self._room is not None:
-            self._inputs.rooms.give_back(self._room)
-        under_way = self._left if self._back is None else self._back.came
-        if under_way is not None:
-            self._inputs.unclaimed.append(under_way)
+        # This may run in a thread on which the stream's work depends, so it must not wait for the stream.
+        if self._buffer is not None:
+            self._inputs.rooms.give_back(self._buffer)
+        pending = self._offloaded if self._back is None else self._back.came
+        if pending is not None:
+            self._inputs.unclaimed.append(pending)
 
     def _check_unchanged(self) -> None:
-        assert self._here is not None
-        if self._here._version != self._version:
+        assert self._on_device is not None
+        if self._on_device._version != self._version:
             raise PartitaError(
-                f"an input of shape {tuple(self._here.shape)} of a module that is recomputed was changed in place "
-                "after the module had read it, so its backward would compute something else: change a copy, or leave "
-                "the module out of activations.checkpoint"
+                f"an input of shape {tuple(self._on_device.shape)} of a recomputed module was changed in place after "
+                "the module had read it, so recomputation would use other values: change a copy, or leave the module "
+                "out of activations.checkpoint"
             )
 
 
-_MOVED, _OTHER = object(), object()  # stand for tensors that were given
+_MOVED, _OTHER = object(), object()  # mark the positions of tensors among the arguments
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill a range of memory, in any order: a copy then has the same strides."""
+    """Return whether a tensor's elements fill a contiguous range of memory, in any order of dims."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

@@ -1,6 +1,6 @@
-"""Calls of recomputed modules that keep everything after all: the last ones of a forward, as many as fit.
+"""Budget for skipping recomputation: the last calls of a forward, as many as fit, keep all activations for backward.
 
-Their backward comes first, so what they keep is freed before earlier modules run their forward again.
+Their backward comes first, so their activations are freed before earlier modules are recomputed.
 """
 
 import socket
@@ -22,23 +22,21 @@ from partita.sharding.unit_events import Inputs, on_gradient
 
 KEY = "activations.keep_bytes"
 STATE = "kept_whole"
-# Of what was spare in the first step, `auto` takes so much: forwards differ.
+# The fraction of the memory that was unused in the first step that `auto` uses; other steps may need more.
 SPARE_SHARE = 0.8
 
 
 class KeptWhole:
-    """Decides how many calls of recomputed modules, from the end of a forward, keep everything for their backward.
+    """Decides how many calls of recomputed modules, from the end of a forward, are not recomputed.
 
-    The first forward is measured: everything is recomputed, and the bytes that each call would have kept are counted.
-    Later forwards with larger inputs than any before are measured, too; otherwise the number stays as it is. If more
-    forwards than ever before await their backward, the additional one keeps nothing, and from then on they share the
-    limit.
+    The first forward is measured: all calls are recomputed, and the bytes that each would have kept are counted. Later
+    forwards with larger inputs than any before are measured again. If more forwards than ever before await their
+    backward, the additional one recomputes all calls, and from then on the limit is divided by the new number.
 
     Args:
-        limit: bytes over all forwards that await their backward; None: :meth:`end_step` sets it.
-        under_way: the largest number of such forwards, as far as it is known.
-        alike: groups of ranks that compute a forward together, and must keep the same calls: those that have other
-            positions, then the others.
+        limit: the limit in bytes for all forwards that await their backward; None: :meth:`end_step` sets it. under_way:
+        the expected largest number of such forwards. alike: the sequence ranks, and the tensor ranks. They compute a
+        forward together, and must choose the same calls.
     """
 
     def __init__(self, limit: int | None, under_way: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
@@ -46,27 +44,27 @@ class KeptWhole:
         self._under_way = under_way
         self._alike = alike
         self._ledger = ledger
-        self._place = 0  # of the next call in its forward
-        self._inside = False  # a call: those inside it are part of it
-        self._there: Sequence[Tensor] | None = None  # what is in memory anyway, where the call is to be measured
+        self._index = 0  # index of the next call in its forward
+        self._inside = False  # a call is running; nested calls count as part of it
+        self._existing: Sequence[Tensor] | None = None  # tensors that a measured call does not add to the memory
         self._measures = False
         self._largest = 0
-        self._sizes = list[int]()  # bytes that each call of a forward keeps
-        self._whole = range(0)  # places of calls that are kept
-        self._forward = 0  # its number
+        self._sizes = list[int]()  # bytes that each call of a forward would keep
+        self._not_recomputed = range(0)  # indices of the calls that are not recomputed
+        self._forward = 0  # the number of the current forward
         self._is_followed = self._is_too_many = False
-        self._awaited = set[int]()  # forwards whose backward is to come
+        self._awaited = set[int]()  # forwards that await their backward
 
     def begin_forward(self) -> None:
-        """Note that the calls that follow are of another forward of the model."""
-        self._place = 0
+        """Begin a forward of the model: the next calls belong to it."""
+        self._index = 0
         self._inside = False
 
     def end_step(self, device: torch.device, all_ranks: Group) -> None:
-        """Set the limit, if there is none, from the memory that no rank has needed. Called on all ranks after a full
-        step.
+        """Set the limit, if there is none, to the memory that is unused on every rank. All ranks must call this after a
+        full step.
         """
-        self._awaited.clear()  # what no backward came for is not waited for any longer
+        self._awaited.clear()  # forwards without a backward
         if self._limit is None:
             every = all_ranks.exchange_objects((socket.gethostname(), spare_bytes(device)), KEY)
             on_node = Counter(host for host, _ in every)
@@ -76,42 +74,42 @@ class KeptWhole:
 
     @contextmanager
     def call(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[bool]:
-        """Enclose a call of a module with these inputs; yields True if the call is not recomputed."""
+        """The context of a module's call with these inputs; yields True if the call is not recomputed."""
         if self._inside:
             yield False
             return
-        if self._place == 0:
+        if self._index == 0:
             self._begin_calls(sum(tensor.numel() for tensor in inputs if tensor.is_floating_point()))
-        is_whole = self._place in self._whole and not self._measures and not self._is_too_many
-        self._place += 1
+        is_whole = self._index in self._not_recomputed and not self._measures and not self._is_too_many
+        self._index += 1
         self._inside = True
         if self._measures:
-            self._there = [*inputs, *module.parameters(), *module.buffers()]
+            self._existing = [*inputs, *module.parameters(), *module.buffers()]
         try:
             yield is_whole
         finally:
             self._inside = False
 
     def follow(self, output: object) -> None:
-        """Watch for the backward of this forward, by the output of a call."""
+        """Register a hook on the output of a call that records the backward of this forward."""
         if self._inside or self._is_followed:
             return
-        come = partial(self._come, self._forward)
-        if any(on_gradient(tensor, come, Inputs()) for tensor in held_tensors(output)):
+        on_backward = partial(self._record_backward, self._forward)
+        if any(on_gradient(tensor, on_backward, Inputs()) for tensor in held_tensors(output)):
             self._is_followed = True
             self._awaited.add(self._forward)
 
-    def _come(self, forward: int, gradient: Tensor) -> None:
+    def _record_backward(self, forward: int, gradient: Tensor) -> None:
         self._awaited.discard(forward)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count the bytes that a checkpointed forward would keep; entered inside the checkpoint."""
-        there, self._there = self._there, None
-        if there is None:
+        """Count the bytes that a checkpointed forward would keep. The context is entered inside the checkpoint."""
+        existing, self._existing = self._existing, None
+        if existing is None:
             yield
             return
-        with _counted(there) as count:
+        with _counted(existing) as count:
             yield
         self._sizes.append(count())
 
@@ -142,20 +140,20 @@ class KeptWhole:
             if (total + size) * self._under_way > self._limit:
                 break
             num, total = num + 1, total + size
-        self._whole = range(len(self._sizes) - num, len(self._sizes))
+        self._not_recomputed = range(len(self._sizes) - num, len(self._sizes))
         self._ledger.set(STATE, total * self._under_way)
 
 
 @contextmanager
-def _counted(there: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Count the bytes of the storages that autograd saves, except those of ``there``; yields a function that returns
-    the sum. The hooks around this block still see every tensor.
+def _counted(existing: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+    """Count the bytes of the storages that autograd saves, except those of the tensors ``existing``. Yields a function
+    that returns the sum. Enclosing saved-tensor hooks still get every tensor.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     assert hooks is not None
     pack, unpack = hooks
-    with torch._C.DisableTorchFunctionSubclass():  # parameters of inner units may be at rest
-        storages = [tensor.untyped_storage() for tensor in there]
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of inner units may be sharded
+        storages = [tensor.untyped_storage() for tensor in existing]
     seen = {storage.data_ptr(): weakref.ref(storage) for storage in storages}
     total = 0
 
@@ -163,7 +161,7 @@ def _counted(there: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
         nonlocal total
         storage: UntypedStorage = tensor.untyped_storage()
         known = seen.get(storage.data_ptr())
-        if known is None or known() is None:  # memory that was another's is counted again
+        if known is None or known() is None:  # new, or in memory of a freed storage
             seen[storage.data_ptr()] = weakref.ref(storage)
             total += storage.nbytes()
         return pack(tensor)

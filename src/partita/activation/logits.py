@@ -1,4 +1,4 @@
-"""Logits that are not computed yet: a tiled head returns them, so that their loss is computed in tiles."""
+"""Deferred logits: a tiled head returns them without computing them, so that their loss is computed in tiles."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from partita.errors import PartitaError
 from partita.sharding.deferred import Deferred
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_DESCRIPTIONS = frozenset(
+_NO_VALUES = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size"),
         *("is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage", "__hash__"),
@@ -25,24 +25,25 @@ _PROPERTIES_WITH_VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")
 
 
 class HeadCall(Protocol):
-    """A pending call of a layer that computes logits from hidden states."""
+    """A deferred call of a layer that computes logits from hidden states."""
 
     def whole(self, origin: "Origin", asked_by: str) -> Tensor:
         """Return the layer's output for ``origin.hidden``: [..., classes]."""
 
     def whole_here(self, origin: "Origin", asked_by: str) -> Tensor:
-        """Return the same with its values on this rank, also where ranks have parts of it."""
+        """Return the same, all-gathered if it is sharded over ranks."""
 
     def summed_loss(self, origin: "Origin", target: Tensor, ignored: int, smoothing: float) -> Tensor:
-        """Return the sum of the cross-entropies of the logits, as rows, with class indices [rows]."""
+        """Return the sum of the cross-entropies of the rows of logits; ``target`` [rows] contains class indices."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The computation of logits: the layer's output for ``hidden``, then ``changes`` to each number, in this order.
+    """The computation of logits: the layer's output for ``hidden``, then the elementwise functions ``changes``, in
+    order.
 
-    ``hidden`` [..., in] has the dims of the logits in the same order, except the dim of the classes, which is
-    ``classes_dim`` among those of the logits.
+    ``hidden`` [..., in] has the dims of the logits in the same order, except the dim of the classes, which is dim
+    ``classes_dim`` of the logits.
     """
 
     call: HeadCall
@@ -67,7 +68,7 @@ class Origin:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides of the logits: those of a contiguous tensor, whose last dim is moved to ``classes_dim``."""
+        """The strides of the logits: those of a contiguous tensor whose last dim is moved to ``classes_dim``."""
         strides, stride = list[int](), self.num_classes
         for size in reversed(self.hidden.shape[:-1]):
             strides.insert(0, stride)
@@ -77,20 +78,20 @@ class Origin:
 
 
 class Logits(Deferred):
-    """Logits that are computed on demand, with the layer and the hidden states that they depend on.
+    """Logits that are computed on demand, from the layer and the hidden states on which they depend.
 
-    Elementwise functions of numbers, reshapes that leave the classes as they are, and selected positions give such
-    logits again; their :func:`~torch.nn.functional.cross_entropy` is computed tile by tile. Any other use of their
-    values computes them in full.
+    Elementwise functions, reshapes that keep the classes, and selections of positions return deferred logits again.
+    :func:`~torch.nn.functional.cross_entropy` is computed tile by tile. Any other function that reads values computes
+    all logits.
     """
 
     origin: Origin
     _computed: Tensor | None
-    _is_related: bool  # to other logits, which a change in place would have to reach
+    _is_related: bool  # shares values with other deferred logits, which an in-place change would not reach
 
     @classmethod
     def of(cls, origin: Origin) -> Self:
-        """Return logits of this origin, which take no memory."""
+        """Return deferred logits of this origin. They allocate no memory."""
         like = torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)
         anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)  # the layer alone may train
         made = cls.place(origin.shape, origin.strides, like, partial(_backward, origin), origin.hidden, anchor)
@@ -100,9 +101,9 @@ class Logits(Deferred):
         return made
 
     def compute(self, reader: str) -> Tensor:
-        """Return the logits' values, computed once (and again for a graph, if they were computed without one)."""
-        lacks_graph = torch.is_grad_enabled() and self.requires_grad
-        if self._computed is None or (lacks_graph and not self._computed.requires_grad):
+        """Compute the logits, at most once with a graph and once without."""
+        needs_graph = torch.is_grad_enabled() and self.requires_grad
+        if self._computed is None or (needs_graph and not self._computed.requires_grad):
             logits = self.origin.changed(self.origin.call.whole(self.origin, reader))
             self._computed = logits.movedim(-1, self.origin.classes_dim)
         return self._computed
@@ -126,7 +127,7 @@ class Logits(Deferred):
         name = func.__name__
         if cls.asks_for_gradient(func, args, kwargs):
             return cls.answer_gradient(func, args, kwargs)
-        if name in _DESCRIPTIONS or (name == "__get__" and func.__self__.__name__ not in _PROPERTIES_WITH_VALUES):
+        if name in _NO_VALUES or (name == "__get__" and func.__self__.__name__ not in _PROPERTIES_WITH_VALUES):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         known = _cross_entropy(*args, **kwargs) if func is F.cross_entropy else _derived(func, args, kwargs)
@@ -138,15 +139,15 @@ class Logits(Deferred):
 
 
 def _backward(origin: Origin, gradient: Tensor) -> tuple[Tensor | None, None]:
-    """Send a gradient of all logits through the layer; return that of the hidden states.
+    """Backpropagate a gradient of the logits through the layer; return the gradient of the hidden states.
 
     Raises:
-        PartitaError: gradients of gradients are requested.
+        PartitaError: the backward has create_graph=True.
     """
     if torch.is_grad_enabled():
         raise PartitaError(
-            "create_graph=True: gradients of gradients were asked for, of logits that are computed in tiles "
-            "(loss.tiled), and the way back through them is computed once: set loss.tiled to none"
+            "create_graph=True: logits that are computed in tiles (loss.tiled) do not support gradients of gradients: "
+            "set loss.tiled to none"
         )
     hidden = origin.hidden.detach().requires_grad_(origin.hidden.requires_grad)
     origin = replace(origin, hidden=hidden)
@@ -165,18 +166,19 @@ def _check_in_place(name: str, args: Sequence[Any]) -> None:
     changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if changes and args and isinstance(args[0], Logits) and args[0]._is_related:
         raise PartitaError(
-            f"logits that are computed in tiles (loss.tiled) are changed in place by '{name}', which tensors made of "
-            "them would not see: change a copy (logits * 2 instead of logits.mul_(2)), or set loss.tiled to none"
+            f"logits that are computed in tiles (loss.tiled) are changed in place by '{name}', and tensors derived "
+            "from them would not change: change a copy (logits * 2 instead of logits.mul_(2)), or set loss.tiled to "
+            "none"
         )
 
 
-# ------------------------------------------------------------------------------- logits of logits
+# ------------------------------------------------------------------------------- functions that keep logits deferred
 
 Derive = Callable[[Logits, Any, Sequence[Any], Mapping[str, Any]], Origin | None]
 
 
 def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Return the origin of a function of each number by itself; None if it reads tensors that are not plain numbers."""
+    """Return the origin of an elementwise function of logits; None if another argument is a tensor with dims."""
     for other in (*others, *kwargs.values()):
         if isinstance(other, torch.device | str) or (
             isinstance(other, Tensor) and (other.dim() or other.requires_grad)
@@ -193,11 +195,11 @@ def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mappi
 
 
 def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Return the origin of the same rows in another shape; None if the classes are changed."""
+    """Return the origin of reshaped logits; None if the dim of the classes changes."""
     origin = logits.origin
     if origin.classes_dim != origin.hidden.dim() - 1:
         return None
-    # Of no size, or a simulated device would count it.
+    # Expanded from a scalar, because a simulated device would count the bytes of a full tensor.
     shape = func(torch.empty((), device="meta").expand(origin.shape), *others, **kwargs).shape
     if shape[-1:] != origin.shape[-1:]:
         return None
@@ -206,7 +208,7 @@ def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
 
 
 def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Return the origin of some positions, with all their classes; None if classes are selected."""
+    """Return the origin of selected positions with all classes; None if the index selects classes."""
     origin, (index,) = logits.origin, others
     index = list(index) if isinstance(index, tuple) else [index]
     num_indexed = sum(
@@ -223,7 +225,7 @@ def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
 
 
 def _permuted(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
-    """Return the origin with the dims in another order."""
+    """Return the origin of logits with permuted dims."""
     origin = logits.origin
     last = origin.hidden.dim() - 1
     if origin.classes_dim != last:
@@ -251,7 +253,7 @@ _COMMUTING = ("mul", "multiply")
 
 
 def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logits | None:
-    """Return the result of a function of logits as logits that are not computed; None if it needs their values."""
+    """Return the result of a function of logits as deferred logits; None if it needs their values."""
     name, others = func.__name__, args[1:]
     if name in _COMMUTING and not isinstance(args[0], Logits):
         args, others = args[1:], args[:1]
@@ -270,21 +272,21 @@ def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logit
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Compute ``F.cross_entropy`` in tiles; None if its arguments do not allow that."""
+    """Compute ``F.cross_entropy`` in tiles; None if its arguments are not supported."""
     call = _CROSS_ENTROPY.bind(*args, **kwargs)
     call.apply_defaults()
-    asked = call.arguments
-    logits, target = asked["input"], asked["target"]
+    arguments = call.arguments
+    logits, target = arguments["input"], arguments["target"]
     if not isinstance(logits, Logits) or isinstance(target, Logits) or logits.is_watched:
         return None
     origin = logits.origin
-    plain = asked["weight"] is asked["size_average"] is asked["reduce"] is None
+    plain = arguments["weight"] is arguments["size_average"] is arguments["reduce"] is None
     of_rows = len(origin.shape) > 1 and origin.classes_dim == 1 and target.shape == origin.hidden.shape[:-1]
-    if not (plain and of_rows and asked["reduction"] in ("mean", "sum")) or target.is_floating_point():
+    if not (plain and of_rows and arguments["reduction"] in ("mean", "sum")) or target.is_floating_point():
         return None
-    ignored = asked["ignore_index"]
+    ignored = arguments["ignore_index"]
     logits.is_used = True
-    loss = origin.call.summed_loss(origin, target.flatten(), ignored, asked["label_smoothing"])
-    if asked["reduction"] == "mean":
+    loss = origin.call.summed_loss(origin, target.flatten(), ignored, arguments["label_smoothing"])
+    if arguments["reduction"] == "mean":
         loss = loss / (target != ignored).sum()
     return loss.to(origin.dtype)

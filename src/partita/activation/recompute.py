@@ -1,8 +1,8 @@
-"""Modules that keep only their inputs for backward, and run forward again there.
+"""Activation checkpointing: modules keep only their inputs, and run their forward again in backward.
 
-T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. With selective recomputation, results that
-are expensive to compute are kept, too: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 5.
+T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", section 4. Selective recomputation also keeps results
+that are expensive to compute: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+section 5.
 """
 
 import re
@@ -36,7 +36,7 @@ KEY = "activations.checkpoint"
 _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Operators whose results `selective` keeps: they take more time to compute than their results take to be kept.
+# Operators whose results `selective` keeps: they are expensive to compute, relative to the memory of the results.
 EXPENSIVE = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"),
@@ -53,8 +53,8 @@ def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequenc
     """Return the modules that ``activations.checkpoint`` selects, by name.
 
     Args:
-        units: names of the model's units; those that have modules inside them are recomputed for ``units`` and
-            ``selective``. (A single layer computes nothing that is not its output.)
+        units: names of the model's units. ``units`` and ``selective`` recompute the units that contain other modules.
+            (A single layer has no intermediate results.)
 
     Raises:
         ConfigError: there are none.
@@ -68,21 +68,21 @@ def chosen_modules(model: nn.Module, units: Iterable[str], choice: str | Sequenc
     modules = {name: module for name, module in modules.items() if any(True for _ in module.children())}
     if not modules:
         raise ConfigError(
-            f"{KEY}: '{choice}' recomputes units, and {type(model).__name__} has none beside the whole model; name "
-            "modules to recompute by class or pattern, or the units in zero.units"
+            f"{KEY}: '{choice}' recomputes units, and {type(model).__name__} has no unit except the model itself; name "
+            "modules to recompute by class or pattern, or name units in zero.units"
         )
     return modules
 
 
 class Recomputation:
-    """Makes modules run forward again in backward.
+    """Activation checkpointing of modules.
 
-    A module's hooks run both times: if its parameters are sharded, they are unsharded while it runs.
+    The hooks of the submodules run in both runs, so sharded parameters are unsharded in both.
 
     Args:
-        tiled: modules that are recomputed for some positions at a time.
-        inputs: moves the inputs of the others.
-        kept: decides which of their calls are not recomputed.
+        tiled: modules that are recomputed for a tile of positions at a time.
+        inputs: offloads or shards the inputs of the other modules.
+        kept: decides which calls of the other modules are not recomputed.
     """
 
     def __init__(
@@ -95,55 +95,57 @@ class Recomputation:
         inputs: StoredInputs | None = None,
         kept: KeptWhole | None = None,
     ) -> None:
-        self._repeated = ""
+        self._recomputed_name = ""
         for name, module in tiled.items():
             changes.wrap_forward(module, InTiles(name, Recomputed(name, module, self._note)))
         for name, module in modules.items():
             changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
 
     def _note(self, name: str) -> None:
-        self._repeated = name
+        self._recomputed_name = name
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn torch's error about a repeated forward into one that names the module.
+        """Replace torch's error about a recomputed forward by one that names the module.
 
         Raises:
-            PartitaError: the repeated forward computed other tensors than the first one.
+            PartitaError: the recomputed forward saved other tensors than the first one.
         """
         try:
             yield
         except CheckpointError as error:
             raise PartitaError(
-                f"'{self._repeated}' computed something else when its forward was repeated in backward: a forward that "
-                "depends on more than its inputs and torch's random numbers cannot be recomputed; leave it out of "
-                f"{KEY}. {_difference(str(error))}"
+                f"'{self._recomputed_name}' computed something else when its forward was recomputed in backward: its "
+                "forward depends on more than its inputs and torch's random numbers, so it cannot be recomputed; leave "
+                f"it out of {KEY}. {_difference(str(error))}"
             ) from error
 
 
-def _difference(said: str) -> str:
-    """Return what torch's checkpoint reports of the first tensor that differs, or else of their number."""
-    if found := _DIFFERS.search(said):
+def _difference(message: str) -> str:
+    """Return the part of torch's checkpoint error about the first tensor that differs, or about their number."""
+    if found := _DIFFERS.search(message):
         place, saved, repeated = found.groups()
         return f"Of the tensors that it saves, the first that differs is number {place}: {saved}, then {repeated}"
-    return said.partition(".\n\n")[0]
+    return message.partition(".\n\n")[0]
 
 
 class Recomputed:
-    """Runs a module's forward again in backward; ``repeats`` is called with its name when it does."""
+    """Wrapper that checkpoints a module's forward. ``on_recompute`` is called with the module's name before each
+    recomputation.
+    """
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
-        repeats: Callable[[str], None],
+        on_recompute: Callable[[str], None],
         selective: bool = False,
         inputs: StoredInputs | None = None,
         kept: KeptWhole | None = None,
     ) -> None:
         self._name = name
         self._module = module
-        self._repeats = partial(repeats, name)
+        self._on_recompute = partial(on_recompute, name)
         self._selective = selective
         self._inputs = inputs
         self._kept = kept
@@ -161,42 +163,44 @@ class Recomputed:
 
     def _recomputed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inputs is not None and self._is_first():
-            return self._called_with_moved(self._inputs, own, args, kwargs)
-        forward = partial(own, **kwargs)  # checkpoint would take keywords with names of its own for itself
-        if torch.compiler.is_compiling():  # what a graph does to buffers comes after the part of it that is repeated
+            return self._recomputed_with_moved_inputs(self._inputs, own, args, kwargs)
+        forward = partial(own, **kwargs)  # some keywords could be arguments of `checkpoint`
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers after its recomputed part
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
             return checkpoint(forward, *args, use_reentrant=False)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _is_first(self) -> bool:
-        """Return whether this is known to be the forward itself: no repetition of it, and not in a compiled graph."""
+        """Return whether this is the first run of a forward: not a recomputation, and not in a compiled graph."""
         if torch.compiler.is_compiling():
             warn_of_compiled()
             return False
         return torch._C._current_graph_task_id() == -1
 
-    def _called_with_moved(self, inputs: StoredInputs, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _recomputed_with_moved_inputs(
+        self, inputs: StoredInputs, own: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         call = Call(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
-        like = call.moved[0].get().new_empty(0)  # by which checkpoint knows the device, whose random state it keeps
+        like = call.moved[0].get().new_empty(0)  # tells `checkpoint` the device whose random state it saves
         contexts = partial(self._contexts, call.bring)
         output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
         inputs.forward_ended()
         return output
 
-    def _contexts(self, *begun: Callable[[], None]) -> Contexts:
-        """Return the contexts of the forward and of its repetitions; each repetition calls ``begun`` first."""
+    def _contexts(self, *on_begin: Callable[[], None]) -> Contexts:
+        """Return the contexts of the forward and of its recomputations. Each recomputation first calls ``on_begin``."""
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
         call = ForwardCall(self._state)
         measured = nullcontext() if self._kept is None else self._kept.measured()
-        return _nested(call, keeping[0], measured), Repeating(call, keeping[1], (self._repeats, *begun))
+        return _enter_all(call, keeping[0], measured), Repeating(call, keeping[1], (self._on_recompute, *on_begin))
 
 
 @contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
     """Enter several contexts, outermost first."""
     with ExitStack() as stack:
         for context in contexts:
@@ -205,23 +209,23 @@ def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class Repeating:
-    """The context of each repetition of a module's forward (a graph that is kept may have several).
+    """The context of each recomputation of a module's forward (several with ``retain_graph=True``).
 
-    Buffers are copies meanwhile, with the values that the first forward read: it has changed them since (a batch norm's
-    running mean).
+    Inside it, buffers are copies with the values that the first forward read. It may have changed them (the running
+    mean of a batch norm).
     """
 
     def __init__(
-        self, call: ForwardCall, keeping: AbstractContextManager[Any], begun: Sequence[Callable[[], None]]
+        self, call: ForwardCall, keeping: AbstractContextManager[Any], on_begin: Sequence[Callable[[], None]]
     ) -> None:
         self._call = call
         self._keeping = keeping
-        self._begun = begun
+        self._on_begin = on_begin
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        for begun in self._begun:
-            begun()
+        for on_begin in self._on_begin:
+            on_begin()
         self._entered.enter_context(self._call.repeated())
         self._entered.enter_context(self._keeping)
 
@@ -235,21 +239,22 @@ def _is_checked() -> bool:
 
 @constant
 def warn_of_compiled() -> None:
-    """Warn once for each graph that settings do not apply to compiled modules."""
+    """Warn, once per compiled graph, that some settings do not apply to compiled modules."""
     warnings.warn(
-        "activations.offload, partition and keep_bytes leave compiled modules as they are: their inputs stay whole on "
-        "the device, and they are recomputed; set them to none, or do not compile what activations.checkpoint names",
+        "activations.offload, partition and keep_bytes do not apply to compiled modules: their inputs stay unsharded "
+        "on the device, and they are recomputed; set these keys to none, or do not compile the modules that "
+        "activations.checkpoint selects",
         stacklevel=2,
     )
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """Return whether a transformers module checkpoints its own calls (``activation_checkpointing_enable``)."""
+    """Return whether a transformers module checkpoints its own forward (``gradient_checkpointing_enable``)."""
     return bool(module.training and getattr(module, "gradient_checkpointing", False))
 
 
 def selecting() -> Contexts:
-    """Return the contexts of a forward and its repetition that keep the results of the expensive operators."""
+    """Return the contexts of a forward and its recomputation in which results of expensive operators are kept."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)
     return contexts
 

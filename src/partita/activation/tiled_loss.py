@@ -1,7 +1,7 @@
-"""A head and its loss, computed tile by tile: the logits of a batch never exist in full.
+"""A head (output layer) and its loss, computed tile by tile: the logits of a batch are never all in memory.
 
-The gradients of a tile are computed right after its loss, while its logits exist, so that each logit is computed once.
-Nothing that the loss saves for backward has the size of the logits.
+The gradients of a tile are computed directly after its loss, so that each logit is computed once. The loss saves
+nothing of the size of the logits for backward.
 """
 
 import warnings
@@ -37,12 +37,12 @@ from partita.sharding.precision import InFp32
 from partita.transforms.modules import Level, find
 
 KEY = "loss.head"
-# Rows of a tile, at most: of more, matrix products are not faster.
+# The largest number of rows of a tile: with more, matrix products are not faster.
 MOST_ROWS = 1024
 
 
 def tile_heads(heads: Mapping[str, nn.Linear], settings: Loss, changes: Level) -> None:
-    """Make heads return logits that are computed on demand."""
+    """Make heads return deferred logits."""
     tile_bytes = None if isinstance(settings.tiled, str) else settings.tiled
     for name, module in heads.items():
         head = TiledHead(name, module, tile_bytes)
@@ -54,17 +54,18 @@ def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[s
     """Return the layers whose logits are computed in tiles, by name: those that ``loss.head`` selects.
 
     Args:
-        units: names of the model's units. ``auto`` takes what the model's ``get_output_embeddings`` returns, else the
+        units: names of the model's units. ``auto`` selects the result of the model's ``get_output_embeddings``, else
+        the
             last linear layer outside the units that has more outputs than inputs.
 
     Raises:
-        ConfigError: there are none, one is no plain linear layer, or tensor ranks have split it otherwise than by the
-            vocabulary.
+        ConfigError: there are none, one is no plain linear layer, or tensor parallelism has split one in another way
+            than by the vocabulary.
     """
     if settings.tiled == "none":
         return {}
     if isinstance(settings.head, str):
-        found = _usual_head(model, list(units))
+        found = _default_head(model, list(units))
     else:
         found = [module for text in settings.head for module in modules_like(model, text, KEY)]
     chosen = {id(module) for module in found}
@@ -74,16 +75,15 @@ def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[s
             continue
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             raise ConfigError(
-                f"loss.tiled: '{name}' makes the logits, and is a {type(module).__name__}; only of plain linear layers "
-                "(torch.nn.Linear) are the loss's gradients known: name another layer in loss.head, or set loss.tiled "
-                "to none"
+                f"loss.tiled: '{name}': expected a plain linear layer (torch.nn.Linear) as the output layer; got "
+                f"{type(module).__name__}: name another layer in loss.head, or set loss.tiled to none"
             )
         heads[name] = module
         ShareOfLoss.of(name, module)
     return heads
 
 
-def _usual_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
+def _default_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(output, nn.Module):
         return [output]
@@ -97,8 +97,8 @@ def _usual_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
     ]
     if not widening:
         raise ConfigError(
-            f"loss.tiled: no layer of {type(model).__name__} looks like one that makes logits (a linear layer outside "
-            "the repeated blocks with more outputs than inputs); name it in loss.head"
+            f"loss.tiled: found no output layer of {type(model).__name__} (a linear layer outside the repeated blocks "
+            "with more outputs than inputs); name it in loss.head"
         )
     return widening[-1:]
 
@@ -106,8 +106,7 @@ def _usual_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
 class TiledHead:
     """A linear layer whose calls return :class:`~partita.activation.logits.Logits` if gradients are recorded.
 
-    Values are computed in a call of the layer, so that its hooks unshard its weight: once, however many tiles there
-    are.
+    The loss is computed inside a call of the layer, whose hooks unshard its weight once for all tiles.
     """
 
     def __init__(self, name: str, module: nn.Linear, tile_bytes: int | None) -> None:
@@ -118,13 +117,13 @@ class TiledHead:
         self._loss: Callable[[Tensor], Tensor] | None = None
 
     def call(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap the layer's call: return logits that are not computed yet."""
+        """Wrapper of the layer's call: return deferred logits."""
         module = self._module
         hidden = args[0] if len(args) == 1 and not kwargs else None
         trains = isinstance(hidden, Tensor) and (
             hidden.requires_grad or any(param.requires_grad for param in module.parameters())
         )
-        is_wrapped = find(module, TiledHead) is self  # not so if somebody else has replaced the forward
+        is_wrapped = find(module, TiledHead) is self  # False if other code has replaced the forward
         if not (trains and is_wrapped and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
@@ -140,7 +139,7 @@ class TiledHead:
         return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """Compute ``loss(rows)`` in place of the layer's own forward, between its hooks."""
+        """Compute ``loss(rows)`` in place of the layer's forward, between its hooks."""
         self._loss = loss
         try:
             computed: Tensor = self._module._call_impl(rows)
@@ -149,7 +148,7 @@ class TiledHead:
         return computed
 
     def __call__(self, own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Wrap the layer's forward: compute a loss in its place if one is pending."""
+        """Wrapper of the layer's forward: compute the pending loss in its place, if there is one."""
         if self._loss is not None:
             return self._loss(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -157,12 +156,12 @@ class TiledHead:
         return own(*args, **kwargs)
 
     def warn_of(self, asked_by: str) -> None:
-        """Warn once that logits are computed in full."""
+        """Warn once that all logits are computed."""
         self._warn(f"'{asked_by}'")
 
     @property
     def share(self) -> "ShareOfLoss":
-        """The part of the loss that this rank computes."""
+        """This rank's share of the loss."""
         return ShareOfLoss.of(self._name, self._module)
 
     def rows_of_tile(self, itemsize: int) -> int:
@@ -173,7 +172,7 @@ class TiledHead:
 
     @property
     def weight(self) -> Tensor:
-        """The weight [classes, in]; sharded between the layer's calls."""
+        """The weight [classes, in]; it is sharded between calls of the layer."""
         return self._module.weight
 
     @property
@@ -188,26 +187,26 @@ class TiledHead:
 
     @constant
     def _warn_while_compiling(self) -> None:
-        self._warn("a forward that is compiled as a whole")
+        self._warn("a compiled forward")
 
-    def _warn(self, asker: str) -> None:
+    def _warn(self, reader: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the logits of '{self._name}' are computed whole, because {asker} asks for them: set loss.tiled to "
-                "none, or compute the loss by labels= or F.cross_entropy (mean or sum, without class weights) alone",
+                f"all logits of '{self._name}' are computed, because {reader} reads them: set loss.tiled to none, or "
+                "compute the loss only by labels= or F.cross_entropy (mean or sum, without class weights)",
                 stacklevel=4,
             )
 
 
 @dataclass(frozen=True)
 class ShareOfLoss:
-    """The part of a head's loss that a rank computes.
+    """This rank's share of the loss of a head.
 
     Attributes:
-        vocabulary: its part of the classes (None: all of them).
-        blocks: the blocks of the model whose sequence ranks divide the rows evenly among them (None: all rows).
-        block: the context in which the head's weight is this rank's part.
+        vocabulary: the split of the classes over tensor ranks; None: the rank has all classes.
+        blocks: the blocks whose sequence ranks divide the rows evenly; None: the rank has all rows.
+        block: the context in which the head's weight is this rank's shard.
     """
 
     vocabulary: Vocabulary | None
@@ -216,10 +215,10 @@ class ShareOfLoss:
 
     @staticmethod
     def of(name: str, module: nn.Module) -> "ShareOfLoss":
-        """Return the share that the wrappers of the parallel axes around the head's forward define.
+        """Return the share that the parallel axes' wrappers of the head's forward define.
 
         Raises:
-            ConfigError: tensor ranks have split the head otherwise than by the vocabulary.
+            ConfigError: tensor parallelism has split the head in another way than by the vocabulary.
         """
         slices, head = find(module, HeadOfSlices), find(module, LinearForward)
         blocks = None if slices is None else slices.blocks
@@ -227,13 +226,13 @@ class ShareOfLoss:
             return ShareOfLoss(None, blocks, nullcontext())
         if not isinstance(head, Head):
             raise ConfigError(
-                f"loss.tiled: '{name}' makes the logits, and tensor ranks have split it as any linear layer; set "
+                f"loss.tiled: the output layer '{name}' is split over tensor ranks, but not by the vocabulary; set "
                 f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
             )
         return ShareOfLoss(head.split.vocabulary, blocks, head.own)
 
     def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
-        """Return this rank's rows, their targets, and how the rows are sliced over ranks (None: they are not)."""
+        """Return this rank's rows, their targets, and the slices of the rows (None: the rank has all rows)."""
         if self.vocabulary is not None:
             rows = enter(rows, self.vocabulary.group)
         if self.blocks is None or not self.blocks.are_on or self.blocks.slices is None:
@@ -244,7 +243,7 @@ class ShareOfLoss:
 
 
 class Call:
-    """A pending call of a head, ``own(hidden)`` with ``hidden`` [..., in], that is made when its output is needed."""
+    """A deferred call of a head, ``own(hidden)`` with ``hidden`` [..., in]."""
 
     def __init__(
         self,
@@ -291,15 +290,15 @@ class Call:
     def _check_unchanged(self) -> None:
         if self._head.versions(self._hidden) != self._versions:
             raise PartitaError(
-                "logits that were not computed yet (loss.tiled) are asked for after the parameters, or the layer's "
-                "input, were changed: ask for them before engine.step(), or set loss.tiled to none"
+                "deferred logits (loss.tiled) are read after the parameters, or the layer's input, were changed: read "
+                "them before engine.step(), or set loss.tiled to none"
             )
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The arguments of the loss of logits of ``origin``, for ``rows`` of them at a time: see ``F.cross_entropy``. The
-    logits are those of this rank's part of the ``vocabulary`` (None: all).
+    """The arguments of ``F.cross_entropy`` for the logits of ``origin``, and the number of ``rows`` of a tile. The
+    logits are those of this rank's part of the ``vocabulary`` (None: of all classes).
     """
 
     origin: Origin
@@ -310,7 +309,7 @@ class Tiles:
     vocabulary: Vocabulary | None
 
     def loss(self, logits: Tensor, start: int) -> Tensor:
-        """Return the summed loss of the head's output for the tile that begins at row ``start``."""
+        """Return the summed loss of the tile that begins at row ``start``, given the head's output."""
         target = self.target[start : start + self.rows]
         changed = self.origin.changed(
             logits if self.vocabulary is None else split_logits(logits, Split(self.vocabulary))
@@ -345,7 +344,7 @@ class TiledLoss(torch.autograd.Function):
                 _add_product(d_weight, d_logits.t(), rows)
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=sums)
-            del d_logits  # before the next tile's are made
+            del d_logits  # free it before the next tile
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtype = weight.dtype
         return total
@@ -354,8 +353,8 @@ class TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise PartitaError(
-                "create_graph=True: gradients of gradients were asked for, of a loss that is computed in tiles "
-                "(loss.tiled), which keeps its first gradients alone: set loss.tiled to none"
+                "create_graph=True: a loss that is computed in tiles (loss.tiled) does not support gradients of "
+                "gradients: set loss.tiled to none"
             )
         d_hidden, d_weight, d_bias = (_scaled(gradient, d_loss) for gradient in ctx.saved_tensors)
         d_weight, d_bias = (None if d is None else d.to(ctx.dtype) for d in (d_weight, d_bias))
@@ -370,7 +369,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Multiply a gradient by a factor; in place, to save memory, unless the graph is kept for another backward."""
+    """Multiply a gradient by a factor; in place, to save memory, unless the graph is retained."""
     if gradient is None:
         return None
     if torch._C._autograd._get_current_graph_task_keep_graph():

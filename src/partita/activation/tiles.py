@@ -1,6 +1,6 @@
-"""Position-wise modules that run on some positions at a time, so that their intermediate results never exist for all.
+"""Position-wise modules that run on a tile of positions at a time, which limits the memory of intermediate results.
 
-S. Bekman et al., "Arctic Long Sequence Training", 2025 (its tiled MLP).
+S. Bekman et al., "Arctic Long Sequence Training", 2025 (TiledMLP).
 """
 
 import math
@@ -27,10 +27,10 @@ def tiled_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
 
 
 class InTiles:
-    """Calls a module's forward with a part of [..., positions, in] at a time, by ``run(forward, part)``.
+    """Wrapper that runs a module's forward on tiles of its input [..., positions, in], by ``run(forward, tile)``.
 
-    A tile has as many rows as a row has elements, so the memory it needs inside does not grow with the number of
-    positions.
+    A tile has about as many rows as a row has elements, so the memory of its intermediate results does not grow with
+    the number of positions.
     """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
@@ -40,22 +40,22 @@ class InTiles:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         inputs = [*args, *kwargs.values()]
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
-            raise self._refused(f"it was called with {_described(inputs)}")
+            raise self._unsupported(f"it was called with {_described(inputs)}")
         (whole,) = inputs
         num_positions = max(1, whole.shape[-1] // math.prod(whole.shape[:-2]))
         outputs = []
-        for part in whole.split(num_positions, dim=-2):
-            tile = part.contiguous()  # as the whole was: modules take other views of it
+        for piece in whole.split(num_positions, dim=-2):
+            tile = piece.contiguous()  # like the full input: the module may use `view`
             output = self._run(forward, **dict.fromkeys(kwargs, tile)) if kwargs else self._run(forward, tile)
             if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
-                raise self._refused(f"of a tensor of shape {tuple(tile.shape)} it made {_described([output])}")
+                raise self._unsupported(f"for a tensor of shape {tuple(tile.shape)} it returned {_described([output])}")
             outputs.append(output)
         return torch.cat(outputs, dim=-2)
 
-    def _refused(self, what: str) -> PartitaError:
+    def _unsupported(self, problem: str) -> PartitaError:
         return PartitaError(
-            f"{KEY}: '{self._name}' does not compute each position by itself: {what}, where one tensor "
-            "[..., positions, in] is to become one [..., positions, out]; leave it out"
+            f"{KEY}: '{self._name}' does not compute each position by itself: expected a forward from one tensor "
+            f"[..., positions, in] to one tensor [..., positions, out]; {problem}; leave the module out of {KEY}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, the function over them, and its place in a model."""
+"""Block-sparse attention: layouts, the attention function, and its application to a model."""
 
 from partita.attention.functional import block_sparse
 from partita.attention.layout import Layout

@@ -1,4 +1,4 @@
-"""Application of block-sparse attention to a model: the modules that the config selects, and their forwards."""
+"""Application of block-sparse attention to the modules of a model that the config selects."""
 
 import inspect
 import sys
@@ -21,7 +21,7 @@ def layout_of(settings: AttentionSection, causal: bool) -> Layout:
     """Return the layout that the settings describe.
 
     Raises:
-        ConfigError: they do not describe one.
+        ConfigError: the settings are not valid together.
     """
     window = settings.window
     return Layout(
@@ -36,10 +36,10 @@ def layout_of(settings: AttentionSection, causal: bool) -> Layout:
 
 
 class SparseAttention:
-    """The change that the config's ``attention`` makes to a model, checked; the model is changed by :meth:`apply` only.
+    """Block-sparse attention of a model. The constructor checks the settings; :meth:`apply` changes the model.
 
     Raises:
-        ConfigError: the settings do not describe a layout, or a module's attention cannot be intercepted.
+        ConfigError: the settings are not valid together, or a module's attention cannot be intercepted.
     """
 
     def __init__(self, model: nn.Module, settings: AttentionSection) -> None:
@@ -48,7 +48,7 @@ class SparseAttention:
         self._modules: dict[str, nn.Module] = {}
         self._layouts = cache(partial(layout_of, settings))
         self._layouts(self._causal or False)
-        self._said = f"attention over the pattern {settings.pattern}, in blocks of {settings.block} positions"
+        self._description = f"attention over the pattern {settings.pattern}, in blocks of {settings.block} positions"
         if settings.pattern == "dense" and not settings.packed:
             return
         if isinstance(settings.layers, str):
@@ -62,8 +62,8 @@ class SparseAttention:
 
     @property
     def lines(self) -> list[str]:
-        """A line for each changed module with its pattern, for :meth:`Engine.explain`."""
-        return [f"{name}: {self._said}" for name in self._modules]
+        """A line about each changed module, for :meth:`Engine.explain`."""
+        return [f"{name}: {self._description}" for name in self._modules]
 
     def apply(self, changes: Level) -> None:
         if not self._modules:
@@ -76,7 +76,7 @@ class SparseAttention:
             dot_products = _INTERFACE not in _names_in_forward(module)
             call = Intercepting(module, name, self._layouts, self._causal, dot_products)
             changes.wrap_forward(module, call)
-            # torch's encoder layers evaluate by a kernel of their own where no module has a hook
+            # In eval mode torch's encoder layers run a fused kernel, unless a submodule has a hook.
             changes.on_undo(module.register_forward_pre_hook(_nothing).remove)
 
 
@@ -107,14 +107,15 @@ def _all_attention(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise ConfigError(
             f"attention.pattern: no module of {type(model).__name__} calls torch's scaled_dot_product_attention or "
-            "transformers' attention interface in its forward; name those that do so by functions in attention.layers"
+            "transformers' attention interface in its forward; name modules that call them through other functions in "
+            "attention.layers"
         )
     return found
 
 
 def _attention_in(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the attention modules at and inside the modules that match; a match without any calls attention through
-    functions, and is returned itself.
+    """Return the attention modules at and inside the matching modules. If no attention module is found there, return
+    the matching modules themselves, which may call attention through other functions.
     """
     chosen: set[int] = set()
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""The blocks of keys that each block of queries visits, computed from the pattern's ranges without trying pairs."""
+"""The pairs of a block of queries and a block of keys that a pattern selects, computed from its ranges of keys."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,11 @@ from partita.attention.segments import Segments, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """The mask of a batch, as a function of the numbers of a query and a key.
+    """The mask of a batch, as a function of the indices of a query and a key.
 
-    Fields are [samples, queries padded to full blocks]. ``single`` has a flag for each pair of blocks of each segment;
-    a query's flags begin at ``table``, with ``width`` flags per row. ``origin`` [samples, blocks]: if only some blocks
-    of keys are present, their numbers (-1: none).
+    Fields are [samples, queries padded to full blocks]. ``single`` is flat, with a flag for each pair of blocks of each
+    segment; a query's flags begin at ``table``, with ``width`` flags per row. If only some blocks of keys are present,
+    ``origin`` [samples, blocks] has their original indices (-1: none).
     """
 
     layout: Layout
@@ -27,11 +27,11 @@ class Sight:
     table: Tensor
     width: Tensor
     single: Tensor
-    seen: Tensor | None  # [samples, keys filled up to blocks]
+    seen: Tensor | None  # [samples, keys padded to full blocks]
     origin: Tensor | None = None
 
     def __call__(self, sample: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return True where a query sees a key, in the shape to which the three arguments broadcast."""
+        """Return a bool tensor, True where a query sees a key. The three arguments are broadcast."""
         if self.origin is not None:
             block = self.layout.block
             key = self.origin[sample, key.div(block, rounding_mode="floor")] * block + key % block
@@ -62,8 +62,8 @@ class Sight:
 class Visits:
     """Pairs of a block of queries and a block of keys, sorted by row and then by column.
 
-    ``row`` numbers blocks of queries through all samples, ``col`` numbers blocks of keys within a sample. ``whole``:
-    True if every query of the row sees every key of the block; the other pairs need a mask by ``sight``.
+    ``row`` is the index of a block of queries in all samples, ``col`` the index of a block of keys within a sample.
+    ``whole`` is True if every query of the row sees every key of the block. The other pairs need a mask, by ``sight``.
     """
 
     sizes: Sizes
@@ -88,7 +88,7 @@ class Visits:
 
     @property
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(sample, block of keys, its index among the sample's read blocks) for each block that some query reads."""
+        """The sample, index, and index among the sample's read blocks of each block of keys that any query reads."""
         found = (self.row.div(self.num_rows, rounding_mode="floor") * self.num_cols + self.col).unique()
         sample = found.div(self.num_cols, rounding_mode="floor")
         counts = torch.bincount(sample, minlength=self.sizes.samples)
@@ -99,7 +99,7 @@ class Visits:
         )
 
     def of_read(self) -> "Visits":
-        """Return the same visits over only those blocks of keys that a sample's queries read, one after the other."""
+        """Return the same pairs over a compact sequence of only those blocks of keys that a sample's queries read."""
         sample, col, number = self.read
         width = int(number.max()) + 1 if len(number) else 1
         origin = torch.full((self.sizes.samples, width), -1, device="cpu")
@@ -126,7 +126,9 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Reach:
-    """Ranges of keys of a segment: those that any query of the row sees (``start`` to ``stop``), and those all see."""
+    """Ranges of keys of a segment: those that any query of the row sees (``start`` to ``stop``), and those that all
+    queries see (``all_start`` to ``all_stop``).
+    """
 
     row: Tensor
     start: Tensor
@@ -136,7 +138,7 @@ class _Reach:
 
 
 def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None = None) -> Visits:
-    """Return the visits of a batch.
+    """Return the block pairs of a batch.
 
     Args:
         seen: bool [samples, keys]; False for keys that no query sees.
@@ -164,7 +166,7 @@ def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None
 
 def _rows(segments: Segments, sizes: Sizes, block: int) -> _Rows:
     begin = segments.q_start.div(block, rounding_mode="floor")
-    segment, number = _counted((segments.q_stop + block - 1).div(block, rounding_mode="floor") - begin)
+    segment, number = _enumerate((segments.q_stop + block - 1).div(block, rounding_mode="floor") - begin)
     number = number + begin[segment]
     start, stop = segments.q_start[segment], segments.q_stop[segment]
     first, end = torch.maximum(number * block, start), torch.minimum((number + 1) * block, stop)
@@ -179,11 +181,11 @@ def _ranged(each: Range, rows: _Rows) -> _Reach:
 
 
 class _Singles:
-    """The single blocks that the pattern has for each segment, as if each segment stood alone."""
+    """The single blocks of the pattern in each segment."""
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         block = self._block = layout.block
-        last = segments.offset + segments.q_stop - segments.q_start  # behind the last query's position
+        last = segments.offset + segments.q_stop - segments.q_start  # the position after the last query
         self._num_rows = ((last + block - 1).div(block, rounding_mode="floor")).clamp(min=0)
         self.width = (segments.k_stop - segments.k_start + block - 1).div(block, rounding_mode="floor")
         shapes = list(zip(self._num_rows.tolist(), self.width.tolist(), strict=True))
@@ -197,8 +199,8 @@ class _Singles:
         self.table = (self._num_rows * self.width).cumsum(0) - self._num_rows * self.width
 
     def reach(self, rows: _Rows) -> _Reach:
-        """Return the keys of the single blocks, by row. A row overlaps one row of the pattern's blocks if it is aligned
-        with the pattern's grid, else two.
+        """Return the keys of the single blocks, by row. A row of blocks overlaps two rows of the pattern if the segment
+        does not begin at a block boundary.
         """
         if not self._cols.numel():
             none = torch.zeros(0, dtype=torch.long, device="cpu")
@@ -210,18 +212,18 @@ class _Singles:
         kept = (grid >= 0) & (is_first | (top != bottom).repeat(2))
         row, grid = row[kept], grid[kept]
         place = self._first_row[rows.segment[row]] + grid
-        owner, number = _counted(self._counts[place])
+        owner, number = _enumerate(self._counts[place])
         start = self._cols[self._starts[place][owner] + number] * self._block
         stop = start + self._block
         row = row[owner]
         return _Reach(row, start, stop, start, torch.where((top == bottom)[row], stop, 0))
 
     def flags(self) -> Tensor:
-        """Return a flat bool tensor with a flag for each segment, row of blocks, and block of keys."""
+        """Return a flat bool tensor with a flag for each block of queries and block of keys of each segment."""
         if not self._cols.numel():
             return torch.zeros(0, dtype=torch.bool, device="cpu")
-        segment, number = _counted(self._num_rows)
-        owner, nth = _counted(self._counts)
+        segment, number = _enumerate(self._num_rows)
+        owner, nth = _enumerate(self._counts)
         flags = torch.zeros(int((self._num_rows * self.width).sum()), dtype=torch.bool, device="cpu")
         begin = (self.table[segment] + number * self.width[segment])[owner]
         flags[begin + self._cols[self._starts[owner] + nth]] = True
@@ -229,7 +231,9 @@ class _Singles:
 
 
 def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (row, block of keys, True if all queries of the row see all of it) for each block in a reach."""
+    """Return the row and the index of each block of keys in a reach, and True if all queries of the row see all
+    keys.
+    """
     block, row = layout.block, reach.row
     segment = rows.segment[row]
     begin = segments.k_start[segment]
@@ -240,32 +244,32 @@ def _blocks(reach: _Reach, rows: _Rows, segments: Segments, layout: Layout) -> t
     stop, all_stop = torch.minimum(reach.stop, stop), torch.minimum(reach.all_stop, end)
     start = reach.start.clamp(min=0)
     first = (begin + start).div(block, rounding_mode="floor")
-    behind = (begin + stop + block - 1).div(block, rounding_mode="floor")
-    owner, number = _counted(torch.where(stop > start, behind - first, 0))
+    end_block = (begin + stop + block - 1).div(block, rounding_mode="floor")
+    owner, number = _enumerate(torch.where(stop > start, end_block - first, 0))
     col = first[owner] + number
     whole_first = (begin + reach.all_start.clamp(min=0) + block - 1).div(block, rounding_mode="floor")
-    whole_behind = (begin + all_stop).div(block, rounding_mode="floor")
-    is_whole = (col >= whole_first[owner]) & (col < whole_behind[owner]) & rows.is_whole[row][owner]
+    whole_end = (begin + all_stop).div(block, rounding_mode="floor")
+    is_whole = (col >= whole_first[owner]) & (col < whole_end[owner]) & rows.is_whole[row][owner]
     return row[owner], col, is_whole
 
 
-def _counted(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (0, 0), (0, 1), ... (1, 0), ...: for each first number as many second numbers as ``counts`` says."""
+def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pairs (0, 0), (0, 1), ... (1, 0), ...: ``counts[i]`` pairs that begin with i, as two tensors."""
     owner = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
 def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> Sight:
     length = -(-sizes.queries // layout.block) * layout.block
-    owner, number = _counted(segments.q_stop - segments.q_start)
+    owner, number = _enumerate(segments.q_stop - segments.q_start)
     place = segments.sample[owner] * length + segments.q_start[owner] + number
 
-    def spread(values: Tensor) -> Tensor:
+    def by_query(values: Tensor) -> Tensor:
         filled = torch.zeros(sizes.samples * length, dtype=torch.long, device="cpu")
         filled[place] = values
         return filled.view(sizes.samples, length)
 
-    position = spread(segments.offset[owner] + number)
-    k_start, k_stop = spread(segments.k_start[owner]), spread(segments.k_stop[owner])
-    table, width = spread(singles.table[owner]), spread(singles.width[owner])
+    position = by_query(segments.offset[owner] + number)
+    k_start, k_stop = by_query(segments.k_start[owner]), by_query(segments.k_stop[owner])
+    table, width = by_query(singles.table[owner]), by_query(singles.width[owner])
     return Sight(layout, layout.ranges(), position, k_start, k_stop, table, width, singles.flags(), seen)

@@ -1,4 +1,4 @@
-"""Block-sparse attention by FlexAttention, torch's compiled kernel for GPUs, over given lists of blocks."""
+"""Block-sparse attention by FlexAttention, torch's compiled kernel for GPUs, over lists of block pairs."""
 
 import math
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from partita.attention.blocks import Visits
 from partita.errors import PartitaError
 from partita.memory import accelerator
 
-if TYPE_CHECKING:  # with the kernel comes torch's compiler, which takes longer to import than the rest of partita
+if TYPE_CHECKING:  # this import loads torch's compiler, which takes longer than importing the rest of partita
     from torch.nn.attention.flex_attention import BlockMask
 
-# Kernels that are compiled at most: one for each layout, kind of mask, and length in blocks. The limit of torch.compile
-# is 8; beyond it attention would run uncompiled, with the scores of all pairs of positions in memory.
+# The largest number of compiled kernels: one for each layout, kind of mask, and length in blocks. The default limit of
+# torch.compile is 8; beyond it attention would run uncompiled, with the scores of all pairs of positions in memory.
 MAX_KERNELS = 256
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
@@ -28,14 +28,14 @@ _masks: WeakKeyDictionary[Visits, dict[torch.device, "BlockMask"]] = WeakKeyDict
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernel can be compiled for a device, forward and backward (on the CPU it has no backward)."""
+    """Return whether the kernel can be compiled for a device. (On the CPU it has no backward.)"""
     return not accelerator.is_host(device) and bool(has_triton())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Tensor:
-    """Compute attention by FlexAttention. Shapes are :func:`partita.attention.block_sparse`'s.
+    """Compute attention by FlexAttention. Shapes are those of :func:`partita.attention.block_sparse`.
 
-    Positions are padded to full blocks: otherwise the kernel's backward can return NaN (pytorch issue 153799).
+    Positions are padded to full blocks, because the kernel's backward can otherwise return NaN (pytorch issue 153799).
 
     Raises:
         PartitaError: the kernel cannot compute blocks of this size, or too many kernels were compiled.
@@ -53,25 +53,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Ten
 
 
 def _tiles(block: int) -> dict[str, int] | None:
-    """Return the kernel's options: tile sizes that divide a block, which the kernel's own choice of up to 128 may not.
+    """Return kernel options with tile sizes that divide a block. (The kernel's default, up to 128, may not.)
 
     Raises:
-        PartitaError: no tile size divides it.
+        PartitaError: no supported tile size divides a block.
     """
     if block % 128 == 0:
         return None
     tile = math.gcd(block, 64)
     if tile < 16:
         raise PartitaError(
-            f"attention.block: on a GPU the kernel's tiles of 16, 32 or 64 positions must divide it; {block} is no "
-            "multiple of 16 (128 is fastest)"
+            f"attention.block: expected a multiple of 16 on a GPU (128 is fastest), so that the kernel's tiles divide "
+            f"it; got {block}"
         )
     return dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tile)
 
 
 @contextmanager
 def _kernel_limit() -> Iterator[None]:
-    """Let torch.compile make up to :data:`MAX_KERNELS` kernels, and raise an error beyond that.
+    """Raise the limit of torch.compile to :data:`MAX_KERNELS` kernels in the ``with`` block.
 
     Raises:
         PartitaError: the limit is reached.
@@ -85,8 +85,8 @@ def _kernel_limit() -> Iterator[None]:
             yield
     except FailOnRecompileLimitHit as error:
         raise PartitaError(
-            f"attention: torch.compile has made a kernel for each of {limits['recompile_limit']} layouts and sequence "
-            "lengths (in blocks of attention.block) and makes no more; pad batches to fewer different lengths"
+            f"attention: torch.compile has compiled kernels for {limits['recompile_limit']} layouts and sequence "
+            "lengths (in blocks of attention.block), which is the limit; pad batches to fewer different lengths"
         ) from error
 
 
@@ -98,7 +98,7 @@ def _compiled() -> Any:
 
 
 def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
-    """Return the visits as FlexAttention's lists of blocks, with a mask and without, in order of columns."""
+    """Convert block pairs to FlexAttention's lists of blocks, with a mask and without one, ordered by column."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sight, num_samples = visits.sight.to(device), visits.sizes.samples

@@ -1,4 +1,4 @@
-"""``block_sparse``: attention whose pairs of blocks are chosen by a layout, on any device."""
+"""``block_sparse``: attention over the pairs of blocks that a layout selects, on any device."""
 
 import math
 
@@ -26,26 +26,26 @@ def block_sparse(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute softmax(q k^T scale) v over the keys that each query sees; a query that sees none gets zeros.
+    """Compute softmax(q k^T scale) v over the keys that each query sees. The result of a query that sees no key is 0.
 
     If there are more keys than queries, the queries are the last positions.
 
-    On the CPU key blocks are gathered into torch's flash kernel, on a GPU FlexAttention runs. Where ranks share
-    sequences (``parallel.sequence``), q, k and v are this rank's positions in a block of the model; ``seen`` and
-    ``documents`` are of all positions.
+    On the CPU, torch's flash kernel runs on gathered blocks of keys; on a GPU, FlexAttention runs. With
+    ``parallel.sequence``, q, k and v inside a block of the model have this rank's positions, while ``seen`` and
+    ``documents`` have all positions.
 
     Args:
         q: [samples, heads, queries, width].
-        k: [samples, key heads, keys, width]; the heads are a multiple of the key heads, and neighbouring heads share
-            one.
+        k: [samples, key heads, keys, width]; the number of heads is a multiple of the number of key heads, and adjacent
+            heads share one.
         v: [samples, key heads, keys, width of the result].
         layout: the rule for the keys that each query sees.
-        seen: bool [samples, keys], False for padding. The pattern begins at a sample's first key that is seen.
-        documents: [samples, positions], equal adjacent numbers for each document packed into a sample; the pattern
-            applies to each document separately, and no query sees another document. Queries and keys are then the same
-            positions.
-        dropout: share of the weights that become 0, drawn from torch's generator for the CPU.
-        scale: None: 1 / sqrt(width).
+        seen: bool [samples, keys], False for padding. The pattern begins at the first key that is not padding.
+        documents: [samples, positions]: a number for each position; adjacent equal numbers are a packed document. The
+            pattern applies to each document separately, and no query sees another document. Queries and keys must then
+            have the same positions.
+        dropout: the probability with which a weight becomes 0; its seed is drawn from torch's CPU generator.
+        scale: the scale of the scores; None: 1 / sqrt(width).
 
     Returns:
         [samples, heads, queries, width of the result], in q's dtype.
@@ -60,8 +60,8 @@ def block_sparse(
     if slices is not None:
         return sliced.attend(sliced.Batch(layout, slices, seen, documents), q, k, v, dropout, scale)
     _check_batch(q, k, seen, documents)
-    alike = seen is None and documents is None
-    sizes = Sizes(1 if alike else q.shape[0], q.shape[2], k.shape[2])
+    is_same_for_all = seen is None and documents is None
+    sizes = Sizes(1 if is_same_for_all else q.shape[0], q.shape[2], k.shape[2])
     return of_batch(layout, sizes, seen, documents).attend(q, k, v, dropout, scale)
 
 

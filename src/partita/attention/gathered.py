@@ -1,8 +1,8 @@
-"""Block-sparse attention by gathering: rows of query blocks attend to the key blocks that they visit, side by side.
+"""Block-sparse attention over gathered blocks: each block of queries attends to its gathered blocks of keys.
 
-Blocks that are seen in full go through torch's flash kernel for the CPU without a mask, the others with one, and the
-two parts are merged by the logarithms of their sums of exponentials (T. Dao et al., "FlashAttention", 2022, section
-3.1). The backward is that kernel's, with the merged sums. Memory grows with the number of positions.
+Torch's flash kernel for the CPU runs without a mask on the blocks that are seen in full, and with a mask on the other
+blocks. The two results are merged by their log-sum-exps (T. Dao et al., "FlashAttention", 2022, section 3.1). The
+backward is that kernel's, with the merged log-sum-exps. Memory grows linearly with the number of positions.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from partita.attention.blocks import Visits
 
-# Numbers that one piece of work gathers of keys or of values, at most: its working memory is a small multiple.
+# The largest number of elements of keys or values that one piece gathers; its memory is a small multiple of this.
 PIECE = 4 << 20
 _MASKED_AT_ONCE = 1 << 20
 
@@ -26,9 +26,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class Job:
-    """Rows that visit the same number of blocks: ``rows`` [n], ``cols`` [n, count].
+    """Rows (blocks of queries) that read the same number of blocks of keys: ``rows`` [n], ``cols`` [n, count].
 
-    ``mask`` [n or 1, block, count x block] is True where a query sees a key; None: everywhere.
+    ``mask`` [n or 1, block, count x block] is True where a query sees a key; None: every query sees every key.
     """
 
     rows: Tensor
@@ -37,9 +37,7 @@ class Job:
 
 
 def jobs_of(visits: Visits) -> list[Job]:
-    """Return the jobs of all visits. Blocks without a mask come first, so that before the masked ones no row is
-    repeated.
-    """
+    """Group all block pairs: first the pairs without a mask, then those with a mask."""
     made: list[Job] = []
     sample = visits.row.div(visits.num_rows, rounding_mode="floor")
     col = sample * visits.num_cols + visits.col
@@ -55,18 +53,20 @@ def jobs_of(visits: Visits) -> list[Job]:
 
 
 def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
-    """Yield the jobs of rows with a mask. Rows share the middle row's mask if it is theirs, as in a moving window."""
+    """Yield the groups of rows with a mask. Rows with the same mask as the middle row share it, as in a sliding
+    window.
+    """
     middle = _mask(visits, rows[len(rows) // 2, None], cols[len(rows) // 2, None])
     step = max(1, _MASKED_AT_ONCE // middle.numel())
-    alike, masks = [], []
+    is_shared, masks = [], []
     for start in range(0, len(rows), step):
         mask = _mask(visits, rows[start : start + step], cols[start : start + step])
-        alike.append((mask == middle).flatten(1).all(1))
-        masks.append(mask[~alike[-1]])
-    same = torch.cat(alike)
-    yield Job(rows[same], cols[same], middle)
-    if not bool(same.all()):
-        yield Job(rows[~same], cols[~same], torch.cat(masks))
+        is_shared.append((mask == middle).flatten(1).all(1))
+        masks.append(mask[~is_shared[-1]])
+    shared = torch.cat(is_shared)
+    yield Job(rows[shared], cols[shared], middle)
+    if not bool(shared.all()):
+        yield Job(rows[~shared], cols[~shared], torch.cat(masks))
 
 
 def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights, drawn from ``seed`` for each piece, and so the same in forward and backward."""
+    """Dropout of attention weights. Each piece draws from a seed of its own, the same in forward and backward."""
 
     probability: float
     seed: int
 
     def kept(self, weights: Tensor, number: int) -> Tensor:
-        """Return 0 or 1 / (1 - probability) for each weight of the piece of that number."""
+        """Return 0 or 1 / (1 - probability) for each weight of piece ``number``."""
         generator = torch.Generator(weights.device).manual_seed((self.seed + number) % 2**63)
         drawn = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
         return (drawn >= self.probability).to(weights.dtype) / (1 - self.probability)
@@ -94,12 +94,12 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Gathering:
-    """The work and the settings of a batch. The flash kernel is not used with ``dropout``, nor for values of another
-    width than the keys'.
+    """The row groups and settings of a batch. The flash kernel (``flash``) does not support dropout, or values of
+    another width than the keys.
     """
 
-    jobs: list[Job]
-    sizes: tuple[int, int, int]  # queries and keys of a sample, and positions in a block
+    row_groups: list[Job]
+    sizes: tuple[int, int, int]  # queries and keys of a sample, and positions of a block
     scale: float
     dropout: Dropout | None
     flash: bool
@@ -107,7 +107,7 @@ class Gathering:
     def pieces(self, heads: int, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
         """Yield (number, rows, blocks of keys [rows, count], mask [1, rows or 1, block, keys]) of limited size."""
         number, block = 0, self.sizes[2]
-        for job in self.jobs:
+        for job in self.row_groups:
             step = max(1, PIECE // (heads * job.cols.shape[1] * block * width))
             for start in range(0, len(job.rows), step):
                 stop = start + step
@@ -117,9 +117,11 @@ class Gathering:
 
 
 class Gathered(torch.autograd.Function):
-    """Attention of queries [samples, heads, groups, queries, width] to keys and values [samples, heads, keys, width].
+    """Attention of queries [samples, key heads, groups, queries, width] to keys and values [samples, key heads, keys,
+    width].
 
-    Each group of queries has the same keys. The result is [samples, heads, groups, queries, width of the values].
+    The query heads (groups) of a key head share its keys. The result is [samples, key heads, groups, queries, width of
+    the values].
     """
 
     @staticmethod
@@ -129,12 +131,12 @@ class Gathered(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=exact)
         sums = out.new_full(out.shape[:-1], -math.inf)
-        part = _flash_part if how.flash else _plain_part
+        run_piece = _flash_piece if how.flash else _matmul_piece
         for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
             some_keys, some_values = _gather(keys, cols), _gather(values, cols)
             bias = _bias(mask, q.dtype)
             for group in range(q.shape[2]):
-                new, new_sums = part(
+                new, new_sums = run_piece(
                     queries[:, group, rows], some_keys, some_values, bias, how, number * q.shape[2] + group
                 )
                 before, total = sums[:, group, rows], torch.logaddexp(sums[:, group, rows], new_sums)
@@ -157,13 +159,13 @@ class Gathered(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         d_queries, d_keys, d_values = (torch.zeros_like(x, dtype=exact) for x in (queries, keys, values))
         sums = sums.masked_fill(sums == -math.inf, 0.0)  # a query that sees nothing: exp(-inf - 0) is 0
-        part = _flash_part_backward if how.flash else _plain_part_backward
+        run_piece = _flash_piece_backward if how.flash else _matmul_piece_backward
         for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
             some_keys, some_values = _gather(keys, cols), _gather(values, cols)
             bias = _bias(mask, q.dtype)
             for group in range(q.shape[2]):
                 given = [x[:, group, rows] for x in (d_out, queries, out, sums)]
-                found = part(given, some_keys, some_values, bias, how, number * q.shape[2] + group)
+                found = run_piece(given, some_keys, some_values, bias, how, number * q.shape[2] + group)
                 d_queries[:, group, rows] += found[0]
                 for total, new in ((d_keys, found[1]), (d_values, found[2])):
                     shape = (total.shape[0], cols.numel(), *total.shape[2:])
@@ -202,18 +204,18 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 Part = Callable[..., Any]
 
 
-def _flash_part(
+def _flash_piece(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (result [heads, rows, block, width], logarithm of the sum of exponentials [heads, rows, block])."""
+    """Return the result [heads, rows, block, width], and the log-sum-exp [heads, rows, block]."""
     out, sums = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
-    if bias is not None:  # the kernel's own word for a row that sees nothing is no number
+    if bias is not None:  # the kernel returns NaN for a query that sees no key
         blind = (bias == -math.inf).all(-1)
         out, sums = out.masked_fill(blind.unsqueeze(-1), 0.0), sums.masked_fill(blind, -math.inf)
     return out, sums
 
 
-def _flash_part_backward(
+def _flash_piece_backward(
     given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_out, q, out, sums = given
@@ -223,7 +225,7 @@ def _flash_part_backward(
     return found
 
 
-def _plain_part(
+def _matmul_piece(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, bias, how.scale)
@@ -234,7 +236,7 @@ def _plain_part(
     return weights @ v.to(weights.dtype), sums
 
 
-def _plain_part_backward(
+def _matmul_piece_backward(
     given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_out, q, out, sums = given

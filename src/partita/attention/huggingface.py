@@ -1,6 +1,6 @@
 """An implementation of transformers' attention interface that computes a module's attention over its layout.
 
-Modules without a layout are computed by transformers' implementation for torch's dot products.
+Modules without a layout use transformers' implementation ``sdpa``.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from partita.parallel.sequence.exchange import gather
 from partita.parallel.sequence.slices import Slices
 
 IMPLEMENTATION = "partita"
-# What the interface may pass that changes the scores.
+# Arguments of the interface that change the scores.
 _OTHERS = ("softcap", "s_aux", "position_bias", "cache")
 
 
 class Mask:
-    """A stand-in for a dense mask that keeps what the mask is made from: padding, the queries' offset, a window."""
+    """Replacement for a dense mask that stores the arguments of the mask: padding, the queries' offset, a window."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -43,14 +43,16 @@ class Mask:
         self.is_special = bool(given.get("use_vmap")) or getattr(function, "__qualname__", "").startswith("or_masks")
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor | None:
-        """Return the dense mask for torch's dot products, cut to the given numbers of queries and keys."""
+        """Return the dense mask for ``scaled_dot_product_attention``, cut to the given numbers of queries and keys."""
         if not self._dense:
             self._dense.append(sdpa_mask(**self._given))
         found = self._dense[0]
         return None if found is None else found[..., :num_queries, :num_keys]
 
     def padding(self, num_keys: int) -> Tensor | None:
-        """Return a bool tensor [samples, keys], False for padding; the same tensor for all layers."""
+        """Return a bool tensor [samples, keys], False for padding; None without padding. All layers share the
+        tensor.
+        """
         if num_keys not in self._paddings:
             self._paddings[num_keys] = None if self._seen is None else self._seen[:, :num_keys]
         return self._paddings[num_keys]
@@ -60,7 +62,7 @@ class Mask:
     ) -> Tensor | None:
         """Return the documents [samples, length] of ``positions`` [samples or 1, length]; None: one per sample.
 
-        Ranks may have slices of the positions, which are gathered. The result is computed once for all layers.
+        Slices of the positions are gathered from the ranks. The result is computed once for all layers.
         """
         if positions is None or positions.ndim != 2:
             return None
@@ -78,7 +80,7 @@ class Mask:
 
 
 def mask(**given: Any) -> Mask:
-    """Return a :class:`Mask` where transformers makes a mask."""
+    """Create a :class:`Mask`; transformers calls this function to create a mask."""
     return Mask(given)
 
 
@@ -90,33 +92,35 @@ def attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **said: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it.
+    """Compute attention; transformers calls this function from its attention modules.
 
-    Shapes are [samples, heads, positions, width] each, and [samples, positions, heads, width] of the result.
+    The tensors are [samples, heads, positions, width]; the result is [samples, positions, heads, width].
     """
     interception, slices = current(), running()
     num_queries, num_keys = (x.shape[2] if slices is None else slices.length for x in (query, key))
     if interception is None:
         dense = attention_mask.dense(num_queries, num_keys) if isinstance(attention_mask, Mask) else attention_mask
         attend = AttentionInterface()[offer_to_transformers("sdpa")]
-        done: tuple[Tensor, None] = attend(module, query, key, value, dense, dropout=dropout, scaling=scaling, **said)
+        done: tuple[Tensor, None] = attend(
+            module, query, key, value, dense, dropout=dropout, scaling=scaling, **options
+        )
         return done
     for name in _OTHERS:
-        if said.get(name) is not None:
+        if options.get(name) is not None:
             raise interception.refuse(f"has '{name}'")
-    is_causal = said.get("is_causal")
+    is_causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen, documents = None, None
     if isinstance(attention_mask, Mask):
         _check(attention_mask, interception, causal)
-        if causal:  # a cache of constant size has room behind the last query
+        if causal:  # a cache of constant size has unused keys after the last query
             num_keys = min(num_keys, attention_mask.offset + num_queries)
             key, value = (x[:, :, :num_keys] for x in (key, value))
         seen = attention_mask.padding(num_keys)
         if num_queries == num_keys:
-            documents = attention_mask.documents(said.get("position_ids"), query.shape[0], num_keys, slices)
+            documents = attention_mask.documents(options.get("position_ids"), query.shape[0], num_keys, slices)
     elif attention_mask is not None:
         raise interception.refuse("is given a mask of the caller's own")
     given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}
@@ -133,7 +137,7 @@ def _check(given: Mask, interception: Interception, causal: bool) -> None:
 
 
 def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
-    """Return the transformers models in a model, with their names, except those inside others."""
+    """Return the outermost transformers models in a model, with their names."""
     found: list[tuple[str, PreTrainedModel]] = []
     for name, module in model.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
@@ -143,10 +147,10 @@ def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def check_settable(model: nn.Module) -> None:
-    """Check that the attention of all transformers models in a model can be chosen.
+    """Check that all transformers models in a model support a choice of the attention implementation.
 
     Raises:
-        ConfigError: a model does not support it.
+        ConfigError: a model does not.
     """
     for name, each in outermost(model):
         if not each._can_set_attn_implementation():
@@ -158,12 +162,12 @@ def check_settable(model: nn.Module) -> None:
 
 
 def use(model: nn.Module) -> Callable[[], None]:
-    """Make transformers models call :func:`attention`; return a function that restores their own implementations."""
+    """Make transformers models call :func:`attention`; return a function that restores their implementations."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
     before = [(each, each.config._attn_implementation) for _, each in outermost(model)]
 
-    def give_back() -> None:
+    def restore() -> None:
         for each, implementation in before:
             each.set_attn_implementation(implementation)
 
@@ -171,6 +175,6 @@ def use(model: nn.Module) -> Callable[[], None]:
         for each, _ in before:
             each.set_attn_implementation(IMPLEMENTATION)
     except BaseException:
-        give_back()
+        restore()
         raise
-    return give_back
+    return restore

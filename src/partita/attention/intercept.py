@@ -1,4 +1,4 @@
-"""Interception of a module's attention: calls that occur while its forward runs are computed over a layout."""
+"""Interception of a module's attention: attention calls during its forward are computed over a layout."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,10 +16,10 @@ from partita.parallel.dot_product import DotProduct, ahead_of_others
 from partita.parallel.sequence.attention import running
 from partita.sharding.compiler import eager_itself
 
-# The layout where it is causal, or not.
+# Returns the causal or the bidirectional layout.
 Layouts = Callable[[bool], Layout]
 
-# Of the innermost module that is running.
+# The interception of the innermost running module.
 _current: ContextVar["Interception | None"] = ContextVar("interception", default=None)
 
 
@@ -28,7 +28,7 @@ def current() -> "Interception | None":
 
 
 class Interception:
-    """One call of a module: computes its attention, and records in ``met`` whether there was any."""
+    """One call of a module: computes its attention over the layout, and records in ``met`` that it was called."""
 
     def __init__(self, name: str, layouts: Layouts, causal: bool | None) -> None:
         self.name = name
@@ -43,11 +43,11 @@ class Interception:
         )
 
     def layout(self, causal: bool) -> Layout:
-        """Return the layout, causal if the configuration says so, or else if the module does."""
+        """Return the layout. ``causal`` is the module's choice, which the config may override."""
         return self._layouts(causal if self._causal is None else self._causal)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **given: Any) -> Tensor:
-        """Compute :func:`block_sparse` over this module's layout, in autocast's dtype."""
+        """Compute :func:`block_sparse` over this module's layout, in the dtype of autocast."""
         self.met = True
         layout = self.layout(causal)
         if not layout.causal and q.shape[2] != k.shape[2]:
@@ -58,19 +58,19 @@ class Interception:
             out: Tensor = block_sparse(q, k, v, layout, **given)
         return out
 
-    def dot_product(self, asked: DotProduct) -> Tensor:
-        """Compute the attention of a scaled dot product, also of tensors without a batch dim or a heads dim."""
-        q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (asked.query, asked.key, asked.value))
+    def dot_product(self, call: DotProduct) -> Tensor:
+        """Compute ``scaled_dot_product_attention``, also for tensors without a heads dim."""
+        q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (call.query, call.key, call.value))
         slices = running()
         num_keys = k.shape[2] if slices is None else slices.length
-        seen = None if asked.attn_mask is None else self._padding(asked.attn_mask, q.shape[0], num_keys)
-        if asked.is_causal and q.shape[2] != k.shape[2]:  # torch counts from the first position of both
+        seen = None if call.attn_mask is None else self._padding(call.attn_mask, q.shape[0], num_keys)
+        if call.is_causal and q.shape[2] != k.shape[2]:  # torch aligns the first query with the first key
             raise self.refuse(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
-        out = self.attend(q, k, v, asked.is_causal, seen=seen, dropout=asked.dropout_p, scale=asked.scale)
-        return out.reshape(*asked.query.shape[:-1], asked.value.shape[-1])
+        out = self.attend(q, k, v, call.is_causal, seen=seen, dropout=call.dropout_p, scale=call.scale)
+        return out.reshape(*call.query.shape[:-1], call.value.shape[-1])
 
     def _padding(self, mask: Tensor, num_samples: int, num_keys: int) -> Tensor:
-        """Return the padding [samples, keys] of a mask that is the same for all heads and queries."""
+        """Return the padding [samples, keys] in a mask that is the same for all heads and queries."""
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if mask.ndim > 4 or shape[2] != 1 or not bool((mask.view(shape) == mask.view(shape)[:, :1]).all()):
             raise self.refuse(f"passes a mask of its own, {list(mask.shape)}, that is not one of padded keys")
@@ -82,11 +82,11 @@ class Interception:
 
 
 class Intercepting:
-    """Runs a module's forward with its attention over a layout.
+    """Wrapper that runs a module's forward with its attention over a layout.
 
     Args:
-        causal: as the configuration says; None: as the module does.
-        dot_products: True if the module calls torch's scaled dot product; otherwise it calls transformers' interface.
+        causal: the config's choice; None: the module decides.
+        dot_products: the module calls ``scaled_dot_product_attention``; otherwise it calls transformers' interface.
     """
 
     def __init__(self, module: nn.Module, name: str, layouts: Layouts, causal: bool | None, dot_products: bool) -> None:

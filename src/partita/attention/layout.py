@@ -3,7 +3,7 @@
 R. Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4 (fixed); I. Beltagy et al.,
 "Longformer" (2020), section 3; M. Zaheer et al., "Big Bird" (2020), section 2; the family is that of DeepSpeed's sparse
 attention. A pattern is a union of ranges of keys that move with the query, and of single blocks. Both are relative to
-the beginning of a document, so a document is seen as if it stood alone.
+the beginning of a document, so packed documents have the same pattern as separate ones.
 """
 
 import random
@@ -17,7 +17,7 @@ from torch import Tensor
 from partita.errors import ConfigError
 
 PATTERNS = ("dense", "sliding", "fixed", "variable", "bigbird", "longformer", "user")
-# Which of a layout's settings each pattern needs; `random` may be 0 everywhere, `global` where it is not needed.
+# The settings that each pattern requires, and the settings that it accepts.
 _NEEDS = {
     "sliding": ("window",),
     "fixed": ("window", "global"),
@@ -32,8 +32,8 @@ _ALL = 2**40  # beyond any position
 
 @dataclass(frozen=True)
 class Range:
-    """A range of keys that moves with the query: the query at position p sees those from ``start(p)`` up to
-    ``stop(p)``. Neither decreases as p grows.
+    """A range of keys that moves with the query: the query at position p sees the keys ``start(p)`` to ``stop(p) - 1``.
+    Both functions are monotonically increasing.
     """
 
     start: Callable[[Tensor], Any]
@@ -50,15 +50,16 @@ class Layout:
 
     Args:
         pattern: one of ``PATTERNS``.
-        block: positions in a block: the unit of computation, of ``num_global`` and ``num_random``, and of ``rows``.
-        window: positions, as transformers count a ``sliding_window``: causally a query sees ``window`` keys, itself the
-            last; otherwise those at most ``window`` away. For ``fixed`` the positions of each window; for ``variable``
-            one number per window, the last for all that follow.
-        num_global: the first blocks, which all queries see (and whose queries see all keys, unless causal); for
-            ``fixed`` the last blocks of each window, which all later windows see (all windows, unless causal).
-        num_random: blocks outside the window that each row of blocks sees as well, the same at every call.
+        block: the number of positions in a block, which is the unit of computation, of ``num_global``, ``num_random``
+            and ``rows``.
+        window: in positions, as ``sliding_window`` of transformers. If causal, a query sees ``window`` keys up to its
+            own position; otherwise those at a distance of at most ``window``. For ``fixed``, the size of each window;
+            for ``variable``, the sizes of the windows, the last one for all remaining windows.
+        num_global: the number of first blocks that all queries see (and whose queries see all keys, unless causal). For
+            ``fixed``, the number of last blocks of each window that all later windows see (all windows, unless causal).
+        num_random: the number of blocks outside the window that each row of blocks also sees, the same in every call.
         causal: no query sees later keys.
-        rows: for ``user``, a row of 0 and 1 for each block of queries, with a figure for each block of keys.
+        rows: for ``user``, a string of 0 and 1 for each block of queries, with a digit for each block of keys.
 
     Raises:
         ConfigError: a setting is missing, out of range or not used by the pattern, or a query sees no key.
@@ -78,17 +79,21 @@ class Layout:
         given = {"window": self.window, "global": self.num_global, "random": self.num_random, "layout": self.rows}
         for name, value in given.items():
             if not value and name in _NEEDS.get(self.pattern, ()):
-                raise ConfigError(f"attention.{name}: the pattern '{self.pattern}' needs it; set it, above 0")
+                raise ConfigError(f"attention.{name}: the pattern '{self.pattern}' needs it; set it to a value above 0")
             if value and name not in _TAKES.get(self.pattern, ()):
                 takes = ", ".join(_TAKES.get(self.pattern, ())) or "none of these settings"
                 raise ConfigError(
-                    f"attention.{name}: '{self.pattern}' has no use for it (it takes {takes}); leave it out, or choose "
-                    "another attention.pattern"
+                    f"attention.{name}: the pattern '{self.pattern}' does not use it (it uses {takes}); leave it out, "
+                    "or choose another attention.pattern"
                 )
         if self.block < 1 or min(self.windows, default=1) < 1:
-            raise ConfigError(f"attention: block and window are positions, at least 1; got {self.block}, {self.window}")
+            raise ConfigError(
+                f"attention: expected block and window in positions, at least 1; got {self.block} and {self.window}"
+            )
         if len(self.windows) > 1 and self.pattern != "variable":
-            raise ConfigError(f"attention.window: '{self.pattern}' has one window; got {list(self.windows)}")
+            raise ConfigError(
+                f"attention.window: expected one window for the pattern '{self.pattern}'; got {list(self.windows)}"
+            )
         if self.pattern == "fixed":
             self._check_fixed()
         if self.pattern == "user":
@@ -98,8 +103,8 @@ class Layout:
         (window,) = self.windows
         if window % self.block:
             raise ConfigError(
-                f"attention.block: {self.block} does not divide the window of {window} positions, whose last "
-                f"{self.num_global} blocks all see; set attention.window to a multiple of {self.block}"
+                f"attention.block: {self.block} does not divide attention.window {window}, as the pattern 'fixed' "
+                f"needs; set attention.window to a multiple of {self.block}"
             )
         if self.num_global * self.block > window:
             raise ConfigError(
@@ -110,13 +115,13 @@ class Layout:
         for number, row in enumerate(self.rows):
             if len(row) != len(self.rows[0]) or set(row) - {"0", "1"}:
                 raise ConfigError(
-                    f"attention.layout: expected rows of {len(self.rows[0])} figures 0 and 1; row {number} is {row!r}"
+                    f"attention.layout: expected rows of {len(self.rows[0])} digits 0 and 1; row {number} is {row!r}"
                 )
             if "1" not in (row[: number + 1] if self.causal else row):
                 raise ConfigError(
                     f"attention.layout: row {number} leaves its queries without keys"
-                    f"{' (causally, what comes later does not count)' if self.causal else ''}: set one of its figures "
-                    f"to 1, such as that of column {number}"
+                    f"{' (later keys do not count, as attention is causal)' if self.causal else ''}: set one of its "
+                    f"digits to 1, for example that of column {number}"
                 )
 
     @property
@@ -125,10 +130,10 @@ class Layout:
             return ()
         return (self.window,) if isinstance(self.window, int) else self.window
 
-    # ---------------------------------------------------------------------------------------------- what is seen
+    # ---------------------------------------------------------------------------------- keys that a query sees
 
     def ranges(self) -> list[Range]:
-        """Return the ranges of keys that move with the query. If causal, later keys in them do not count."""
+        """Return the ranges of keys that move with the query. If causal, a query does not see later keys in them."""
         match self.pattern:
             case "dense":
                 return [Range(lambda p: p * 0, lambda p: p * 0 + _ALL)]
@@ -152,7 +157,7 @@ class Layout:
         return p + 1 + (0 if self.causal else self.windows[0])
 
     def _local(self, p: Tensor) -> tuple[Any, Any]:
-        """Return the beginning and the end of the window that contains a position, for adjacent windows."""
+        """Return the start and the stop of the window that contains a position, for adjacent windows."""
         last = self.windows[-1]
         edge = sum(self.windows[:-1])
         start = edge + (p - edge).div(last, rounding_mode="floor") * last
@@ -164,11 +169,11 @@ class Layout:
         return start, stop
 
     def blocks(self, num_queries: int, num_keys: int) -> list[list[int]]:
-        """Return the single blocks of keys that each block of queries sees besides its ranges.
+        """Return the single blocks of keys that each block of queries sees in addition to its ranges.
 
         Args:
-            num_queries: blocks of queries in the document.
-            num_keys: blocks of keys in the document.
+            num_queries: the number of blocks of queries in the document.
+            num_keys: the number of blocks of keys in the document.
 
         Raises:
             ConfigError: a user's layout is smaller than the document.
@@ -176,7 +181,7 @@ class Layout:
         if self.pattern == "user" and (num_queries > len(self.rows) or num_keys > len(self.rows[0])):
             raise ConfigError(
                 f"attention.layout: {len(self.rows)} x {len(self.rows[0])} blocks of {self.block} positions do not "
-                f"cover {num_queries} x {num_keys} blocks of queries and keys; give a larger one"
+                f"cover {num_queries} x {num_keys} blocks of queries and keys; set a larger layout"
             )
         return [sorted(self._blocks_of(row, num_keys)) for row in range(num_queries)]
 
@@ -194,7 +199,9 @@ class Layout:
             yield from self._random_blocks(row, end)
 
     def _random_blocks(self, row: int, end: int) -> list[int]:
-        """Return random blocks outside the window and the global blocks; a later row never changes an earlier one's."""
+        """Return random blocks outside the window and the global blocks. They are the same for every document
+        length.
+        """
         p = torch.tensor([row * self.block, (row + 1) * self.block - 1], device="cpu")
         near = self.ranges()[0]
         first, last = int(near.start(p)[0]) // self.block, (int(near.stop(p)[1]) - 1) // self.block

@@ -1,4 +1,4 @@
-"""A layout as text: one character for each pair of blocks, or for squares of several blocks if there are many."""
+"""A layout drawn as text, with one character for each pair of blocks, or for several pairs if there are many."""
 
 import torch
 
@@ -11,8 +11,8 @@ _NOTHING, _PARTLY, _WHOLE = ".", "+", "#"
 
 
 def picture(layout: Layout, length: int) -> str:
-    """Draw a layout: rows are queries, columns keys, at most ``CELLS`` each. Below are the pairs that are computed,
-    compared with dense attention.
+    """Draw a layout, with queries as rows and keys as columns, at most ``CELLS`` each. The last lines compare the
+    number of computed pairs with dense attention.
 
     Raises:
         ConfigError: a user's layout is smaller than the sequence.
@@ -28,8 +28,8 @@ def picture(layout: Layout, length: int) -> str:
     blocks[-1] = found.num_rows - step * (num_cells - 1)
     all_blocks = torch.outer(blocks, blocks).flatten()
     drawn = [
-        _NOTHING if not met else _WHOLE if met == full == every else _PARTLY
-        for met, full, every in zip(counts.tolist(), whole.tolist(), all_blocks.tolist(), strict=True)
+        _NOTHING if not count else _WHOLE if count == full == total else _PARTLY
+        for count, full, total in zip(counts.tolist(), whole.tolist(), all_blocks.tolist(), strict=True)
     ]
     lines = ["".join(drawn[start : start + num_cells]) for start in range(0, num_cells**2, num_cells)]
     computed, dense = len(found.row) * layout.block**2, dense_pairs(layout.causal, length)

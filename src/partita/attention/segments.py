@@ -1,4 +1,4 @@
-"""Segments of a batch, which see only themselves: samples, samples without padding, or packed documents."""
+"""Segments of a batch, which do not see each other: samples without padding, or packed documents."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a batch. ``samples`` is 1 if all samples have the same mask: they then count as heads."""
+    """The sizes of a batch. ``samples`` is 1 if all samples have the same mask; they are then treated as heads."""
 
     samples: int
     queries: int
@@ -17,7 +17,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Segments:
-    """Ranges of queries with the range of keys that they may see; no query is in two. Each field is [segments].
+    """Ranges of queries, and the range of keys that they may see. The ranges of queries are disjoint. Each field is
+    [segments].
 
     The query ``q`` is at position ``q - q_start + offset``, the key ``k`` at ``k - k_start``.
     """
@@ -30,20 +31,20 @@ class Segments:
     offset: Tensor
 
     def of_queries(self, start: int, stop: int) -> "Segments":
-        """Return the segments of the queries from ``start`` up to ``stop`` alone, which are counted from ``start``."""
+        """Return the segments of the queries ``start`` to ``stop - 1``, renumbered from 0."""
         first, end = self.q_start.clamp(min=start), self.q_stop.clamp(max=stop)
-        left, offset = first < end, self.offset + first - self.q_start
+        is_inside, offset = first < end, self.offset + first - self.q_start
         fields = (self.sample, first - start, end - start, self.k_start, self.k_stop, offset)
-        return Segments(*(field[left] for field in fields))
+        return Segments(*(field[is_inside] for field in fields))
 
 
 def segments_of(sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Segments:
-    """Return the segments of a batch with padding, or with documents packed into its samples, or with neither."""
+    """Return the segments of a batch, which may have padding or packed documents."""
     return whole_samples(sizes, seen) if documents is None else documents_of(sizes, documents)
 
 
 def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
-    """Return each sample as one segment, whose keys are those from the first that is seen to the last.
+    """Return one segment per sample, whose keys are those between leading and trailing padding.
 
     The last query is aligned with the last key, padded or not.
 
@@ -63,7 +64,7 @@ def whole_samples(sizes: Sizes, seen: Tensor | None = None) -> Segments:
 
 
 def documents_of(sizes: Sizes, documents: Tensor) -> Segments:
-    """Return each run of equal numbers in ``documents`` [samples, positions] as a segment."""
+    """Return one segment per run of equal numbers in ``documents`` [samples, positions]."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     sample, start = begins.nonzero(as_tuple=True)
@@ -73,10 +74,10 @@ def documents_of(sizes: Sizes, documents: Tensor) -> Segments:
 
 
 def documents_by_position(positions: Tensor) -> Tensor | None:
-    """Return the numbers [samples, positions] of the documents with these positions; None: one document per sample.
+    """Return the document number of each of the ``positions`` [samples, length]; None: one document per sample.
 
-    A document ends where the next position is not one higher, as in transformers' packed samples. Positions without
-    values, as on a simulated rank, count as one document per sample.
+    A document ends where the next position is not one higher, as in transformers' packed samples. If positions have no
+    values, as on a simulated rank, each sample is one document.
     """
     if positions.is_meta:
         return None

@@ -1,5 +1,5 @@
-"""Block-sparse attention with sequence parallelism: each rank computes its own queries, and receives the blocks of keys
-and values that these read. If that sends less, ranks exchange heads for positions instead.
+"""Block-sparse attention with sequence parallelism: each rank computes its own queries, and receives only the blocks of
+keys and values that they read. If it sends fewer bytes, ranks exchange heads for positions instead.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ from partita.parallel.sequence.slices import Slices
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch whose sequence is sliced over ranks; arguments are :func:`partita.attention.block_sparse`'s."""
+    """A batch whose sequence is sliced over ranks. The fields are arguments of
+    :func:`partita.attention.block_sparse`.
+    """
 
     layout: Layout
     slices: Slices
@@ -28,17 +30,17 @@ class Batch:
     documents: Tensor | None
 
     def check(self, q: Tensor, k: Tensor) -> None:
-        """Check that q and k are this rank's slice, and that ``seen`` and ``documents`` are of all positions.
+        """Check that q and k have this rank's positions, and ``seen`` and ``documents`` have all positions.
 
         Raises:
-            PartitaError: they are not.
+            PartitaError: they do not.
         """
         own, whole = self.slices.num_own, [q.shape[0], self.slices.length]
         where = f"where this rank has {own} of {self.slices.length} positions (parallel.sequence)"
         if q.shape[2] != own or k.shape[2] != own:
             raise PartitaError(
-                f"block-sparse attention from {q.shape[2]} queries to {k.shape[2]} keys, {where}: a pattern takes "
-                "those of a block's own input"
+                f"block-sparse attention from {q.shape[2]} queries to {k.shape[2]} keys, {where}: only self-attention "
+                "within the input of a block is supported"
             )
         for name, given in (("seen", self.seen), ("documents", self.documents)):
             if given is not None and list(given.shape) != whole:
@@ -49,13 +51,14 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The blocks of keys that this rank's queries read, and the rows that ranks send each other for it.
+    """The blocks of keys that this rank's queries read, and the rows that the ranks send each other.
 
     Attributes:
-        visited: the visits among the blocks that this rank reads.
-        counts: for each rank, the positions that it reads of each rank; samples with the same mask are counted once.
-        sent: for each rank, the rows [samples x own positions] of this rank that it reads.
-        places: for each rank, the places of the rows received from it in [samples x blocks x block].
+        visited: the block pairs over the blocks of keys that this rank reads.
+        counts: for each rank, the numbers of positions that it reads from each rank; samples with the same mask are
+            counted once.
+        sent: for each rank, the rows of this rank [samples x own positions] that it reads.
+        places: for each rank, the indices in [samples x blocks x block] of the rows that are received from it.
     """
 
     visited: Visited
@@ -68,19 +71,19 @@ _recent = Recent[Reading]()
 
 
 def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-    """Compute the attention of this rank's positions. Shapes are :func:`partita.attention.block_sparse`'s."""
+    """Compute the attention of this rank's positions. Shapes are those of :func:`partita.attention.block_sparse`."""
     batch.check(q, k)
     slices, layout = batch.slices, batch.layout
     num_samples = 1 if batch.seen is None and batch.documents is None else q.shape[0]
     kind = layout, num_samples, slices.ranges, slices.group.index, q.device
     found = _recent.found(kind, (batch.seen, batch.documents), lambda: reading(batch, num_samples, q.device))
-    alike = q.shape[0] // num_samples
+    samples_per_mask = q.shape[0] // num_samples
     positions = tuple(stop - start for start, stop in slices.ranges)
     sizes = choose.Sizes(
         q.shape[1],
         k.shape[1],
         *(k.shape[3], v.shape[3], positions, q.shape[0], q.itemsize),
-        reads=tuple(tuple(alike * count for count in of_rank) for of_rank in found.counts),
+        reads=tuple(tuple(samples_per_mask * count for count in of_rank) for of_rank in found.counts),
     )
     if choose.choose(sizes, ring=False) == choose.HEADS:
         whole = Sizes(num_samples, slices.length, slices.length)
@@ -95,7 +98,9 @@ def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale:
 
 
 def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and the values that are read, [samples, key heads, positions of the read blocks, width]."""
+    """Return the keys and the values that this rank reads, [samples, key heads, positions of the read blocks,
+    width].
+    """
     num_all, heads = k.shape[:2]
     both = torch.cat((k, v), -1).reshape(num_samples, -1, k.shape[2], k.shape[3] + v.shape[3])
     rows = both.transpose(1, 2).flatten(0, 1)
@@ -106,10 +111,10 @@ def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int
 
 
 def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
-    """Compute what this rank reads and sends. Every rank does so by itself, from the masks of all positions.
+    """Compute the rows that this rank reads and sends. Every rank computes them from the masks of all positions.
 
     Args:
-        num_samples: 1 if all samples have the same mask.
+        num_samples: the number of samples; 1 if all samples have the same mask.
     """
     slices, own = batch.slices, batch.slices.group.index
     seen, documents = (None if each is None else each.cpu() for each in (batch.seen, batch.documents))
@@ -133,7 +138,9 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
 
 
 def _positions(found: Visits) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (sample, position, its index among the sample's read positions) of every key in the read blocks."""
+    """Return the sample, the position and the index among the sample's read positions of every key in the read
+    blocks.
+    """
     sample, col, number = found.read
     position, number = (
         (each[:, None] * found.block + torch.arange(found.block, device="cpu")).flatten() for each in (col, number)

@@ -1,4 +1,4 @@
-"""Attention over the visits of a batch on any device; what is derived from the visits is computed once."""
+"""Attention over the block pairs of a batch, on any device. Data derived from the pairs is cached for all layers."""
 
 import warnings
 import weakref
@@ -21,14 +21,16 @@ T = TypeVar("T")
 
 
 class Visited:
-    """The visits of a batch, with the work lists derived from them. Layers share them, in forward and backward."""
+    """The block pairs of a batch, and the work lists derived from them. All layers share one object."""
 
     def __init__(self, visits: Visits) -> None:
         self.visits = visits
         self._jobs: dict[torch.device, list[Job]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-        """Compute attention over the visits. Shapes and arguments are :func:`partita.attention.block_sparse`'s."""
+        """Compute attention over the block pairs. Shapes and arguments are those of
+        :func:`partita.attention.block_sparse`.
+        """
         sizes = self.visits.sizes
         if flex.runs_on(q.device) and not dropout:
             return flex.attend(q, k, v, self.visits, scale)
@@ -38,10 +40,10 @@ class Visited:
         queries = q.reshape(samples, heads, groups, *q.shape[2:])
         keys, values = (x.reshape(samples, heads, *x.shape[2:]) for x in (k, v))
         drop = Dropout(dropout, int(torch.randint(2**62, (), device="cpu"))) if dropout else None
-        on_host = accelerator.is_host(q.device)
-        if not on_host and not flex.runs_on(q.device):
-            _warn_of_products(q.device)
-        flash = on_host and drop is None and q.shape[-1] == v.shape[-1]
+        is_host = accelerator.is_host(q.device)
+        if not is_host and not flex.runs_on(q.device):
+            _warn_of_slow_kernel(q.device)
+        flash = is_host and drop is None and q.shape[-1] == v.shape[-1]
         how = Gathering(self._jobs_on(q.device), (sizes.queries, sizes.keys, self.visits.block), scale, drop, flash)
         out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
         return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -57,35 +59,35 @@ class Visited:
 
 
 @cache
-def _warn_of_products(device: torch.device) -> None:
+def _warn_of_slow_kernel(device: torch.device) -> None:
     warnings.warn(
-        f"block-sparse attention on {device} is computed by matrix products over gathered blocks: FlexAttention takes "
-        "Triton, which is not there for it",
+        f"block-sparse attention on {device} is computed by matrix products over gathered blocks, which is slower: "
+        "FlexAttention needs Triton, which is not available for this device",
         stacklevel=4,
     )
 
 
 class Recent(Generic[T]):
-    """A cache of the results for the last few kinds of batch. Layers that get the same tensors share a result."""
+    """A cache of results for the most recent batches. Layers that get the same tensors share a result."""
 
     LIMIT = 8
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[object, tuple[T, list[weakref.ref[Tensor]]]] = OrderedDict()
+        self._results: OrderedDict[object, tuple[T, list[weakref.ref[Tensor]]]] = OrderedDict()
 
     def found(self, kind: object, given: tuple[Tensor | None, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make`` for a kind of batch, cached as long as the given tensors are unchanged."""
+        """Return the result of ``make`` for the key ``kind``, cached as long as the ``given`` tensors are unchanged."""
         tensors = [tensor for tensor in given if tensor is not None]
         key = kind, tuple(tensor if tensor is None else (id(tensor), tensor._version) for tensor in given)
-        if key in self._kept:
-            found, owners = self._kept[key]
+        if key in self._results:
+            found, owners = self._results[key]
             if all(owner() is tensor for owner, tensor in zip(owners, tensors, strict=True)):
-                self._kept.move_to_end(key)
+                self._results.move_to_end(key)
                 return found
         found = make()
-        self._kept[key] = found, [weakref.ref(tensor) for tensor in tensors]
-        while len(self._kept) > self.LIMIT:
-            self._kept.popitem(last=False)
+        self._results[key] = found, [weakref.ref(tensor) for tensor in tensors]
+        while len(self._results) > self.LIMIT:
+            self._results.popitem(last=False)
         return found
 
 
@@ -93,7 +95,7 @@ _recent = Recent[Visited]()
 
 
 def of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Visited:
-    """Return the visits of a batch; arguments are :func:`partita.attention.block_sparse`'s."""
+    """Return the block pairs of a batch. Arguments are those of :func:`partita.attention.block_sparse`."""
 
     def make() -> Visited:
         host_seen, host_documents = (None if each is None else each.cpu() for each in (seen, documents))

@@ -1,6 +1,6 @@
-"""Batch check: ranks that compute one model together must be fed the same samples.
+"""Batch check: ranks that compute one model together must get the same batch.
 
-Otherwise they would continue training, and nobody would notice.
+With different batches training would continue without an error, and compute wrong gradients.
 """
 
 import zlib
@@ -16,16 +16,16 @@ from partita.memory import accelerator
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.sharding.pytree import tensors_in
 
-# The axes along which ranks are fed the same samples.
+# The axes along which ranks get the same batch.
 SAMPLE_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)
-# A comparison waits for the inputs and the other ranks: after the first forwards, only every EVERY-th is compared.
+# A check reads the inputs on the host and waits for all ranks: after the first forwards, only each EVERY-th is checked.
 NUM_FIRST, EVERY = 8, 64
 
-Print = tuple[str, tuple[int, ...], int]
+Fingerprint = tuple[str, tuple[int, ...], int]
 
 
 class SameSamples:
-    """Comparison of the inputs of the ranks of ``group``. ``data``: their coordinate on the data axis."""
+    """Comparison of the batches of the ranks of ``group``, whose coordinate on the data axis is ``data``."""
 
     def __init__(self, group: SeveralAxes, data: int) -> None:
         self._group = group
@@ -33,32 +33,35 @@ class SameSamples:
         self._number = 0
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare a forward's arguments with those of the other ranks.
+        """Compare the arguments of a forward with those of the other ranks.
 
         Raises:
-            PartitaError: on all ranks: they differ. The message names the input and two ranks.
+            PartitaError: the arguments differ. Raised on all ranks; the message names the input and two ranks.
         """
         number, self._number = self._number, self._number + 1
         if self._group.size == 1 or (number >= NUM_FIRST and number % EVERY):
             return
-        every: list[list[Print]] = self._group.exchange_objects(list(_prints(args, kwargs)), "a look at the samples")
-        for index, other in enumerate(every):
-            if other != every[0]:
-                raise PartitaError(self._difference(index, every[0], other))
+        all_fingerprints: list[list[Fingerprint]] = self._group.exchange_objects(
+            list(_fingerprints(args, kwargs)), "the batch check"
+        )
+        for index, other in enumerate(all_fingerprints):
+            if other != all_fingerprints[0]:
+                raise PartitaError(self._difference(index, all_fingerprints[0], other))
 
-    def _difference(self, index: int, first: list[Print], other: list[Print]) -> str:
+    def _difference(self, index: int, first: list[Fingerprint], other: list[Fingerprint]) -> str:
         names = [one[0] for one, two in zip(first, other, strict=False) if one != two] or ["the number of inputs"]
-        shapes = [{name: shape for name, shape, _ in prints}.get(names[0]) for prints in (first, other)]
+        shapes = [{name: shape for name, shape, _ in fingerprints}.get(names[0]) for fingerprints in (first, other)]
         axes = ", ".join(self._group.axes)
         return (
-            f"ranks with one data coordinate ({self._data}) were fed different samples: {names[0]} of ranks 0 and "
-            f"{index} along {axes} differs (shapes {shapes[0]} and {shapes[1]}). They compute one model together: draw "
-            "samples by engine.mesh.coordinate('data') of engine.mesh.size('data'), as a DistributedSampler does with "
-            "these as rank and num_replicas, and seed what shuffles or augments by that coordinate"
+            f"ranks with one data coordinate ({self._data}) got different batches: {names[0]} of ranks 0 and "
+            f"{index} along {axes} differs (shapes {shapes[0]} and {shapes[1]}). These ranks compute one model "
+            "together and need the same samples: pass rank=engine.mesh.coordinate('data') and "
+            "num_replicas=engine.mesh.size('data') to the DistributedSampler, and seed shuffling and augmentation by "
+            "that coordinate"
         )
 
 
-def _prints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Print]:
+def _fingerprints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Fingerprint]:
     """Yield the name, shape and checksum of each tensor."""
     named = [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]
     for name, value in named:

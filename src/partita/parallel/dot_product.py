@@ -1,4 +1,4 @@
-"""Interception of scaled dot products: the arguments of a call, and a mode that replaces the computation."""
+"""Interception of ``scaled_dot_product_attention``: the arguments of a call, and a mode that replaces the function."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class DotProduct:
-    """The arguments of ``torch.nn.functional.scaled_dot_product_attention``, by its names: ``query`` ``[..., queries,
-    size]``, ``key`` and ``value`` ``[..., keys, size]``. The numbers of heads also show if heads are grouped.
+    """The arguments of ``torch.nn.functional.scaled_dot_product_attention``, under its names.
+
+    Shapes: ``query`` ``[..., queries, size]``, ``key`` and ``value`` ``[..., keys, size]``.
     """
 
     query: Tensor
@@ -29,25 +30,27 @@ class DotProduct:
 
 
 Attend = Callable[[DotProduct], Tensor]
-_ahead: ContextVar[Attend | None] = ContextVar("_ahead", default=None)
+_override: ContextVar[Attend | None] = ContextVar("_ahead", default=None)
 
 
 @contextmanager
 def ahead_of_others(attend: Attend) -> Iterator[None]:
-    """Have ``attend`` compute all scaled dot products inside the block.
+    """Compute every ``scaled_dot_product_attention`` in the ``with`` block by ``attend``.
 
-    It takes precedence over every other :class:`InPlaceOfDotProducts`, whichever was entered first.
+    This takes precedence over every other :class:`InPlaceOfDotProducts`, also over those that are entered later.
     """
-    token = _ahead.set(attend)
+    token = _override.set(attend)
     try:
         with InPlaceOfDotProducts(attend):
             yield
     finally:
-        _ahead.reset(token)
+        _override.reset(token)
 
 
 class InPlaceOfDotProducts(TorchFunctionMode):
-    """Mode in which ``attend`` computes scaled dot products, however they are called."""
+    """Mode in which ``attend`` computes ``scaled_dot_product_attention``, also inside
+    ``multi_head_attention_forward``.
+    """
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -56,10 +59,10 @@ class InPlaceOfDotProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._called(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # the dot product that it calls does not reach this mode
+        if func is F.multi_head_attention_forward:  # its own call of scaled_dot_product_attention bypasses this mode
             names = func.__globals__ | {"scaled_dot_product_attention": self._called}
             func = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
         return func(*args, **(kwargs or {}))
 
     def _called(self, *args: Any, **kwargs: Any) -> Tensor:
-        return (_ahead.get() or self._attend)(DotProduct(*args, **kwargs))
+        return (_override.get() or self._attend)(DotProduct(*args, **kwargs))

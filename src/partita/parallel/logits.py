@@ -1,8 +1,9 @@
-"""Split logits: each rank stores a part, in a tensor with the shape of the full logits.
+"""Sharded logits: each rank stores a shard, in a tensor subclass with the shape of the full logits.
 
-Ranks of the tensor axis have parts of the vocabulary, those of the sequence axis slices of the positions. Elementwise
-functions are computed on the part, and so is the cross-entropy (targets are shifted before they are cut). Any other
-function that reads the values gathers the full logits first, on all ranks. Its gradient is cut to the part again.
+Tensor ranks have slices of the vocabulary, sequence ranks have slices of the positions. Elementwise functions and the
+cross-entropy are computed on the shard. (A model shifts targets before the loss, so they are full and sliced here.) Any
+other function that reads the values all-gathers the full logits first, on all ranks; in backward this rank's shard of
+the gradient is used.
 """
 
 import logging
@@ -31,16 +32,16 @@ _CALL = "a read of split logits"
 
 _CONVERSIONS = frozenset({"to", "type", "type_as"})
 _IN_PLACE = frozenset({"mul_", "div_", "__imul__", "__itruediv__"})
-# Elementwise functions of torch.Tensor and of torch, by name: on a part they return the part of the full result. A
-# second tensor must have no dims, except in conversions.
-_BY_ELEMENT = _CONVERSIONS | {
+# Elementwise functions of torch.Tensor and of torch, by name: applied to a shard they return the shard of the full
+# result. A second tensor must have no dims, except in conversions.
+_ELEMENTWISE = _CONVERSIONS | {
     *("float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "neg", "__neg__", "tanh"),
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide", "add", "__add__", "__radd__"),
     *("multiply", "divide", "sub", "__sub__"),
     *_IN_PLACE,
 }
-# About the tensor, not its values.
-_ABOUT = frozenset(
+# Functions that do not read values.
+_NO_VALUES = frozenset(
     {
         *("dim", "ndimension", "size", "__len__", "numel", "nelement", "stride", "storage_offset", "element_size"),
         *("is_floating_point", "is_complex", "untyped_storage", "is_contiguous", "get_device", "__hash__"),
@@ -52,13 +53,12 @@ _VALUES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 @dataclass
 class Vocabulary:
-    """The split of the vocabulary over the ranks.
+    """The split of the vocabulary over the ranks of ``group``.
 
     Attributes:
-        group: the ranks that have parts of the vocabulary.
-        mesh: this rank's number, and the watchdog that knows which rank waits where.
+        mesh: the source of this rank's number and of the watchdog.
         sizes: the number of classes of each rank.
-        said: the names of functions that have read the full logits.
+        said: the names of functions for which a gather of the full logits has been logged.
     """
 
     group: Group
@@ -73,14 +73,15 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Split:
-    """The part of the logits that a rank has.
+    """The sharding of logits over the ranks.
 
-    Logits are ``[..., classes]``; with slices ``[samples, positions, classes]``, or ``[samples * positions, classes]``.
+    Logits are ``[..., classes]``. If positions are sliced, they are ``[samples, positions, classes]`` or ``[samples *
+    positions, classes]``.
 
     Attributes:
         vocabulary: the split of the last dim; None: the rank has all classes.
         slices: the split of the positions; None: the rank has all positions.
-        num_samples: the number of samples, with slices.
+        num_samples: the number of samples; only used with ``slices``.
     """
 
     vocabulary: Vocabulary | None = None
@@ -88,7 +89,7 @@ class Split:
     num_samples: int = 0
 
     def whole_shape(self, local: torch.Size) -> torch.Size:
-        """Return the shape of the full logits, given the shape ``local`` of a rank's part."""
+        """Return the shape of the full logits, given the shape ``local`` of a shard."""
         *rows, classes = local
         if self.slices is not None:
             positions = self.slices.length
@@ -96,14 +97,14 @@ class Split:
         return torch.Size((*rows, classes if self.vocabulary is None else self.vocabulary.num))
 
     def whole(self, local: Tensor, reader: str) -> Tensor:
-        """Gather the full logits, on every rank.
+        """All-gather the full logits. All ranks must call this.
 
         Raises:
-            PartitaError: not every rank reads them.
+            PartitaError: a rank does not.
         """
         for split in (self.vocabulary, self.slices):
             if split is not None:
-                _attend(split.group, split.mesh, reader)
+                _check_all_read(split.group, split.mesh, reader)
         if (vocabulary := self.vocabulary) is not None:
             if reader not in vocabulary.said and vocabulary.group.index == 0:
                 vocabulary.said.add(reader)
@@ -115,16 +116,16 @@ class Split:
         return whole if local.dim() == 3 else whole.flatten(0, 1)
 
     def apart(self, local: Tensor) -> Tensor:
-        """Return this rank's rows as ``[samples, own positions, ...]``."""
+        """Return a shard as ``[samples, own positions, classes]``."""
         assert self.slices is not None
         return local.reshape(self.num_samples, self.slices.num_own, local.shape[-1])
 
 
-def _attend(group: Group, mesh: Mesh, reader: str) -> None:
-    """Check that every rank of the group reads the logits.
+def _check_all_read(group: Group, mesh: Mesh, reader: str) -> None:
+    """Check that all ranks of the group read the logits.
 
     Raises:
-        PartitaError: a rank of the group does not.
+        PartitaError: a rank does not.
     """
     try:
         attend(group, mesh.watchdog, _CALL)
@@ -137,21 +138,22 @@ def _attend(group: Group, mesh: Mesh, reader: str) -> None:
 
 
 class SplitLogits(Deferred):
-    """Logits of which this rank stores a part. Made by :func:`split_logits`.
+    """Logits of which this rank stores a shard. Created by :func:`split_logits`.
 
     Attributes:
-        split_as: says which part of the full logits ``part`` is.
-        part: this rank's part.
-        changed_by: the functions that have changed the part's memory in place; one list for all that share the memory.
+        split_as: the sharding.
+        part: this rank's shard.
+        changed_by: the in-place functions that have changed the shard's memory; tensors that share memory share the
+            list.
     """
 
     split_as: Split
     part: Tensor
     changed_by: list[str]
-    _memory: Tensor | None  # all values, kept once their address was asked for
+    _memory: Tensor | None  # the full logits, kept alive after `data_ptr` has returned their address
 
     def compute(self, reader: str) -> Tensor:
-        """Gather all values."""
+        """All-gather the full logits."""
         return self.split_as.whole(self.part, reader)
 
     @property
@@ -175,13 +177,13 @@ class SplitLogits(Deferred):
         if cls.asks_for_gradient(func, args, kwargs):
             return cls.answer_gradient(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _ABOUT or name in ("__get__", "__set__"):
+            if name in _NO_VALUES or name in ("__get__", "__set__"):
                 attribute = getattr(getattr(func, "__self__", None), "__name__", "")
                 if attribute not in _VALUES:
                     return func(*args, **kwargs)
                 name = attribute
-            if len(found) == 1 and not first.is_watched and (on_part := _ON_PARTS.get(name)) is not None:
-                result = on_part(_Call(func, args, kwargs, first, first.part))
+            if len(found) == 1 and not first.is_watched and (on_shard := _ON_SHARDS.get(name)) is not None:
+                result = on_shard(_Call(func, args, kwargs, first, first.part))
                 if result is not NotImplemented:
                     first.is_used |= torch.is_grad_enabled()
                     return result
@@ -193,17 +195,18 @@ class SplitLogits(Deferred):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"SplitLogits(shape {tuple(self.shape)}, of which this rank has {tuple(self.part.shape)}; functions of "
-            "all of them, such as clone().sum(), gather them, on all ranks)"
+            f"SplitLogits(shape {tuple(self.shape)}, shard {tuple(self.part.shape)}; functions that read all values, "
+            "such as clone().sum(), all-gather them on all ranks)"
         )
 
 
 @eager
 def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> SplitLogits:
-    """Return ``local`` as logits with the shape of the full ones; ``split`` says which part of them it is.
+    """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
-        changed_by: see :class:`SplitLogits`; None: ``local`` has memory of its own.
+        split: the sharding.
+        changed_by: see :class:`SplitLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by
     shape = split.whole_shape(local.shape)
@@ -211,7 +214,7 @@ def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = Non
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     made = SplitLogits.place(
-        shape, strides, local, partial(_gradient_of_part, split, local.shape[:-1], changed_by), local
+        shape, strides, local, partial(_gradient_of_shard, split, local.shape[:-1], changed_by), local
     )
     made.split_as = split
     made.part = local
@@ -221,19 +224,19 @@ def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = Non
     return made
 
 
-def _gradient_of_part(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
-    """Return the gradient of this rank's part, given the gradient of the full logits.
+def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
+    """Return the gradient of this rank's shard, given the gradient of the full logits.
 
     Args:
-        rows: the sizes of the part's dims before the last one.
+        rows: the sizes of the shard's dims except the last one.
 
     Raises:
-        PartitaError: the part was changed in place.
+        PartitaError: the shard was changed in place.
     """
     if changed_by:
         raise PartitaError(
-            f"logits that are split over ranks were changed in place by '{changed_by[0]}', and their gradient is asked "
-            "for by something that PyTorch does not announce (an autograd.Function, a reentrant checkpoint, vmap): "
+            f"logits that are split over ranks were changed in place by '{changed_by[0]}', and their gradient is "
+            "computed in a way that partita cannot intercept (an autograd.Function, a reentrant checkpoint, vmap): "
             "change a copy (logits * 2 instead of logits.mul_(2))"
         )
     if (slices := split.slices) is not None:
@@ -245,8 +248,8 @@ def _gradient_of_part(split: Split, rows: Sequence[int], changed_by: list[str], 
 
 
 def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
-    """Return logits ``[samples, own positions, classes]`` as a slice of all positions. They may have a part of the
-    vocabulary only.
+    """Return logits ``[samples, own positions, classes]`` as this rank's slice of the logits of all positions. The
+    vocabulary may also be split.
     """
     split, local = Split(), logits
     if isinstance(logits, SplitLogits):
@@ -256,7 +259,7 @@ def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a torch function with one tensor of split logits. ``local`` is this rank's part of them."""
+    """A call of a torch function with sharded logits as one argument. ``local`` is their shard."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -269,17 +272,17 @@ class _Call:
         return self.logits.split_as
 
     def on(self, tensor: Tensor) -> Any:
-        """Call the function with another tensor in place of the logits, and return its result."""
+        """Call the function with ``tensor`` in place of the logits."""
         args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
         return self.func(*args, **kwargs)
 
     def part(self, local: Tensor, **changed: Any) -> SplitLogits:
-        """Return a result of which this rank has ``local``; ``changed`` are fields of the split that differ."""
+        """Return sharded logits with the shard ``local``; ``changed`` are the fields of the sharding that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
         return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
 
 
-def _by_element(call: _Call) -> Any:
+def _elementwise(call: _Call) -> Any:
     converts = call.func.__name__ in _CONVERSIONS
     if converts and call.args[0] is not call.logits:
         return call.on(call.local)  # converts another tensor to the logits' dtype
@@ -292,8 +295,8 @@ def _by_element(call: _Call) -> Any:
 
 
 def _select(call: _Call) -> Any:
-    """Return ``logits[...]`` for an index that leaves the last dim as it is, and with slices takes a range of
-    positions.
+    """Return ``logits[...]`` for an index that keeps the full last dim. If positions are sliced, the index may only
+    select a range of positions.
     """
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if any(
@@ -311,7 +314,7 @@ def _select(call: _Call) -> Any:
 
 
 def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
-    """Return ``logits[:, :-1]`` or another range of the positions."""
+    """Return a range of the positions, such as ``logits[:, :-1]``."""
     if Ellipsis in index:
         at = index.index(Ellipsis)
         index[at : at + 1] = [slice(None)] * (4 - len(index))
@@ -331,9 +334,9 @@ def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
 def _reshape(call: _Call) -> Any:
     """Return the logits with another shape that keeps the last dim.
 
-    With slices, samples and positions are either two dims or one.
+    If positions are sliced, samples and positions must be either two dims or one.
     """
-    # Expanded from no dims: a simulated device would count a full tensor.
+    # Expanded from a scalar, because a simulated device would count the bytes of a full tensor.
     whole = torch.empty((), dtype=call.local.dtype, device="meta").expand(call.logits.shape)
     found = call.on(whole)
     *rows, classes = found.shape
@@ -361,7 +364,7 @@ def _cross_entropy(call: _Call) -> Any:
     if call.local.dim() != 2 or target.is_floating_point() or reduction not in ("none", "sum", "mean"):
         return NotImplemented
     slices, vocabulary, local = call.split.slices, call.split.vocabulary, call.local
-    if (slices is not None and reduction == "none") or (vocabulary is not None and _weighs(given)):
+    if (slices is not None and reduction == "none") or (vocabulary is not None and _needs_full_vocabulary(given)):
         return NotImplemented
     own = target
     if slices is not None:
@@ -381,13 +384,13 @@ def _cross_entropy(call: _Call) -> Any:
     return total / (counted.sum() if weight is None else weight[target[counted]].sum())
 
 
-def _weighs(given: Mapping[str, Any]) -> bool:
-    """Return whether a loss has class weights or label smoothing, which a split vocabulary does not support."""
+def _needs_full_vocabulary(given: Mapping[str, Any]) -> bool:
+    """Return whether a loss has class weights or label smoothing; both need the full vocabulary."""
     return given["weight"] is not None or bool(given["label_smoothing"])
 
 
-_ON_PARTS: dict[str, Callable[[_Call], Any]] = {
-    **dict.fromkeys(_BY_ELEMENT, _by_element),
+_ON_SHARDS: dict[str, Callable[[_Call], Any]] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
     "__getitem__": _select,
     **dict.fromkeys(("view", "reshape", "flatten"), _reshape),
     F.cross_entropy.__name__: _cross_entropy,

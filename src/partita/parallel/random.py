@@ -1,13 +1,13 @@
-"""Random numbers that do not depend on how a model is split: dropout has the same masks on every mesh.
+"""Random numbers that do not depend on the mesh: dropout has the same masks however a model is split.
 
-Each forward starts a stream of torch's generators from a key: (seed, step, micro-batch, forward, data coordinate).
-Every block, and every outermost module outside the blocks, derives a stream of its own from it, by its name. So it does
-not matter which rank runs a block, and what ran before it there. Every dropout module in a block has its own stream,
-too: what attention draws for a rank's heads does not shift what later modules draw.
+Each forward seeds torch's generators from a key: (seed, step, micro-batch, forward, data coordinate). Every block, and
+every outermost module outside the blocks, derives its own seed from that one and from its name. So its random numbers
+do not depend on the rank that runs it, or on the modules that ran there before. Every dropout module inside a block
+also has its own seed: the numbers that attention draws for a rank's heads do not shift those of later modules.
 
-Ranks that compute the same values draw the same numbers. Where each rank has a part of a tensor (in the blocks, a slice
-of the sequence), the part is in the key, and each part has masks of its own. After each module, the states of torch's
-generators are restored.
+Ranks that compute the same values draw the same numbers. Where each rank has a slice of a tensor (of the sequence,
+inside the blocks), the rank's slice is part of the key, and each slice has its own masks. After each module, the states
+of torch's generators are restored.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ _MARK, _MARK_AT = 0x5EED5, 40
 
 
 class RandomStreams:
-    """Streams of random numbers from which a model's modules draw in training, until :meth:`remove`.
+    """Seeds torch's generators around the modules of a model in training, until :meth:`remove`.
 
     Args:
         data: this rank's coordinate on the data axis.
-        part: the part that this rank has of each tensor in the blocks (``"sequence 1"``); empty: all of it.
+        part: the slice that this rank has of each tensor in the blocks (``"sequence 1"``); empty: the full tensor.
     """
 
     def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, part: str = "") -> None:
@@ -47,16 +47,16 @@ class RandomStreams:
         self._data = data
         self._device = device
         self._step = self._micro_batch = self._forwards = 0
-        self._calls = Counter[tuple[int, str]]()  # by the surrounding stream's seed and the module's name
+        self._calls = Counter[tuple[int, str]]()  # by the enclosing module's seed and the module's name
         self._task = -1  # the backward whose recomputed calls are counted; -1: a forward
-        self._root = 0  # the seed of the model's stream
+        self._root = 0  # the seed of the running forward
         self._repeated = set[str]()  # names of modules that a forward calls several times
-        self._before = list[tuple[nn.Module, States]]()  # the running modules, and the states to restore
+        self._active = list[tuple[nn.Module, States]]()  # the running modules, and the states to restore
         self._handles = list[RemovableHandle]()
         blocks = dict(find_blocks(model))
         for name, module in _with_streams(model, blocks):
             inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-            self._follow(name, module, part if inside else "")
+            self._register(name, module, part if inside else "")
 
     def begin_micro_batch(self, step: int, number: int) -> None:
         """Begin micro-batch ``number`` in the batch of a ``step``: the next forwards belong to it."""
@@ -66,55 +66,55 @@ class RandomStreams:
             self._forwards = 0
 
     def remove(self) -> None:
-        """Have the modules draw from torch's generators again."""
+        """Remove the hooks: modules draw from torch's generators as they are."""
         for handle in self._handles:
             handle.remove()
 
-    def _follow(self, name: str, module: nn.Module, part: str) -> None:
+    def _register(self, name: str, module: nn.Module, part: str) -> None:
         self._handles.append(module.register_forward_pre_hook(Hook(partial(self._begin, name, part))))
         self._handles.append(module.register_forward_hook(Hook(self._end), always_call=True))
 
     @eager
     def _begin(self, name: str, part: str, module: nn.Module, args: Any) -> None:
         if module.training and (number := self._number(name, part)) is not None:
-            self._before.append((module, _start(number, self._device)))
+            self._active.append((module, _start(number, self._device)))
 
     @eager
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._before and self._before[-1][0] is module:
-            _go_back(self._before.pop()[1], self._device)
+        if self._active and self._active[-1][0] is module:
+            _restore(self._active.pop()[1], self._device)
 
     def _number(self, name: str, part: str) -> int | None:
-        """Return the seed of a module's stream; None if no forward of the model is running.
+        """Return the seed of a module's call; None if no forward of the model is running.
 
-        A forward that is recomputed in backward finds the generators in their states before the first run. Their seed
-        is that of the surrounding stream.
+        When a forward is recomputed in backward, the generators have the states from before its first run, so their
+        seed is again that of the enclosing module.
 
         Raises:
             PartitaError: a checkpoint recomputes a module that one forward calls several times.
         """
-        around, task = torch.initial_seed(), torch._C._current_graph_task_id()
+        enclosing, task = torch.initial_seed(), torch._C._current_graph_task_id()
         if not name and task == -1:
             self._calls.clear()
             self._forwards += 1
-            self._root = _hashed(self._seed, self._step, self._micro_batch, self._forwards, self._data)
+            self._root = _hash(self._seed, self._step, self._micro_batch, self._forwards, self._data)
             return self._root
-        if around >> _MARK_AT != _MARK:
+        if enclosing >> _MARK_AT != _MARK:
             return None
         if task != self._task:
             self._task = task
             self._calls.clear()
-        call = self._calls[around, name]
-        if task == -1 and call and around == self._root:
+        call = self._calls[enclosing, name]
+        if task == -1 and call and enclosing == self._root:
             self._repeated.add(name)
         if task != -1 and name in self._repeated:
             raise PartitaError(
-                f"seed: '{name}' is called several times in one forward, and a checkpoint of the model's own calls it "
-                "again in backward, for one of them: switch that off (gradient_checkpointing_disable) and set "
-                "activations.checkpoint"
+                f"seed: '{name}' is called several times in one forward, and the model's own activation checkpointing "
+                "recomputes one of these calls in backward, whose random numbers are unknown: switch that "
+                "checkpointing off (gradient_checkpointing_disable) and set activations.checkpoint"
             )
-        self._calls[around, name] += 1
-        return _hashed(around, name, call, part)
+        self._calls[enclosing, name] += 1
+        return _hash(enclosing, name, call, part)
 
 
 # The states of the CPU generator, and of the device's generator if it has one.
@@ -122,7 +122,7 @@ States = tuple[Tensor, Tensor | None]
 
 
 def _start(number: int, device: torch.device) -> States:
-    """Seed torch's generators, and return their earlier states."""
+    """Seed torch's generators, and return their previous states."""
     of_device = accelerator.random_state(device) if accelerator.has_streams(device) else None
     before = torch.get_rng_state(), of_device
     torch.default_generator.manual_seed(number)
@@ -131,7 +131,7 @@ def _start(number: int, device: torch.device) -> States:
     return before
 
 
-def _go_back(states: States, device: torch.device) -> None:
+def _restore(states: States, device: torch.device) -> None:
     of_host, of_device = states
     torch.set_rng_state(of_host)
     if of_device is not None:
@@ -140,37 +140,37 @@ def _go_back(states: States, device: torch.device) -> None:
 
 @contextmanager
 def drawn_apart(part: str, device: torch.device) -> Iterator[None]:
-    """Have torch's generators draw other numbers for each ``part`` inside the block. After it they continue alike for
-    all parts.
+    """Draw different random numbers for each ``part`` in the ``with`` block. After it the generators again have the
+    same states on all ranks.
     """
-    before = _start(_hashed(int(torch.randint(1 << 31, (), device="cpu")), part), device)
+    before = _start(_hash(int(torch.randint(1 << 31, (), device="cpu")), part), device)
     try:
         yield
     finally:
-        _go_back(before, device)
+        _restore(before, device)
 
 
-def _hashed(*key: object) -> int:
+def _hash(*key: object) -> int:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=5).digest()
     return (_MARK << _MARK_AT) | int.from_bytes(digest, "big")
 
 
 def _with_streams(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that have a stream: the model, its blocks, the outermost modules outside the blocks, and every
-    module that only applies dropout.
+    """Yield the modules with a seed of their own: the model, its blocks, the outermost modules outside the blocks, and
+    every dropout module.
     """
-    around = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
+    enclosing = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
     for name, module in model.named_modules():
-        beside = name not in around and name.rpartition(".")[0] in {"", *around}
-        if not name or name in blocks or beside or (isinstance(module, _DropoutNd) and module.p > 0):
+        is_outermost = name not in enclosing and name.rpartition(".")[0] in {"", *enclosing}
+        if not name or name in blocks or is_outermost or (isinstance(module, _DropoutNd) and module.p > 0):
             yield name, module
 
 
 def agreed_seed(seed: int | None, mesh: MeshShape, all_ranks: Group) -> int | None:
-    """Return the config's seed, or a seed that all ranks share. All ranks must call this.
+    """Return the config's seed, or else one that rank 0 draws for all ranks. All ranks must call this.
 
-    Without a seed in the config, rank 0 draws one if several ranks compute one model together. Otherwise the result is
-    None: the ranks draw from torch's generators.
+    The result is None if the config has no seed and no two ranks compute one model together: modules then draw from
+    torch's generators.
     """
     if seed is not None or mesh.num_ranks == mesh.data:
         return seed

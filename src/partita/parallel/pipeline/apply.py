@@ -1,4 +1,4 @@
-"""Application of the pipeline axis to a model: the parameters that this rank holds, and the schedule."""
+"""Application of the pipeline axis to a model: its stages, this rank's parameters, and the schedule."""
 
 import weakref
 from collections.abc import Iterable
@@ -30,45 +30,45 @@ def schedule_of(resolved: Resolved) -> Schedule:
 
 
 def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parallel) -> None:
-    """Cut the model into stages, and mark the parameters that only other ranks hold.
+    """Cut the model into stages, and mark the parameters that only other ranks store.
 
     Raises:
-        ConfigError: the model cannot be cut so, or computes its loss from values inside blocks.
+        ConfigError: the model cannot be cut as the config says, or computes its loss from values inside blocks.
     """
     asked = resolved.config.parallel
     _check_loss(model)
     names = None if asked.cut == "auto" else asked.cut
     parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
     own = mesh.coordinate("pipeline")
-    kept = find_full_precision(model, resolved)
+    full_precision = find_full_precision(model, resolved)
     away = list[nn.Parameter]()
     parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(away))
-    for holding in find_everywhere(model):
-        ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(holding.param)]}))
+    for entry in find_everywhere(model):
+        ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(entry.param)]}))
         if own not in ranks:
-            encoding = compute_encoding(holding, resolved, kept)
+            encoding = compute_encoding(entry, resolved, full_precision)
             is_half = resolved.config.precision.mode == "mixed" and encoding in (BF16, FP16)
-            send_away(holding.param, holding.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
-            away.append(holding.param)
+            send_away(entry.param, entry.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
+            away.append(entry.param)
         elif len(ranks) > 1:
-            place = Place(tuple(holding.param.shape))
-            parallel.shares[id(holding.param)] = Share(place, averaged=("tensor",), stages=ranks)
+            place = Place(tuple(entry.param.shape))
+            parallel.shares[id(entry.param)] = Share(place, averaged=("tensor",), stages=ranks)
     weakref.finalize(model, forget, [id(param) for param in away])
     for stage in range(len(found.bounds) - 1):
         blocks = found.blocks_of(stage)
-        named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
-        parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {named}")
+        block_names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+        parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {block_names}")
 
 
 def _bring_back(params: Iterable[nn.Parameter]) -> None:
-    """Make ordinary parameters of those that only other stages hold, if they still have their values."""
+    """Turn parameters that only other stages hold back into ordinary ones, if they still have their values."""
     for param in params:
         if not param.is_meta:
             bring_back(param)
 
 
 def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> None:
-    """Undo what other axes changed in modules that run on other stages only."""
+    """Undo the changes of other axes to modules that run only on other stages."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
     transforms.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
 
@@ -81,7 +81,7 @@ def _check_loss(model: nn.Module) -> None:
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ConfigError(
-            f"parallel.pipeline: {type(model).__name__} adds a loss on the router logits of all blocks "
-            "(output_router_logits), and no stage has those of others: set output_router_logits to False in the "
-            "model's config"
+            f"parallel.pipeline: {type(model).__name__} computes a loss from the router logits of all blocks "
+            "(output_router_logits), and a stage has only those of its own blocks: set output_router_logits to False "
+            "in the model's config"
         )

@@ -1,4 +1,4 @@
-"""Division of a model into stages, and the stages that hold each of its parameters."""
+"""Division of a model into stages, and the stages that use each of its parameters."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,31 +40,31 @@ class Cut:
 
 
 def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: torch.device) -> Cut:
-    """Cut a model into stages of equal cost (elements of matrices), or in front of the blocks ``names``.
+    """Cut a model into stages of about equal cost (elements of matrices), or before the blocks ``names``.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or a name is not that of a module to cut in front of.
+        ConfigError: there are fewer blocks than stages, or a name is not that of a module that can begin a stage.
     """
     blocks, reads = _call_order(model, _blocks(model, names or ()), device)
     if num_stages > len(blocks):
         raise ConfigError(
             f"parallel.pipeline x parallel.chunks: {num_stages} stages, but {type(model).__name__} has {len(blocks)} "
-            f"blocks to cut between ({_listed(blocks)}); lower them to at most {len(blocks)} together, or name modules "
-            f"to begin stages with in {KEY}"
+            f"blocks to cut between ({_listed(blocks)}); lower their product to at most {len(blocks)}, or name in "
+            f"{KEY} the modules that begin stages"
         )
     costs = [sum(map(_cost, model.get_submodule(name).parameters())) for name in blocks]
-    holdings = find_everywhere(model)
-    for holding in holdings:
-        is_looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in holding.owners)
-        for position in reads[id(holding.param)][is_looked_up:]:  # an embedding multiplies nothing, a tied head does
-            costs[max(position - 1, 0)] += _cost(holding.param)
+    entries = find_everywhere(model)
+    for entry in entries:
+        is_looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in entry.owners)
+        for position in reads[id(entry.param)][is_looked_up:]:  # an embedding multiplies nothing, a tied head does
+            costs[max(position - 1, 0)] += _cost(entry.param)
     bounds = _even(costs, num_stages) if names is None else _at(blocks, names, num_stages)
     stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
     stages = dict[int, tuple[int, ...]]()
-    for holding in holdings:
-        found = {stage_of[max(position - 1, 0)] for position in reads[id(holding.param)]}
-        found |= {stage_of[at] for at, name in enumerate(blocks) if any(_inside(fqn, name) for fqn in holding.fqns)}
-        stages[id(holding.param)] = tuple(sorted(found))
+    for entry in entries:
+        found = {stage_of[max(position - 1, 0)] for position in reads[id(entry.param)]}
+        found |= {stage_of[at] for at, name in enumerate(blocks) if any(_inside(fqn, name) for fqn in entry.fqns)}
+        stages[id(entry.param)] = tuple(sorted(found))
     return Cut(blocks, bounds, stages)
 
 
@@ -84,7 +84,7 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     ``names``.
 
     Raises:
-        ConfigError: a name is not that of a module, or of one inside a block.
+        ConfigError: a name is not that of a module, or it is that of a module inside a block.
     """
     found = [name for name, _ in find_blocks(model)]
     if isinstance(model, nn.Sequential):
@@ -94,14 +94,14 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in modules or not name:
             raise ConfigError(
-                f"{KEY}: '{name}' is no module of {type(model).__name__}; the blocks to cut in front of are "
+                f"{KEY}: '{name}' is no module of {type(model).__name__}; the blocks that can begin a stage are "
                 f"{_listed(found)}"
             )
         around = [block for block in found if _inside(name, block)]
         if around:
             raise ConfigError(
-                f"{KEY}: '{name}' is inside the block '{around[0]}', which one stage runs whole; name that, or another "
-                "block"
+                f"{KEY}: '{name}' is inside the block '{around[0]}', and a block cannot be cut; name that block, or "
+                "another one"
             )
         found = [block for block in found if not _inside(block, name)] + [name] * (name not in found)
     order = {name: at for at, name in enumerate(modules)}
@@ -112,12 +112,12 @@ Reads = Mapping[int, Sequence[int]]
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[tuple[str, ...], Reads]:
-    """Return the blocks in the order in which the forward calls them, and where code outside the blocks reads each
-    parameter.
+    """Return the blocks in the order in which the forward calls them, and the positions at which code outside the
+    blocks reads each parameter.
 
-    A read, by the parameter's id, is the number of blocks that had been called before it. Both are found by a run
-    without data if the model has example inputs (``dummy_inputs``, as models of transformers do). If not, modules are
-    expected to be called in the order in which they are registered.
+    The position of a read is the number of blocks that were called before it. Reads are by the parameter's id. If the
+    model has example inputs (``dummy_inputs``, as models of transformers have), both are found by a run without data.
+    If not, modules are expected to be called in the order in which they are registered.
     """
     order, reads = _run(model, blocks, device)
     registered = _registered(model, blocks)
@@ -129,34 +129,37 @@ def _call_order(model: nn.Module, blocks: Sequence[str], device: torch.device) -
 
 
 def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple[list[str], Mapping[int, set[int]]]:
-    """Run the model without data. Return the order of the blocks and the reads that were found before any error."""
+    """Run the model without data. Return the order of the blocks and the reads, up to the first error."""
     order, reads = list[str](), defaultdict[int, set[int]](set)
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, Mapping):
         return order, reads
-    passed = [_Passed(model.get_submodule(name), name, order, device) for name in blocks]
+    recorded = [_RecordedBlock(model.get_submodule(name), name, order, device) for name in blocks]
     transforms = ModuleTransforms()
 
-    def note(param: Tensor) -> None:
-        if not any(block.runs for block in passed):
+    def on_read(param: Tensor) -> None:
+        if not any(block.runs for block in recorded):
             reads[id(param)].add(len(order))
 
-    with transforms.temporary(), suppress(Exception):  # the inputs may not fit the forward; what it did before counts
-        for block in passed:
+    with (
+        transforms.temporary(),
+        suppress(Exception),
+    ):  # the inputs may not fit the forward; the records up to the error are used
+        for block in recorded:
             transforms.at(Order.STAGE).wrap_call(block.module, block)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, note):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, on_read):
             model(**{name: value.to(device) for name, value in inputs.items()})
     return order, reads
 
 
-class _Passed:
-    """Wrapper of a block's call that records the call and returns a placeholder output."""
+class _RecordedBlock:
+    """Wrapper of a block's call that records the call, and returns a placeholder output."""
 
     def __init__(self, module: nn.Module, name: str, order: list[str], device: torch.device) -> None:
         self.module = module
         self._name = name
         self._order = order
-        self._stand_in = StandIn(module, name, device, lambda _: nullcontext())
+        self._placeholder = StandIn(module, name, device, lambda _: nullcontext())
         self.runs = False
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,30 +168,30 @@ class _Passed:
         self._order.append(self._name)
         self.runs = True
         try:
-            return self._stand_in(args, kwargs)
+            return self._placeholder(args, kwargs)
         finally:
             self.runs = False
 
 
 def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]:
-    """Return, for each parameter by id, how many blocks are registered before its owners outside the blocks.
+    """Return, by the parameter's id, the numbers of blocks that are registered before its owners outside the blocks.
 
-    A parameter of a module that contains blocks may be read anywhere between them.
+    A parameter of a module that contains blocks may be read at any position between them.
     """
     before, num = dict[str, int](), 0
     for name, _ in model.named_modules(remove_duplicate=False):
         before[name] = num
         num += name in blocks
     found = dict[int, list[int]]()
-    for holding in find_everywhere(model):
+    for entry in find_everywhere(model):
         positions = set[int]()
-        for fqn in holding.fqns:
+        for fqn in entry.fqns:
             owner = fqn.rpartition(".")[0]
             if any(_inside(block, owner) or not owner for block in blocks):
                 positions.update(range(len(blocks) + 1))
             elif not any(_inside(fqn, block) for block in blocks):
                 positions.add(before[owner])
-        found[id(holding.param)] = sorted(positions)
+        found[id(entry.param)] = sorted(positions)
     return found
 
 
@@ -196,12 +199,12 @@ def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]
 
 
 def _cost(param: Tensor) -> int:
-    """Return the cost of a parameter in a sample's forward and backward: the elements of a matrix, 0 for a vector."""
+    """Return the cost of a parameter in forward and backward: the number of elements of a matrix, 0 for a vector."""
     return param.numel() if param.ndim > 1 else 0
 
 
 def _even(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the bounds of ``num_stages`` non-empty ranges of blocks, with the lowest possible maximum cost."""
+    """Return the bounds of ``num_stages`` non-empty ranges of blocks with the lowest possible maximum cost."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -226,16 +229,16 @@ def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[i
     starts = sorted({blocks.index(name) for name in names} - {0})
     if len(starts) != num_stages - 1:
         raise ConfigError(
-            f"{KEY} names {len(starts)} blocks behind the first, and so {len(starts) + 1} stages; parallel.pipeline x "
-            f"parallel.chunks are {num_stages}: name {num_stages - 1}"
+            f"{KEY} names {len(starts)} blocks after the first one, which makes {len(starts) + 1} stages; "
+            f"parallel.pipeline x parallel.chunks is {num_stages}: name {num_stages - 1} blocks"
         )
     return (0, *starts, len(blocks))
 
 
-def outside(model: nn.Module, blocks: Sequence[str], held: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules outside blocks that contain no block and own parameters of ``held`` (ids)."""
+def outside(model: nn.Module, blocks: Sequence[str], param_ids: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside the blocks that contain no block and own a parameter whose id is in ``param_ids``."""
     for name, module in model.named_modules():
         around = not name or any(_inside(block, name) for block in blocks)
         within = any(name == block or _inside(name, block) for block in blocks)
-        if not around and not within and any(id(param) in held for param in module.parameters(recurse=False)):
+        if not around and not within and any(id(param) in param_ids for param in module.parameters(recurse=False)):
             yield name, module

@@ -1,7 +1,8 @@
 """Communication between stages: missing arguments of the next stage's first block, and their gradients.
 
-Both sides run the model's own forward, so the receiver knows the shapes, which may differ between micro-batches. Which
-arguments it lacks depends only on their form. It requests them from the sender once for each new form.
+Both stages run the model's own forward, so the receiver knows the shapes, which may differ between micro-batches. The
+set of missing arguments depends only on the form of the call (:attr:`Arguments.form`). The receiver requests them from
+the sender once for each new form.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ PURPOSE = "pipeline"
 
 @dataclass
 class Arrival:
-    """Metadata and gradient of a floating-point value that has arrived. The value itself is held only by its graph."""
+    """Metadata and gradient of a received floating-point value. The value itself is only referenced by its graph."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,7 +39,7 @@ class Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """Graph node of a received value: the value may be changed in place, and its gradient is kept to be sent back."""
+    """Graph node of a received value: the value may be changed in place, and its gradient is stored for the sender."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, passed: list[Tensor], arrival: Arrival) -> Tensor:
@@ -64,11 +65,11 @@ class Edges:
     stage: int
     num_stages: int
     device: torch.device
-    _asked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # requested by the next stage, by form
-    _lacked: dict[object, tuple[int, ...]] = field(default_factory=dict)  # missing in this stage, by form
+    _requested: dict[object, tuple[int, ...]] = field(default_factory=dict)  # by the next stage, by form
+    _missing: dict[object, tuple[int, ...]] = field(default_factory=dict)  # in this stage, by form
     _sent: list[list[Handle]] = field(default_factory=list)  # forward, by micro-batch
     _sent_back: list[list[Handle]] = field(default_factory=list)
-    _num_back: int = 0  # the batch's backwards whose sends have completed
+    _num_back: int = 0  # the number of the batch's backwards whose sends have completed
 
     @property
     def _before(self) -> int:
@@ -81,18 +82,18 @@ class Edges:
     # ------------------------------------------------------------------------- forward
 
     def send(self, arguments: Arguments, training: bool, reader: str) -> list[Tensor]:
-        """Send the next stage the arguments that its first block ``reader`` lacks; return the floating-point ones.
+        """Send the next stage the missing arguments of its first block ``reader``; return the floating-point ones.
 
         Raises:
             PartitaError: this rank does not have one of them.
         """
         form = arguments.form, training
         num = len(arguments.leaves)
-        if form not in self._asked:
+        if form not in self._requested:
             request = torch.empty(num, dtype=torch.uint8, device=readable(self.device))
             _wait(self.group.receive([request], self._behind, "request", PURPOSE), "request")
-            self._asked[form] = tuple(request.nonzero().view(-1).tolist())
-        chosen = [arguments.leaves[at] for at in self._asked[form]]
+            self._requested[form] = tuple(request.nonzero().view(-1).tolist())
+        chosen = [arguments.leaves[at] for at in self._requested[form]]
         for leaf in chosen:
             if is_missing(leaf):
                 raise bypasses(leaf, f"'{reader}'")
@@ -102,31 +103,31 @@ class Edges:
         return [value for value in values if value.is_floating_point()]
 
     def receive(
-        self, arguments: Arguments, lacking: Sequence[int], training: bool
+        self, arguments: Arguments, missing: Sequence[int], training: bool
     ) -> tuple[list[Tensor], list[Arrival]]:
-        """Receive the arguments that are lacking.
+        """Receive the missing arguments.
 
         Returns:
-            The values, and the arrivals that will have the gradients of the floating-point ones (none if gradients are
-            off).
+            The values, and records that will have the gradients of the floating-point ones (an empty list if gradients
+            are disabled).
 
         Raises:
-            PartitaError: other arguments are lacking than in an earlier call of the same form.
+            PartitaError: an earlier call of the same form had other missing arguments.
         """
         form = arguments.form, training
-        if form not in self._lacked:
-            self._lacked[form] = tuple(lacking)
+        if form not in self._missing:
+            self._missing[form] = tuple(missing)
             request = torch.zeros(len(arguments.leaves), dtype=torch.uint8, device="cpu")
-            request[list(lacking)] = 1
-            asked = request.to(readable(self.device))
-            _wait(self.group.send([asked], self._before, "request", PURPOSE), "what was sent")
-        if self._lacked[form] != tuple(lacking):
+            request[list(missing)] = 1
+            on_device = request.to(readable(self.device))
+            _wait(self.group.send([on_device], self._before, "request", PURPOSE), "what was sent")
+        if self._missing[form] != tuple(missing):
             raise PartitaError(
-                f"stage {self.stage} of the pipeline lacks the arguments {list(lacking)} of its first block, and "
-                f"{list(self._lacked[form])} in an earlier call of the same form: a forward may not compute a value of "
-                "the blocks' arguments from parameters at one time and from inputs at another"
+                f"stage {self.stage} of the pipeline: expected the arguments {list(self._missing[form])} of its first "
+                f"block to be missing, as in an earlier call of the same form; got {list(missing)}: an argument of a "
+                "block must depend on parameters either in every call or in none"
             )
-        shapes = [arguments.leaves[at] for at in lacking]
+        shapes = [arguments.leaves[at] for at in missing]
         values = [torch.empty(tuple(shape.shape), dtype=shape.dtype, device=self.device) for shape in shapes]
         _wait(self.group.receive(values, self._before, "forward", PURPOSE), "forward")
         values = [_strided_as(value, shape) for value, shape in zip(values, shapes, strict=True)]
@@ -142,26 +143,26 @@ class Edges:
     # ------------------------------------------------------------------------ backward
 
     def send_back(self, arrivals: Sequence[Arrival]) -> None:
-        """Send the previous stage the gradients of what it sent; zeros for a value that was not used."""
+        """Send the previous stage the gradients of the values that it sent; zeros for unused values."""
         gradients = [arrival.gradient_or_zeros() for arrival in arrivals]
         for arrival in arrivals:
-            arrival.gradient = None  # the graph that holds the arrival lives on for deferred weight gradients
+            arrival.gradient = None  # deferred weight gradients keep the graph, and so the record, alive
         handles = self.group.send(gradients, self._before, "backward", PURPOSE) if gradients else []
         self._sent_back.append(list(handles))
 
     def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Receive the gradients of the floating-point values that were sent; wait until their send has completed."""
+        """Receive the gradients of the floating-point values that were sent, and wait for the send of these values."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
         _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")
         _wait(self._sent.pop(0), "what was sent")
         return gradients
 
-    def wait(self, most: int = 0) -> None:
-        """Wait until the forward sends of all but the last ``most`` micro-batches have completed."""
-        while len(self._sent) > most:
+    def wait(self, max_pending: int = 0) -> None:
+        """Wait until the forward sends of all but the last ``max_pending`` micro-batches have completed."""
+        while len(self._sent) > max_pending:
             _wait(self._sent.pop(0), "what was sent")
 
-    def wait_back(self, num: int) -> None:
+    def wait_for_gradients(self, num: int) -> None:
         """Wait until the gradient sends of the batch's first ``num`` micro-batches have completed. The previous stage
         has already received them.
         """
@@ -172,7 +173,7 @@ class Edges:
     def end_batch(self) -> None:
         """Wait until all sends have completed."""
         self.wait()
-        self.wait_back(self._num_back + len(self._sent_back))
+        self.wait_for_gradients(self._num_back + len(self._sent_back))
         self._num_back = 0
 
     def abandon(self) -> None:
@@ -188,8 +189,8 @@ def _wait(handles: Sequence[Handle], what: str) -> None:
 
 
 def _strided_as(value: Tensor, like: Tensor) -> Tensor:
-    """Return ``value`` with the strides that it had on the sending stage: with other strides kernels may add in another
-    order.
+    """Return ``value`` with the strides of ``like``, as on the sending stage. With other strides, kernels may sum in
+    another order.
     """
     if value.stride() == like.stride():
         return value

@@ -1,8 +1,8 @@
-"""Placeholders for values that depend on parameters of another stage.
+"""Placeholders for tensors that depend on parameters of another pipeline stage.
 
 A stage runs the model's own forward. Before the stage's first block, tensors that depend on parameters of earlier
-stages are not computed: they have a shape, a dtype and a device, and no data (:class:`Absent`). When the value arrives,
-later operations on the same tensor object use it.
+stages are not computed: they have a shape, a dtype and a device, but no data (:class:`Absent`). After the value has
+been received, operations on the same tensor object use it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ class DataNeededError(PartitaError):
 
 @dataclass
 class Trial:
-    """A run that finds the shapes and dtypes of a block's output. Until it is over, the block may write absent values
-    into tensors that it makes.
+    """A run that finds the shapes and dtypes of a block's output. During the run, the block may write placeholders into
+    tensors that it creates.
 
     Attributes:
-        has_data: absent tensors have zeros as their data.
+        has_data: placeholders have zeros as their data.
         is_over: the run has ended.
     """
 
@@ -40,12 +40,12 @@ class Trial:
 
 
 class Absent(Tensor):
-    """A tensor without data.
+    """Placeholder for a tensor whose value depends on another stage.
 
     Attributes:
         origin: the name of a parameter or module of another stage on which the value depends.
-        value: the value, once it has arrived.
-        trial: the trial run in which the tensor was made, if any.
+        value: the value, once it has been received.
+        trial: the trial run in which the tensor was created, if any.
     """
 
     _form: Tensor
@@ -55,19 +55,19 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> "Absent":
-        """Create a tensor with the shape, strides and dtype of ``form``.
+        """Create a placeholder with the shape, strides and dtype of ``form``.
 
         Args:
-            form: a tensor on ``meta``, or one of zeros in a trial that has data.
+            form: a tensor on ``meta``, or a tensor of zeros in a trial with data.
         """
-        absent: Absent = Tensor._make_wrapper_subclass(
+        placeholder: Absent = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
         )
-        absent._form = form
-        absent.origin = origin
-        absent.value = None
-        absent.trial = trial
-        return absent
+        placeholder._form = form
+        placeholder.origin = origin
+        placeholder.value = None
+        placeholder.trial = trial
+        return placeholder
 
     def __init__(self, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class Absent(Tensor):
             if isinstance(error, DataNeededError):
                 raise
             raise DataNeededError(
-                f"{func} asks for the data of a tensor that depends on '{origin}', which another stage of the pipeline "
-                "computes: shapes and branches of the forward may depend on the inputs alone, outside the blocks"
+                f"{func} needs the data of a tensor that depends on '{origin}', which another stage of the pipeline "
+                "computes: outside the blocks, shapes and branches of the forward may depend only on the model's inputs"
             ) from error
         same = {id(leaf._form): leaf for leaf in found}  # an in-place operation returns its input
 
@@ -126,15 +126,15 @@ class Absent(Tensor):
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], origin: str) -> None:
-    """Raise an error if an operation writes an absent value into a tensor that would seem to have its data."""
+    """Raise an error if an operation writes a placeholder into a tensor with data, which would then be wrong."""
     for at, argument in enumerate(func._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and isinstance(value, Tensor) and not isinstance(value, Absent):
             raise DataNeededError(
                 f"{func} writes a value that depends on '{origin}', which another stage of the pipeline computes, into "
-                "a tensor of this stage: between the blocks, build the tensor by torch.cat, torch.where or an "
-                "operation that is not in place"
+                "a tensor of this stage: between the blocks, build the tensor by torch.cat, torch.where or another "
+                "out-of-place operation"
             )
 
 
@@ -151,17 +151,17 @@ def _with_data(leaf: Any) -> Any:
 
 
 def arrived(leaf: Any) -> Any:
-    """Return the value that has arrived for an absent tensor. Return anything else as it is."""
+    """Return the received value of a placeholder. Return anything else unchanged."""
     return leaf if not isinstance(leaf, Absent) or leaf.value is None else leaf.value
 
 
 def is_missing(value: object) -> bool:
-    """Return whether this is an absent tensor whose value has not arrived."""
+    """Return whether this is a placeholder whose value has not been received."""
     return isinstance(value, Absent) and value.value is None
 
 
 def without_data(tensor: Tensor, origin: str) -> Absent:
-    """Return an absent tensor with the shape, dtype and device of this one."""
+    """Return a placeholder with the shape, dtype and device of a tensor."""
     form = _form_of(tensor) if isinstance(tensor, Absent) else torch.empty_like(tensor, device="meta")
     return Absent(form, tensor.device, origin)
 
@@ -170,7 +170,7 @@ def without_data(tensor: Tensor, origin: str) -> Absent:
 
 
 class AbsentParameter(Elsewhere):
-    """The class of a parameter that another stage holds. Computing with it gives absent tensors."""
+    """The class of a parameter that only other stages store. Operations on it return placeholders."""
 
     @classmethod
     def __torch_function__(
@@ -182,7 +182,7 @@ class AbsentParameter(Elsewhere):
     ) -> Any:
         kwargs = kwargs or {}
         name = asked_for(func)
-        if name in ("device", "dtype") and is_access(func):  # its own are those of its former data
+        if name in ("device", "dtype") and is_access(func):  # those of the tensor itself may differ
             return getattr(_known[id(args[0])], name)
         if name not in METADATA:
             args, kwargs = tree_map(_read, (args, kwargs))
@@ -195,14 +195,14 @@ class AbsentParameter(Elsewhere):
 
 
 class _Known:
-    """Metadata of an absent parameter.
+    """Metadata of an off-stage parameter.
 
     Attributes:
-        kind: the class that it had before.
+        kind: its original class.
         name: its name in the model.
-        device: its device on the stages that hold it.
-        dtype: its dtype on the stages that hold it.
-        is_half: under autocast it is read as an fp32 parameter would be (:mod:`partita.sharding.half`).
+        device: its device on the stages that store it.
+        dtype: its dtype on the stages that store it.
+        is_half: under autocast it is read like an fp32 parameter (:mod:`partita.sharding.half`).
         note: called with the parameter when it is read.
     """
 
@@ -214,16 +214,18 @@ class _Known:
         self.device = device
         self.dtype = dtype
         self.is_half = is_half
-        self.note: Callable[[Tensor], None] = lambda param: None
+        self.on_read: Callable[[Tensor], None] = lambda param: None
 
     @property
     def read_dtype(self) -> torch.dtype:
-        """The dtype in which functions read the parameter. Those that autocast runs in 16 bits cast it themselves."""
+        """The dtype in which functions read the parameter. Functions that autocast runs in 16 bits cast it
+        themselves.
+        """
         return torch.float32 if self.is_half and autocast_dtype(self.device) is not None else self.dtype
 
 
-# By the id of an absent parameter: ``__torch_function__`` is given only the tensor. A weak reference to the parameter
-# would prevent its data from being moved to another device.
+# By the id of an off-stage parameter, because ``__torch_function__`` gets only the tensor. Weak references to the
+# parameters would prevent `module.to` from swapping them to another device.
 _known = dict[int, _Known]()
 
 
@@ -231,7 +233,7 @@ def _read(leaf: Any) -> Any:
     if type(leaf) is not AbsentParameter:
         return leaf
     known = _known[id(leaf)]
-    known.note(leaf)
+    known.on_read(leaf)
     with torch._C.DisableTorchFunctionSubclass():
         form = torch.empty_like(leaf, device="meta", dtype=known.read_dtype, requires_grad=False)
     return Absent(form, known.device, known.name)
@@ -240,40 +242,40 @@ def _read(leaf: Any) -> Any:
 def send_away(
     param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None, *, is_half: bool = False
 ) -> None:
-    """Mark a parameter as held by other stages only. Its values stay, so that they can still be sent to those stages.
+    """Mark a parameter as stored by other stages only. It keeps its values, which can still be sent to those stages.
 
     Args:
-        dtype: its dtype on those stages (None: its own).
-        is_half: on those stages it is a 16-bit parameter that functions read as autocast reads fp32 parameters.
+        dtype: its dtype on those stages; None: its current dtype.
+        is_half: on those stages it is a 16-bit parameter that is read under autocast like an fp32 parameter.
     """
     _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype, is_half=is_half)
     param.__class__ = AbsentParameter
 
 
 def bring_back(param: nn.Parameter) -> None:
-    """Undo :func:`send_away` for a parameter that still has its values."""
+    """Undo :func:`send_away`, for a parameter that still has its values."""
     param.__class__ = _known.pop(id(param)).kind
 
 
 def forget(params: Iterable[int]) -> None:
-    """Drop the metadata of absent parameters, by their ids, when their model is gone."""
+    """Drop the metadata of the off-stage parameters with these ids, when their model has been freed."""
     for key in params:
         _known.pop(key, None)
 
 
 @contextmanager
 def all_away(
-    module: nn.Module, device: torch.device, note: Callable[[Tensor], None] = lambda param: None
+    module: nn.Module, device: torch.device, on_read: Callable[[Tensor], None] = lambda param: None
 ) -> Iterator[None]:
-    """Make all parameters of a module absent inside the block. ``note`` is called at each read of one that was not
-    absent before.
+    """Treat all parameters of a module as off-stage in the ``with`` block. ``on_read`` is called at each read of a
+    parameter that was not off-stage before.
     """
-    there = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
-    for name, param in there:
+    marked = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
+    for name, param in marked:
         send_away(param, name, device, is_half=isinstance(param, HalfParameter))
-        _known[id(param)].note = note
+        _known[id(param)].on_read = on_read
     try:
         yield
     finally:
-        for _, param in there:
+        for _, param in marked:
             bring_back(param)

@@ -18,12 +18,13 @@ Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 class StandIn:
     """Replacement for the forward of a module that another stage runs.
 
-    The shapes and dtypes of the output are found by running the module without data, once for each form of its
-    arguments. If that needs data (a router's choice), the module is run with zeros. If zeros fail as well, the output
-    is like the first tensor of the arguments. Values that the run stores elsewhere (an auxiliary loss) are absent, too.
+    The shapes and dtypes of the output are found by running the module without data, once for each combination of
+    shapes and dtypes of its arguments. If the forward needs data (routing, for example), the module runs with zeros. If
+    zeros also fail, the output is like the first tensor in the arguments. Other tensors that the run stores (an
+    auxiliary loss) are placeholders, too.
 
     Args:
-        plain: a context manager that undoes the changes of other axes to the given modules inside its block.
+        plain: a context manager that suspends the changes of other axes to the given modules.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
@@ -34,15 +35,15 @@ class StandIn:
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        key = (_form(args), _form(kwargs), self._module.training)
+        key = (_key(args), _key(kwargs), self._module.training)
         if key not in self._forms:
-            self._forms[key] = map_tensors(self._find(args, kwargs), self._form_of)
-        return map_tensors(self._forms[key], self._absent)
+            self._forms[key] = map_tensors(self._find(args, kwargs), self._without_data)
+        return map_tensors(self._forms[key], self._placeholder_for)
 
-    def _form_of(self, tensor: Tensor) -> Tensor:
+    def _without_data(self, tensor: Tensor) -> Tensor:
         return without_data(tensor, self._name)._form
 
-    def _absent(self, form: Tensor) -> Tensor:
+    def _placeholder_for(self, form: Tensor) -> Tensor:
         return Absent(form, self._device, self._name)
 
     def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -56,11 +57,11 @@ class StandIn:
             return next(tensors_in((args, kwargs)))
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trial: Trial) -> Any:
-        """Run the module. Floating-point arguments become absent; others (positions, masks) keep their values, as
-        forwards may branch on them.
+        """Run the module. Floating-point arguments are replaced by placeholders. Other arguments (positions, masks)
+        keep their values, because the forward may branch on them.
         """
 
-        def absent(tensor: Tensor) -> Tensor:
+        def replaced(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
             form = without_data(tensor, self._name)._form
@@ -71,7 +72,7 @@ class StandIn:
                 trial,
             )
 
-        args, kwargs = map_tensors(args, absent), map_tensors(kwargs, absent)
+        args, kwargs = map_tensors(args, replaced), map_tensors(kwargs, replaced)
         try:
             with (
                 torch.no_grad(),
@@ -85,10 +86,10 @@ class StandIn:
             trial.is_over = True
 
 
-def _form(value: Any) -> Any:
-    """Return a key of arguments. Arguments for which the output has different shapes or dtypes have different keys.
+def _key(value: Any) -> Any:
+    """Return a hashable key for arguments. If outputs differ in shape or dtype, the keys differ.
 
-    This runs for every absent block in every micro-batch, so the most frequent types are tested first, by exact type.
+    This runs for every off-stage block in every micro-batch, so frequent types are tested first, by exact type.
     """
     kind = type(value)
     if value is None or kind in _PLAIN:
@@ -97,9 +98,9 @@ def _form(value: Any) -> Any:
         own = value._form if isinstance(value, Absent) else value  # a plain tensor, read without __torch_function__
         return own.shape, own.dtype
     if kind is dict or isinstance(value, Mapping):
-        return tuple([(key, _form(item)) for key, item in value.items()])
+        return tuple([(key, _key(item)) for key, item in value.items()])
     if isinstance(value, tuple | list):
-        return tuple([_form(item) for item in value])
+        return tuple([_key(item) for item in value])
     return value if isinstance(value, bool | int | float | str) else kind
 
 

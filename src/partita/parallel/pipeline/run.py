@@ -1,4 +1,4 @@
-"""Execution of this rank's stages: forwards and backwards of micro-batches in the order of a schedule."""
+"""Execution of this rank's stages: forwards and backwards of the micro-batches, in the order of a schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,22 +27,22 @@ from partita.transforms.modules import Order
 
 @dataclass
 class _Kept:
-    """Results of a forward that its backward needs: the values it sent, and the arrivals of those it received."""
+    """The results of a forward that its backward needs: the values that it sent, and records of those it received."""
 
     sent: list[Tensor] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
 
 
 class Pipeline:
-    """The stages of this rank. Without a pipeline there is one, which is the model.
+    """The stages of this rank. Without a pipeline, the full model is the only stage.
 
     Args:
         parallel: the cut of the model, and the changes to its modules.
-        schedule: of a training batch.
-        early_output: tells the model's hooks what a forward that ends early hands on.
+        schedule: the schedule of a training batch.
+        early_output: passes the output of a forward that ends early to the model's hooks.
 
     Attributes:
-        weights: the deferred weight gradients; None if the backward computes them.
+        weights: the deferred weight gradients; None if the schedule computes them in the backward.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Pipeline:
         return self.schedule.orders[self._group.index]
 
     def order_without_backwards(self, num_micros: int) -> tuple[Action, ...]:
-        """Return the actions of this rank in a batch of ``num_micros`` micro-batches without training."""
+        """Return the actions of this rank in an evaluation batch of ``num_micros`` micro-batches."""
         shape = Shape(self.schedule.shape.ranks, num_micros, self.schedule.shape.chunks)
         actions = make_schedule("gpipe", shape).orders[self._group.index]
         return tuple(action for action in actions if action.work is Work.FORWARD)
@@ -97,7 +97,7 @@ class Pipeline:
     # ------------------------------------------------------------------------- forward
 
     def forward(self, action: Action, call: Callable[[], Any]) -> Any:
-        """Run a stage's forward by ``call``, a forward of the whole model.
+        """Run a stage's forward by ``call``, a forward of the model.
 
         Returns:
             The model's output in the last stage, else None.
@@ -108,10 +108,10 @@ class Pipeline:
         training = self._model.training
         start, stop = self._cut.bounds[edges.stage : edges.stage + 2]
 
-        def receive(arguments: Arguments, lacking: Sequence[int]) -> list[Tensor]:
-            values, kept.arrivals = edges.receive(arguments, lacking, training)
+        def receive(arguments: Arguments, missing: Sequence[int]) -> list[Tensor]:
+            values, kept.arrivals = edges.receive(arguments, missing, training)
             if torch.is_grad_enabled():
-                edges.wait_back(self._gradients_before[action])
+                edges.wait_for_gradients(self._gradients_before[action])
             return values
 
         output = self._stages.forward(start, stop, call, receive)
@@ -128,7 +128,7 @@ class Pipeline:
         """Check that a loss depends only on values that this stage has.
 
         Raises:
-            PartitaError: it depends on others.
+            PartitaError: it depends on a value of another stage.
         """
         if isinstance(loss, Absent) and is_missing(loss):
             raise bypasses(loss, "the loss")
@@ -136,10 +136,10 @@ class Pipeline:
     # ------------------------------------------------------------------------ backward
 
     def backward(self, action: Action, loss: Tensor | None, run: Callable[..., None]) -> None:
-        """Run a stage's backward, and send the gradients of received values back.
+        """Run a stage's backward, and send the gradients of received values to the previous stage.
 
         ``run(roots, gradients)`` starts from the ``loss`` in the last stage. In other stages it starts from the values
-        that the forward sent, with the gradients that come back for them.
+        that the forward sent, with the gradients that the next stage sends for them.
         """
         if loss is not None:
             run([loss], [None])
@@ -155,7 +155,7 @@ class Pipeline:
         edges.send_back(kept.arrivals)
 
     def wait_for_sent(self) -> None:
-        """Wait until no stage has more unfinished sends than there are ranks. The receiving stages may be slower."""
+        """Limit the unfinished sends of each stage to the number of ranks, because the receivers may be slower."""
         for edges in self._edges if self.is_cut else ():
             edges.wait(self._group.size)
 
@@ -165,27 +165,27 @@ class Pipeline:
             edges.end_batch()
 
     def forget(self) -> None:
-        """Drop what a failed batch has kept for its backwards."""
+        """Drop the stored results of a failed batch."""
         self._kept.clear()
         if self.weights is not None:
             self.weights.forget()
 
     def abandon(self) -> None:
-        """Drop unfinished sends to other stages, which keep connections open. Nothing may be sent after this."""
+        """Drop unfinished sends, which keep connections open. Nothing may be sent after this."""
         for edges in self._edges if self.is_cut else ():
             edges.abandon()
 
     def share_loss(self, total: Tensor) -> Tensor:
-        """Return the ``total`` of the last stage on all ranks of the pipeline."""
+        """Return the last stage's ``total`` on all ranks of the pipeline."""
         every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
         return every[-1, 0]
 
 
 def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tuple[Action, int]]:
-    """Yield each forward of a rank's ``stages`` with the number of backwards that the previous stage runs before it.
+    """Yield each forward of a rank's ``stages``, with the number of backwards that the previous stage runs before it.
 
-    That is the number of gradients from this stage that the previous stage has received when it sends the forward's
-    inputs.
+    When the previous stage sends the forward's inputs, it has already received this number of gradients from this
+    stage.
     """
     for chunk, number in enumerate(stages):
         before, rank = divmod(number - 1, schedule.shape.ranks)

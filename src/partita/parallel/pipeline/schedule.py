@@ -14,8 +14,8 @@ from itertools import pairwise
 
 
 class Work(StrEnum):
-    """The kinds of work of a stage for one micro-batch. ``BACKWARD`` leaves out the weight gradients if the order has
-    ``WEIGHTS``.
+    """The kinds of work of a stage for one micro-batch. If a schedule has ``WEIGHTS``, its ``BACKWARD`` does not
+    include the weight gradients.
     """
 
     FORWARD = "F"
@@ -40,7 +40,7 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a pipeline: its ranks, the micro-batches of a batch, and the stages (chunks) of each rank."""
+    """The size of a pipeline: ranks, micro-batches per batch, and stages (chunks) per rank."""
 
     ranks: int
     micros: int
@@ -78,8 +78,8 @@ class Schedule:
 
 
 def make_schedule(name: str, shape: Shape) -> Schedule:
-    """Return the schedule called ``name`` (``parallel.schedule``) for a pipeline of this shape. With one stage, each
-    backward directly follows its forward.
+    """Return the schedule ``name`` (``parallel.schedule``) for a pipeline of this shape. With one stage, each backward
+    directly follows its forward.
     """
     if shape.num_stages == 1:
         orders = [_alternate(_forwards(shape), _backwards(shape), ahead=0)]
@@ -93,7 +93,7 @@ def make_schedule(name: str, shape: Shape) -> Schedule:
 
 
 def _rounds(shape: Shape) -> list[range]:
-    """Return the rounds of micro-batches: all of a round pass through one chunk before the next chunk.
+    """Divide the micro-batches into rounds: all micro-batches of a round run through one chunk before the next chunk.
 
     With several chunks, a round has as many micro-batches as there are ranks, or a few more.
     """
@@ -114,25 +114,25 @@ def _backwards(shape: Shape) -> list[Action]:
 
 def _ahead(shape: Shape, rank: int) -> int:
     """Return the number of forwards that a rank runs before its first pair of forward and backward."""
-    behind = shape.ranks - 1 - rank
-    return behind if shape.chunks == 1 else (shape.chunks - 1) * max(map(len, _rounds(shape))) + 2 * behind
+    num_after = shape.ranks - 1 - rank
+    return num_after if shape.chunks == 1 else (shape.chunks - 1) * max(map(len, _rounds(shape))) + 2 * num_after
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> list[Action]:
-    """Return an order: ``ahead`` forwards, then one forward and one backward in turn, then the other backwards."""
+    """Return an order: ``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     order = list(forwards[:ahead])
-    left = list(backwards)
+    remaining = list(backwards)
     for forward in forwards[ahead:]:
-        order += [forward, left.pop(0)]
-    return order + left
+        order += [forward, remaining.pop(0)]
+    return order + remaining
 
 
 def _zero_bubble(shape: Shape, rank: int) -> list[Action]:
     """Return a rank's order in schedule ZB-H1 (Qi et al., section 3.1).
 
-    It begins with as many forwards as there are stages from this one on, then backwards and forwards follow in turn.
-    The weight gradients begin as many micro-batches later as there are stages before this one, and fill its bubbles. No
-    rank keeps more activations than the first one does under 1F1B.
+    It begins with ``ranks - rank`` forwards, then backwards and forwards follow in turn. The weight gradients are
+    delayed by ``rank`` micro-batches, and fill the bubbles. No rank keeps more activations than the first rank does
+    under 1F1B.
     """
     forwards, backwards = _forwards(shape), _backwards(shape)
     weights = [Action(Work.WEIGHTS, action.micro) for action in backwards]

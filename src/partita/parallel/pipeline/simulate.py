@@ -7,7 +7,7 @@ from functools import cache
 from partita.errors import PartitaError
 from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
 
-# Times of a rank's work for one micro-batch, in forwards: the backward, which includes the weight gradients, and these.
+# Times of work for one micro-batch, in units of a forward. BACKWARD includes the weight gradients.
 BACKWARD, WEIGHTS = 2.0, 1.0
 
 
@@ -16,8 +16,8 @@ class Course:
     """The cost of a schedule.
 
     Attributes:
-        bubble: the fraction of a batch's time that ranks wait.
-        most_kept: for each rank, the most forwards whose activations it keeps at once (each of one of its chunks).
+        bubble: the fraction of a batch's time in which ranks are idle.
+        most_kept: for each rank, the largest number of forwards (of one chunk each) whose activations it keeps.
     """
 
     bubble: float
@@ -25,14 +25,14 @@ class Course:
 
 
 def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
-    """Simulate a schedule: each rank does its work in order, as soon as it can.
+    """Simulate a schedule in which each rank does its work in order, as early as possible.
 
     Args:
-        backward: the time of a backward with its weight gradients, in forwards. Weight gradients take as long as a
+        backward: the time of a backward with its weight gradients, in units of a forward. Weight gradients take as long as a
             forward: they need the same products.
 
     Raises:
-        PartitaError: ranks would wait for each other, or one would send in another order than the next one receives.
+        PartitaError: the schedule has a deadlock, or a rank receives in another order than the sender sends.
     """
     shape, last = schedule.shape, schedule.shape.num_stages - 1
     busy = shape.micros * (1 + backward)
@@ -59,15 +59,15 @@ def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
     for rank, order in enumerate(schedule.orders):
         if position[rank] < len(order):
             raise PartitaError(
-                f"the order {schedule.name} of {shape} cannot be run: rank {rank} would wait for ever before "
+                f"the schedule {schedule.name} of {shape} cannot be run: rank {rank} would wait forever before "
                 f"{order[position[rank]]}\n{schedule}"
             )
     _check_edges(schedule)
-    return Course(1 - busy / max(free), tuple(_most_kept(schedule, rank) for rank in range(shape.ranks)))
+    return Course(1 - busy / max(free), tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:
-    """Return what must be done before the action of stage ``number``: (work, stage, micro-batch)."""
+    """Return the work that an action of stage ``number`` depends on: (work, stage, micro-batch)."""
     micro = action.micro
     if action.work is Work.FORWARD:
         return [(Work.FORWARD, number - 1, micro)] if number else []
@@ -100,12 +100,12 @@ def _check_edges(schedule: Schedule) -> None:
     for edge, messages in sent.items():
         if messages != received[edge]:
             raise PartitaError(
-                f"the order {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
-                f"another order than that one receives\n{schedule}"
+                f"the schedule {schedule.name} of {shape} cannot be run: rank {edge[1]} sends to rank {edge[2]} in "
+                f"another order than rank {edge[2]} receives\n{schedule}"
             )
 
 
-def _most_kept(schedule: Schedule, rank: int) -> int:
+def _max_kept(schedule: Schedule, rank: int) -> int:
     kept = most = 0
     for action in schedule.orders[rank]:
         kept += (action.work is Work.FORWARD) - (action.work is schedule.last_work)

@@ -1,9 +1,9 @@
 """Deferred weight gradients, for schedules that compute them separately from the backward.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2. If a module only multiplies its input with its
-parameters, its forward makes a graph of its own. Backward goes through that graph for the gradient of the input alone.
-The rest of the graph is kept for later, with the gradient of its output. Autograd computes both, so the gradients have
-the same bits as in one backward.
+parameters, its forward is recorded in a separate autograd graph. The backward of the stage runs through that graph only
+for the gradient of the input. The graph is kept, with the gradient of its output, and the weight gradients are computed
+later. Autograd computes both, so the gradients have the same bits as in one backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,25 +25,25 @@ from partita.transforms.modules import Level, find
 
 @dataclass
 class Left:
-    """Deferred work of one backward: graphs that lead to parameters, and the gradients of the graphs' outputs."""
+    """Deferred weight gradients of one backward: graphs that end in parameters, and the gradients of their outputs."""
 
     roots: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     params: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def add(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Add a graph that ends in ``root``; its leaves ``params`` are to get their gradients."""
+        """Add a graph with the output ``root`` and the leaves ``params``, whose gradients are deferred."""
         self.roots.append(root)
         self.gradients.append(gradient)
         self.params.update((id(param), param) for param in params)
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that is already computed."""
-        with torch._C.DisableTorchFunctionSubclass():  # its data may be sharded, and is not needed
+        with torch._C.DisableTorchFunctionSubclass():  # its data, which may be sharded, is not needed
             self.add(get_gradient_edge(param), gradient, [param])
 
     def run(self) -> None:
-        """Compute the gradients, and accumulate them in the parameters as any backward does."""
+        """Compute the gradients, and accumulate them in the parameters."""
         params = list(self.params.values())
         if params:
             with torch._C.DisableTorchFunctionSubclass():
@@ -57,56 +57,56 @@ class WeightGradients:
     """The deferred weight gradients of all micro-batches whose backward has run."""
 
     def __init__(self) -> None:
-        self._left: Left | None = None
+        self._current: Left | None = None
         self._of_micro = dict[int, Left]()
 
     @contextmanager
     def apart(self, micro: int) -> Iterator[Left]:
-        """Defer the weight gradients of a micro-batch's backward, which runs inside the block."""
-        self._left = self._of_micro[micro] = Left()
+        """Defer the weight gradients of a micro-batch's backward, which runs in the ``with`` block."""
+        self._current = self._of_micro[micro] = Left()
         try:
-            yield self._left
+            yield self._current
         finally:
-            self._left = None
+            self._current = None
 
     def take(self, micro: int) -> Left:
-        """Remove and return what the backward of a micro-batch has deferred."""
+        """Remove and return the deferred gradients of a micro-batch."""
         return self._of_micro.pop(micro)
 
     def forget(self) -> None:
-        """Drop all deferred work, after a batch has failed."""
+        """Drop all deferred gradients, after a batch has failed."""
         self._of_micro.clear()
 
     def leave(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Defer a graph, as :meth:`Left.add`. Outside the block of :meth:`apart`, run its backward at once."""
-        if self._left is None:
+        """Defer a graph, see :meth:`Left.add`. Outside of :meth:`apart`, run its backward immediately."""
+        if self._current is None:
             torch.autograd.backward([root], [gradient], inputs=list(params))
         else:
-            self._left.add(root, gradient, params)
+            self._current.add(root, gradient, params)
 
 
-class _OwnGraph:
-    """The graph from a module's input to its output.
+class _SeparateGraph:
+    """A separate graph from a module's input to its output.
 
-    It does not hold the input. In backward it uses the input that the surrounding graph has saved, which is another
-    tensor if the forward is recomputed.
+    It does not reference the input. In backward it uses the input that the surrounding graph has saved, which is
+    another tensor if the forward is recomputed.
     """
 
     def __init__(self, weights: WeightGradients, params: Sequence[nn.Parameter], product: Product, x: Tensor) -> None:
         self._weights = weights
         self._params = params
         self._x = x
-        inner, self._entrance = x.detach(), None
+        inner, self._input_edge = x.detach(), None
         if x.requires_grad:
-            inner = _Enter.apply(_anchor(), [inner])  # type: ignore[no-untyped-call]
-            self._entrance = get_gradient_edge(inner)
+            inner = _Leaf.apply(_anchor(), [inner])  # type: ignore[no-untyped-call]
+            self._input_edge = get_gradient_edge(inner)
         with saved_tensors_hooks(self._pack, self._unpack):
             self.output = product(inner)
         self._root = get_gradient_edge(self.output)
         del self._x
 
     def _pack(self, tensor: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
-        """Return a view of the input as its sizes, strides, and offset in the input; other tensors as they are."""
+        """Return the sizes, strides and offset of a view of the input; return other tensors unchanged."""
         if tensor.untyped_storage().data_ptr() != self._x.untyped_storage().data_ptr():
             return tensor
         return tensor.shape, tensor.stride(), int(tensor.storage_offset() - self._x.storage_offset())
@@ -118,21 +118,21 @@ class _OwnGraph:
         return self._x.as_strided(shape, stride, self._x.storage_offset() + offset)
 
     def back(self, x: Tensor, gradient: Tensor) -> Tensor | None:
-        """Return the gradient of the input ``x``, if it has one, and defer the rest."""
+        """Return the gradient of the input ``x`` (None if it requires none), and defer the weight gradients."""
         self._x, found = x, None
-        if self._entrance is not None:
-            (found,) = torch.autograd.grad([self._root], [self._entrance], [gradient], retain_graph=True)
+        if self._input_edge is not None:
+            (found,) = torch.autograd.grad([self._root], [self._input_edge], [gradient], retain_graph=True)
         self._weights.leave(self._root, gradient, self._params)
         return found
 
 
 def _anchor() -> Tensor:
-    """Return a tensor that, as an input, makes a function's output require a gradient."""
+    """Return an input that makes a function's output require a gradient."""
     return torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
 
 
-class _Enter(torch.autograd.Function):
-    """Graph node whose output is the passed tensor. The node does not hold the tensor."""
+class _Leaf(torch.autograd.Function):
+    """Graph node whose output is the passed tensor. The node does not reference the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, passed: list[Tensor]) -> Tensor:
@@ -143,11 +143,11 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-class _Through(torch.autograd.Function):
-    """Graph node of the output that a module computed from ``x`` in a graph of its own."""
+class _Output(torch.autograd.Function):
+    """Graph node of the output that a module has computed from ``x`` in a separate graph."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, output: list[Tensor], graph: _OwnGraph) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, output: list[Tensor], graph: _SeparateGraph) -> Tensor:
         ctx.graph = graph
         ctx.save_for_backward(x)
         return output.pop()
@@ -158,7 +158,7 @@ class _Through(torch.autograd.Function):
 
 
 class Apart:
-    """Wrapper of a module's product with its parameters, which defers their gradients."""
+    """Wrapper of a module's product with its parameters that defers the parameters' gradients."""
 
     def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
         self._module = module
@@ -169,27 +169,26 @@ class Apart:
         x = arrived(args[0]) if len(args) == 1 and not kwargs else None
         if not params or not isinstance(x, Tensor) or is_missing(x) or not torch.is_grad_enabled():
             return product(*args, **kwargs)
-        return self._through(product, x, params)
+        return self._run_separately(product, x, params)
 
     @eager
-    def _through(self, product: Product, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
-        graph = _OwnGraph(self._weights, params, product, x)
+    def _run_separately(self, product: Product, x: Tensor, params: Sequence[nn.Parameter]) -> Any:
+        graph = _SeparateGraph(self._weights, params, product, x)
         output = [graph.output.detach()]
         del graph.output
-        return _Through.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
+        return _Output.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
 
 
 def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
-    """Have the modules that this rank runs defer their weight gradients.
+    """Make the modules that this rank runs defer their weight gradients.
 
-    These are linear layers (also those of which it has a part) and embeddings whose parameters no other kind of module
-    owns.
+    These are linear layers (also split ones) and embeddings that do not share parameters with modules of other kinds.
     """
     weights = WeightGradients()
     chosen = {id(module): module for module in model.modules() if _is_product(module)}
-    others = {id(param) for module in model.modules() if id(module) not in chosen for param in _own(module)}
+    others = {id(param) for module in model.modules() if id(module) not in chosen for param in _own_params(module)}
     for module in chosen.values():
-        if any(id(param) in others or is_elsewhere(param) for param in _own(module)):
+        if any(id(param) in others or is_elsewhere(param) for param in _own_params(module)):
             continue
         apart = Apart(module, weights)
         if (linear := find(module, LinearForward)) is not None:
@@ -200,12 +199,14 @@ def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
     return weights
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def _own_params(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Return whether a module's output is a product with its weight, whose gradient does not depend on the weight."""
+    """Return whether a module computes a product with its weight, so that the weight's gradient does not depend on the
+    weight.
+    """
     if "forward" in vars(module):
         return find(module, LinearForward) is not None
     if isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""Application of sequence parallelism to an unmodified model: hooks and wrappers, which can be removed again."""
+"""Application of sequence parallelism to an unmodified model, by hooks and wrappers that can be removed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,18 +21,19 @@ from partita.transforms.modules import Level
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
-# Outputs that transformers' models collect from their blocks, where each rank has only a slice.
-_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Arguments that make transformers' models return outputs of blocks, of which each rank has only a slice.
+_BLOCK_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class SequenceParallel:
     """Sequence parallelism of a model: its blocks and its output layer run on slices of the sequence.
 
     Attributes:
+        stacks: the blocks of each container.
         lines: one line for each module that runs on slices.
 
     Raises:
-        ConfigError: the model has no blocks, or an attention that takes no mask of the keys that each query sees.
+        ConfigError: the model has no blocks, or an attention implementation without a dense mask.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Level) -> None:
@@ -42,16 +43,18 @@ class SequenceParallel:
         if not stacks:
             raise ConfigError(
                 f"{KEY}: {group.size}: {type(model).__name__} has no blocks (repeated modules in a ModuleList or "
-                "Sequential) between which a sequence could be cut; leave parallel.sequence out"
+                "Sequential) that could run on slices of the sequence; leave parallel.sequence out"
             )
         kinds = _offer_attention(model, changes)
         self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
-        changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_collected), with_kwargs=True).remove)
+        changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_block_outputs), with_kwargs=True).remove)
         changes.on_undo(model.register_forward_pre_hook(Hook(self._begin)).remove)
         changes.on_undo(model.register_forward_hook(Hook(self._end), always_call=True).remove)
-        seen = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
-        self.lines = [f"{name}: a slice of the sequence, attention by {seen}" for blocks in stacks for name in blocks]
-        if (head := _head(model, stacks)) is not None:
+        implementations = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
+        self.lines = [
+            f"{name}: a slice of the sequence, attention by {implementations}" for blocks in stacks for name in blocks
+        ]
+        if (head := _output_layer(model, stacks)) is not None:
             changes.wrap_forward(head[1], HeadOfSlices(self.stacks[-1]))
             self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
 
@@ -63,18 +66,18 @@ class SequenceParallel:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         forward_ends(self.group)
 
-    def _refuse_collected(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _refuse_block_outputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         config = getattr(module, "config", None)
-        for name in _COLLECTED:
+        for name in _BLOCK_OUTPUTS:
             if kwargs.get(name, getattr(config, name, None)):
                 raise PartitaError(
-                    f"{name} collects what each block computes, of which a rank has its slice under {KEY}: "
+                    f"{name} returns outputs of each block, of which a rank has only its slice under {KEY}: "
                     f"{self.group.size}; set {name} to False"
                 )
 
 
 class HeadOfSlices:
-    """Wrapper that runs the output layer (which makes the logits) on the positions of this rank."""
+    """Wrapper that runs the output layer, which computes the logits, on the positions of this rank."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
@@ -89,18 +92,18 @@ class HeadOfSlices:
 
 
 def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
-    """Have a transformers model compute attention on slices; return the implementations that its configs name.
+    """Make a transformers model compute attention on slices. Return the implementations that its configs name.
 
     Raises:
-        ConfigError: an implementation takes no mask that can be split by queries.
+        ConfigError: an implementation has no dense mask that can be split by queries.
     """
     found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
     kinds = {id(config): str(config._attn_implementation) for config in found.values()}
     for kind in kinds.values():
         if kind not in KINDS:
             raise ConfigError(
-                f"{KEY}: attention by '{kind}' does not take a mask of which ranks could have the rows of their "
-                f"queries; load the model with attn_implementation='{KINDS[0]}'"
+                f"{KEY}: expected an attention implementation with a dense mask ({', '.join(KINDS)}); got '{kind}': "
+                f"load the model with attn_implementation='{KINDS[0]}'"
             )
     for key, config in found.items():
         config._attn_implementation = offer_to_transformers(kinds[key])
@@ -111,7 +114,7 @@ def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
 
 
 def _attention_config(module: nn.Module) -> Any:
-    """Return a module's config of transformers if it names the attention implementation, else None."""
+    """Return a module's transformers config if it names an attention implementation, else None."""
     config = getattr(module, "config", None)
     return config if isinstance(getattr(config, "_attn_implementation", None), str) else None
 
@@ -124,9 +127,9 @@ def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
     return list(found.values())
 
 
-def _head(model: nn.Module, stacks: Sequence[Mapping[str, nn.Module]]) -> tuple[str, nn.Module] | None:
-    """Return the module that makes the logits, and its name: what transformers names, or the last linear layer outside
-    the blocks.
+def _output_layer(model: nn.Module, stacks: Sequence[Mapping[str, nn.Module]]) -> tuple[str, nn.Module] | None:
+    """Return the name of the output layer, and the layer: the output embeddings of a transformers model, or the last
+    linear layer outside the blocks. None if there is none.
     """
     inside = {id(module) for blocks in stacks for block in blocks.values() for module in block.modules()}
     output = getattr(model, "get_output_embeddings", lambda: None)()

@@ -1,6 +1,6 @@
-"""Attention over a split sequence: the model's own attention, applied to tensors that the ranks have exchanged.
+"""Attention over a split sequence: the ranks exchange tensors, and the model's own attention function runs on them.
 
-It is intercepted where modules call transformers' attention interface, or ``F.scaled_dot_product_attention``.
+Calls of transformers' attention interface and of ``F.scaled_dot_product_attention`` are intercepted.
 """
 
 import sys
@@ -22,24 +22,24 @@ from partita.parallel.sequence.exchange import gather, heads_for_positions, posi
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
 
-# The slices of the running block. It is global because transformers' registry of attention functions is.
+# The slices of the running block; global, because transformers' registry of attention functions is global.
 _running: ContextVar[Slices | None] = ContextVar("_running", default=None)
-# True if the running attention module reads the keys of an encoder, which are not split.
+# True if the running attention module is cross-attention: the keys of an encoder are not split.
 looks_across: ContextVar[bool] = ContextVar("looks_across", default=False)
 _PREFIX = "partita_"
-# The implementations of transformers that take a mask of the keys that each query sees.
+# The attention implementations of transformers that accept a dense mask.
 KINDS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one attention.
+    """The arguments of an attention function.
 
     Attributes:
         query: ``[batch, heads, positions, size]``.
-        key: like ``query``, with as many heads or a divisor of them.
+        key: ``[batch, key heads, positions, size]``; the number of heads is a multiple of the number of key heads.
         value: like ``key``.
-        mask: of the full sequence, broadcast to ``[batch, heads, positions, positions]``.
+        mask: of the full sequence, broadcastable to ``[batch, heads, positions, positions]``.
         causal: attention is causal, and has no mask.
         bias: added to the scores, with the shape of a mask.
     """
@@ -61,7 +61,7 @@ Attend = Callable[[Call], Tensor]
 
 
 def running() -> Slices | None:
-    """Return the slices of the running block; None if it has all positions."""
+    """Return the slices of the running block; None outside a block, or if the block has all positions."""
     return _running.get()
 
 
@@ -69,9 +69,9 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
     """Compute attention for a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
 
     Args:
-        own: the model's own attention, for a call with all tensors that it reads.
-        whole_heads: the attention also reads tensors by head that are not in the call.
-        scale: the scale of the scores if ``own`` only applies their softmax to the values; None: it does more.
+        own: the model's own attention function; it is called with the exchanged tensors.
+        whole_heads: the function reads other tensors by head, which are not in the call.
+        scale: the scale of the scores if the function is ``softmax(scores) @ value``; None if it does more.
 
     Raises:
         PartitaError: the call's queries and keys do not have this rank's positions.
@@ -80,9 +80,9 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
     batch, heads, num_own, head_dim = call.query.shape
     if num_own != slices.num_own or call.key.shape[2] != num_own:
         raise PartitaError(
-            f"attention over {num_own} queries and {call.key.shape[2]} keys, where this rank has {slices.num_own} of "
-            f"{slices.length} positions: parallel.sequence works where every position of a block's input attends to "
-            "those of the same input"
+            f"parallel.sequence: expected attention over this rank's {slices.num_own} of {slices.length} positions; "
+            f"got {num_own} queries and {call.key.shape[2]} keys. Only self-attention within the input of a block is "
+            "supported: set parallel.sequence: 1"
         )
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
@@ -91,14 +91,14 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
         return by_heads(call, slices, own, sizes)
     if way == KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
-        return own(_own_rows(replace(call, key=key, value=value), slices))
+        return own(_for_own_queries(replace(call, key=key, value=value), slices))
     assert scale is not None
     assert call.bias is None
-    return ring_attention(call.query, call.key, call.value, _of_queries(call, slices), slices, scale)
+    return ring_attention(call.query, call.key, call.value, _mask_of_queries(call, slices), slices, scale)
 
 
 def by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
-    """Compute attention over full sequences for this rank's share of the heads. Tensors are those of :func:`attend`."""
+    """Compute attention over full sequences for this rank's heads. Tensors are those of :func:`attend`."""
     heads = sizes.own_heads
     query = heads_for_positions(call.query, heads, slices)
     key, value = (heads_for_positions(x, sizes.own_key_heads, slices) for x in (call.key, call.value))
@@ -113,13 +113,13 @@ def _of_heads(x: Tensor | None, heads: Sequence[int]) -> Tensor | None:
     return x[:, list(heads)] if x is not None and x.dim() == 4 and x.shape[1] > 1 else x
 
 
-def _own_rows(call: Call, slices: Slices) -> Call:
-    """Return a call with this rank's queries and all keys."""
-    return replace(call, mask=_of_queries(call, slices), causal=False, bias=_rows(call.bias, slices))
+def _for_own_queries(call: Call, slices: Slices) -> Call:
+    """Return a call with the mask and bias of this rank's queries over all keys."""
+    return replace(call, mask=_mask_of_queries(call, slices), causal=False, bias=_rows(call.bias, slices))
 
 
-def _of_queries(call: Call, slices: Slices) -> Tensor | None:
-    """Return the mask of this rank's queries over all keys; None if they see every key."""
+def _mask_of_queries(call: Call, slices: Slices) -> Tensor | None:
+    """Return the mask of this rank's queries over all keys; None if every query sees every key."""
     if call.mask is None and call.causal:
         position = torch.arange(slices.length, device=call.query.device)
         return (position[slices.own, None] >= position)[None, None]
@@ -132,15 +132,15 @@ def _rows(x: Tensor | None, slices: Slices) -> Tensor | None:
 
 @contextmanager
 def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
-    """Run attention inside the block on this rank's slices (None: on all positions).
+    """Run attention in the ``with`` block on this rank's slices (None: on all positions).
 
     Args:
-        intercept: the model calls ``F.scaled_dot_product_attention``, and not transformers' interface.
+        intercept: the model calls ``F.scaled_dot_product_attention`` directly, not transformers' interface.
     """
     token = _running.set(slices)
     try:
         if intercept and slices is not None:
-            with InPlaceOfDotProducts(partial(_scaled_dot_product, slices)):
+            with InPlaceOfDotProducts(partial(_sdpa_on_slices, slices)):
                 yield
         else:
             yield
@@ -148,7 +148,7 @@ def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
         _running.reset(token)
 
 
-def _scaled_dot_product(slices: Slices, asked: DotProduct) -> Tensor:
+def _sdpa_on_slices(slices: Slices, asked: DotProduct) -> Tensor:
     def own(call: Call) -> Tensor:
         return F.scaled_dot_product_attention(
             call.query,
@@ -176,12 +176,12 @@ def offer_to_transformers(kind: str) -> str:
 
     name = _PREFIX + kind
     if name not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(name, _Interface(kind))
+        ALL_ATTENTION_FUNCTIONS.register(name, _TransformersAttention(kind))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kind])
     return name
 
 
-class _Interface:
+class _TransformersAttention:
     """An attention function of transformers' interface that also works on slices."""
 
     def __init__(self, kind: str) -> None:
@@ -198,17 +198,17 @@ class _Interface:
         num_keys = key.shape[2] if across else slices.length
         if bias is not None and (bias.shape[-2] not in (1, slices.length) or bias.shape[-1] not in (1, num_keys)):
             raise PartitaError(
-                f"{type(module).__name__} adds a bias {tuple(bias.shape)} to attention of {slices.length} queries to "
-                f"{num_keys} keys, of whose positions each rank sees its own: set parallel.sequence: 1"
+                f"parallel.sequence: {type(module).__name__}: expected an attention bias of all {slices.length} "
+                f"queries and {num_keys} keys; got {tuple(bias.shape)}: set parallel.sequence: 1"
             )
-        others.pop("position_ids", None)  # they have this rank's positions only; the mask already contains them
+        others.pop("position_ids", None)  # they are this rank's only; the mask already reflects all of them
         asked = others.pop("is_causal", None)
         causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
-        causal = causal and attention_mask is None and self._kind == "sdpa"  # the other kinds follow the mask
+        causal = causal and attention_mask is None and self._kind == "sdpa"  # `eager` ignores is_causal
         causal = causal and not across
 
         def attention(call: Call) -> Tensor:
-            seen_as = _With(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
+            seen_as = _ModuleView(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
             biased = others if call.bias is None else others | {"position_bias": call.bias}
             found, _ = own(seen_as, call.query, call.key, call.value, call.mask, is_causal=call.causal, **biased)
             transposed: Tensor = found.transpose(1, 2)
@@ -219,7 +219,7 @@ class _Interface:
         scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) if plain else None
         call = Call(query, key, value, attention_mask, causal, bias)
         if across:
-            return attention(_own_rows(call, slices)).transpose(1, 2).contiguous(), None
+            return attention(_for_own_queries(call, slices)).transpose(1, 2).contiguous(), None
         more = any(isinstance(other, Tensor) for other in others.values()) or hasattr(module, "sinks")
         mixed = attend(call, slices, attention, whole_heads=more, scale=None if more or bias is not None else scale)
         return mixed.transpose(1, 2).contiguous(), None
@@ -234,8 +234,8 @@ class _Interface:
         return eager
 
 
-class _With:
-    """A module in which some attributes have other values."""
+class _ModuleView:
+    """A view of a module in which some attributes have other values."""
 
     def __init__(self, module: nn.Module, **values: object) -> None:
         self.__dict__.update(values, _module=module)

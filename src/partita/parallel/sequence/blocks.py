@@ -1,4 +1,4 @@
-"""A model's blocks on slices: the arguments that each block gets, and the output of the last one."""
+"""The blocks of a model on slices: arguments are sliced for each block, and the output of the last one is gathered."""
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
@@ -19,13 +19,13 @@ from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import Level
 
-# The keyword that gives a forward its slices (also if it is recomputed in backward); the attribute of enabled blocks.
+# The keyword that passes the slices to a forward (also when it is recomputed); the attribute of enabled blocks.
 _KEYWORD, _ON = "partita_slices", "partita_on_slices"
-# The attribute with which a block of transformers checkpoints its own forward.
+# The attribute of a transformers block that checkpoints its own forward.
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-# Called before a block's first call with the blocks, this one, and its args and kwargs.
+# Called before a block's first call, with the blocks, the block, and its args and kwargs.
 BeforeFirst = Callable[["Blocks", nn.Module, Any, Any], None]
 
 
@@ -36,9 +36,9 @@ class Blocks:
     along it. Masks, biases and the output of an encoder are not split.
 
     Args:
-        blocks: by name, in their order.
-        changes: records what is changed in them, so that it can be undone.
-        intercept: attention is called as ``F.scaled_dot_product_attention``.
+        blocks: by name, in the order of their calls.
+        changes: records all changes, so that they can be undone.
+        intercept: blocks call ``F.scaled_dot_product_attention`` directly.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Blocks:
         self.before_first: BeforeFirst | None = None
         self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
-        self._cut = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: a tensor, and its slice
-        # Suspending the first block's attribute switches all blocks off; their wrappers are never suspended.
+        self._sliced = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: a tensor, and its slice
+        # While the first block's attribute is suspended, all blocks are disabled; their wrappers are never suspended.
         changes.set_attribute(self._first, _ON, True)
         for block in blocks.values():
             changes.wrap_forward(block, SlicedForward(block, intercept=intercept), always=True)
@@ -64,7 +64,7 @@ class Blocks:
 
     @property
     def are_on(self) -> bool:
-        """True if blocks are given slices. Otherwise every rank computes all positions, like the unmodified model."""
+        """True if blocks run on slices. Otherwise every rank computes all positions, like the unmodified model."""
         return hasattr(self._first, _ON)
 
     def name(self, block: nn.Module) -> str:
@@ -77,32 +77,32 @@ class Blocks:
         name = self.name(module)
         if hidden is None:
             raise PartitaError(
-                f"parallel.sequence: '{name}' is called without a tensor [batch, positions, width], of which ranks "
-                "could have slices"
+                f"parallel.sequence: '{name}': expected a floating-point input [batch, positions, width], which can be "
+                "sliced; got none"
             )
         slices = self._slices_of_call(module, hidden, name)
         if id(module) not in self._called:
             self._called.add(id(module))
             if self.before_first is not None:
                 self.before_first(self, module, args, kwargs)
-                self._cut.clear()  # slices made there have no gradient
+                self._sliced.clear()  # slices made by the check have no gradient
         return self.cut(module, (args, kwargs), slices)
 
     def cut(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
-        """Return the arguments for a block's forward: slices of those that have all positions, and ``slices`` as a
-        keyword.
+        """Return the arguments of a block's forward, sliced where they have all positions, with ``slices`` as an
+        additional keyword.
         """
         hidden = hidden_in(arguments)
         assert hidden is not None
         batch = hidden.shape[0]
-        args, kwargs = _changed(module, arguments, lambda tensor: self._slice_of(tensor, slices, batch))
+        args, kwargs = _map_split_arguments(module, arguments, lambda tensor: self._slice_of(tensor, slices, batch))
         return args, {**kwargs, _KEYWORD: slices}
 
     def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
         """Return the slices of a block's input.
 
-        The first block creates them. A call that a checkpoint of the model's own repeats in backward has the slices
-        that its input had in forward.
+        The first block creates them. A call that the model's own checkpointing recomputes in backward has the slices
+        of the original call.
 
         Raises:
             PartitaError: the input does not have this rank's positions.
@@ -111,36 +111,36 @@ class Blocks:
             return self._of_inputs[hidden]
         if (module is self._first or self.slices is None) and not repeated:
             self.slices = Slices.even(hidden.shape[1], self.group, self.mesh)
-            self._cut.clear()
+            self._sliced.clear()
         elif self.slices is None or hidden.shape[1] != self.slices.num_own:
             raise PartitaError(
-                f"parallel.sequence: '{name}' is called with {hidden.shape[1]} positions, where this rank has "
-                f"{self.slices and self.slices.num_own} of {self.slices and self.slices.length}: between the blocks "
-                "something else than single positions is changed"
+                f"parallel.sequence: '{name}': expected this rank's {self.slices and self.slices.num_own} of "
+                f"{self.slices and self.slices.length} positions; got {hidden.shape[1]}: the code between two blocks "
+                "changes the number of positions; set parallel.sequence: 1"
             )
         self._of_inputs[hidden] = self.slices
         return self.slices
 
     def whole(self, module: nn.Module, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return a block's arguments, with all positions of the hidden states of which this rank has slices."""
+        """Return a block's arguments with the slices of hidden states gathered to all positions."""
         slices = self.slices
         assert slices is not None
-        return _changed(module, arguments, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
+        return _map_split_arguments(module, arguments, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
     def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
         dim = sequence_dim(tensor, slices.length, batch)
         if dim is None:
             return tensor
         key = id(tensor), slices.length
-        if key not in self._cut:
-            self._cut[key] = tensor, enter(tensor, dim, slices)
-        return self._cut[key][1]
+        if key not in self._sliced:
+            self._sliced[key] = tensor, enter(tensor, dim, slices)
+        return self._sliced[key][1]
 
     def pass_by(self, block: nn.Module, stand_in: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the placeholder output of a block that another pipeline stage runs.
 
-        ``stand_in(args, kwargs)`` returns it for all positions. The result has this rank's positions, except after the
-        last block.
+        ``stand_in(args, kwargs)`` returns it for all positions. The result has only this rank's positions, except after
+        the last block.
         """
         hidden = hidden_in((args, kwargs))
         if not self.are_on or hidden is None:
@@ -152,61 +152,61 @@ class Blocks:
             return tensor.new_empty((shape[0], slices.length, shape[2])) if _is_slice(tensor, slices) else tensor
 
         def own(tensor: Tensor) -> Tensor:
-            is_whole = _is_states(tensor) and tensor.shape[1] == slices.length
+            is_whole = _is_hidden_states(tensor) and tensor.shape[1] == slices.length
             return slices.take(tensor, 1).clone() if is_whole else tensor
 
         output = stand_in(*(map_tensors(given, whole) for given in (args, kwargs)))
         return output if block is self._last else map_tensors(output, own)
 
     def forget(self) -> None:
-        """Drop the slices made in a forward that ended without the last block, which another rank runs."""
-        self._cut.clear()
+        """Drop the cached slices of a forward in which another rank runs the last block."""
+        self._sliced.clear()
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:
             return None
-        self._cut.clear()
+        self._sliced.clear()
         return map_tensors(output, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
 
 
-def _is_states(tensor: Tensor) -> bool:
+def _is_hidden_states(tensor: Tensor) -> bool:
     """Return whether a tensor may contain hidden states: ``[batch, positions, width]``."""
     return tensor.dim() == 3 and tensor.is_floating_point()
 
 
 def _is_slice(tensor: Tensor, slices: Slices) -> bool:
-    return _is_states(tensor) and tensor.shape[1] == slices.num_own
+    return _is_hidden_states(tensor) and tensor.shape[1] == slices.num_own
 
 
 def hidden_in(arguments: Any) -> Tensor | None:
-    """Return a block's input: the first of its arguments that may contain hidden states; None if there is none."""
-    return next((tensor for tensor in tensors_in(arguments) if _is_states(tensor)), None)
+    """Return a block's input: the first argument that may contain hidden states; None if there is none."""
+    return next((tensor for tensor in tensors_in(arguments) if _is_hidden_states(tensor)), None)
 
 
-def _changed(
+def _map_split_arguments(
     module: nn.Module, arguments: tuple[Any, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a block's arguments with their tensors changed, except those that are not split."""
+    """Apply ``change`` to the tensors in a block's arguments, except to arguments that are not split."""
     args, kwargs = arguments
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     names += [""] * (len(args) - len(names))
     changed = [
-        argument if _stays_whole(name) else map_tensors(argument, change)
+        argument if _is_not_split(name) else map_tensors(argument, change)
         for name, argument in zip(names, args, strict=False)
     ]
-    named = {key: value if _stays_whole(key) else map_tensors(value, change) for key, value in kwargs.items()}
+    named = {key: value if _is_not_split(key) else map_tensors(value, change) for key, value in kwargs.items()}
     return tuple(changed), named
 
 
-def _stays_whole(name: str) -> bool:
+def _is_not_split(name: str) -> bool:
     return "mask" in name or "bias" in name or name == "encoder_hidden_states"
 
 
 def sequence_dim(tensor: Tensor, length: int, batch: int) -> int | None:
     """Return the dim of an argument that contains the sequence's positions.
 
-    It is that of positions in ``[batch, positions, ...]``, in a table ``[positions, ...]``, and in ``[batch, heads,
+    It is the dim of positions in ``[batch, positions, ...]``, in a table ``[positions, ...]``, or in ``[batch, heads,
     positions, size]``. None if there is no such dim, or if the tensor has an element for each pair of positions.
     """
     sizes = tensor.shape
@@ -227,17 +227,17 @@ class SlicedForward:
         self._intercept = intercept
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = partial(self._seen, kwargs.pop(_KEYWORD, None))
+        run = partial(self._run_on_slices, kwargs.pop(_KEYWORD, None))
         checkpoint = vars(self._block).get(_CHECKPOINT)
         if checkpoint is None:
             return run(forward, *args, **kwargs)
-        # The forward that it recomputes in backward must be inside `run` as well.
+        # The recomputed forward must also run inside `run`.
         setattr(self._block, _CHECKPOINT, lambda inner, *inputs: checkpoint(partial(run, inner), *inputs))
         try:
             return run(forward, *args, **kwargs)
         finally:
             setattr(self._block, _CHECKPOINT, checkpoint)
 
-    def _seen(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_on_slices(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with seen(slices, intercept=self._intercept):
             return forward(*args, **kwargs)

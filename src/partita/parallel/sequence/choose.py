@@ -1,9 +1,9 @@
-"""Choice of how attention over a split sequence is computed: a pure function of its sizes.
+"""Choice of the method for attention over a split sequence: a pure function of its sizes.
 
-Either the ranks exchange positions for heads (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023), or each gathers all keys
-and values for its own queries (as in A. Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2), or keys and
-values are passed around a ring while each rank accumulates the results of its queries (H. Liu et al., "Ring Attention",
-2023). With a sparse pattern each rank gathers only those blocks of keys and values that its queries read.
+The ranks can exchange positions for heads by all-to-all (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023). Each rank can
+all-gather the keys and values for its own queries (A. Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2).
+Keys and values can be passed around a ring while each rank accumulates the results of its queries (H. Liu et al., "Ring
+Attention", 2023). With a sparse pattern, each rank can gather only the blocks of keys and values that its queries read.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from functools import cached_property
 from partita.plan.place import even
 
 HEADS, KEYS, BLOCKS, RING = "heads", "keys", "blocks", "ring"
-# The most gathered keys and values of one attention on each rank. They are kept for backward, for every layer.
+# The largest size of the gathered keys and values of one attention on a rank. Each layer keeps them for backward.
 MOST_GATHERED_BYTES = 1 << 30
 
 
@@ -29,8 +29,8 @@ class Sizes:
         positions: the number of positions of each rank.
         batch: the number of samples.
         itemsize: bytes of a number.
-        reads: with a sparse pattern, how many positions of all samples a rank (the first index) reads of another one's
-            (the second index).
+        reads: with a sparse pattern, the number of positions, in all samples, that a rank (first index) reads from
+            another rank (second index).
     """
 
     heads: int
@@ -49,34 +49,34 @@ class Sizes:
 
     @cached_property
     def own_key_heads(self) -> tuple[tuple[int, ...], ...]:
-        """The key heads that each rank's query heads read; one per query head where they do not share them evenly."""
+        """The key heads that each rank's query heads read; repeated for each query head if not shared evenly."""
         group = self.heads // self.key_heads
         return tuple(_shared_evenly([head // group for head in own]) for own in self.own_heads)
 
-    def sent_bytes(self, way: str, *, backward: bool = False) -> tuple[int, ...]:
-        """Return the bytes that each rank sends in a forward, or in its backward.
+    def sent_bytes(self, method: str, *, backward: bool = False) -> tuple[int, ...]:
+        """Return the bytes that each rank sends in forward, or in backward.
 
-        In backward a rank sends the gradients of what it received in forward. In a ring, the fp32 gradients of keys and
-        values are passed along with these.
+        In backward a rank sends the gradients of the tensors that it received in forward. In a ring, keys and values
+        are sent again, together with their fp32 gradients.
         """
         element, length, num = self.batch * self.itemsize, sum(self.positions), len(self.positions)
         per_position = (self.head_dim + self.value_dim) * element
-        if way == RING:
+        if method == RING:
             whole = self.key_heads * (self.head_dim + self.value_dim) * self.batch
             if backward:
                 return (length * whole * (self.itemsize + 4),) * num
             return tuple((length - self.positions[(rank + 1) % num]) * whole * self.itemsize for rank in range(num))
-        if way in (KEYS, BLOCKS):
-            read = self._read_of_others
+        if method in (KEYS, BLOCKS):
+            read = self._read_from_others
             counts = [sum(of_rank) for of_rank in (read if backward else zip(*read, strict=True))]
             return tuple(count * self.key_heads * per_position // self.batch for count in counts)
         sent = []
         for rank, own in enumerate(self.positions):
             queries, keys = len(self.own_heads[rank]), len(self.own_key_heads[rank])
-            others = (self.heads - queries) * own, queries * (length - own)  # heads that leave, and that come
+            exchanged = (self.heads - queries) * own, queries * (length - own)  # sent before attention, and after it
             out_of, into = (self.value_dim, self.head_dim) if backward else (self.head_dim, self.value_dim)
             moved = keys * (length - own) if backward else (sum(map(len, self.own_key_heads)) - keys) * own
-            sent.append((others[0] * out_of + others[1] * into) * element + moved * per_position)
+            sent.append((exchanged[0] * out_of + exchanged[1] * into) * element + moved * per_position)
         return tuple(sent)
 
     @property
@@ -85,12 +85,12 @@ class Sizes:
         return (everything,) * len(self.positions) if self.reads is None else self.reads
 
     @property
-    def _read_of_others(self) -> list[list[int]]:
+    def _read_from_others(self) -> list[list[int]]:
         return [[0 if of == rank else n for of, n in enumerate(row)] for rank, row in enumerate(self._read)]
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of the keys and values that a rank reads: the maximum over the ranks."""
+        """The bytes of the keys and values that a rank reads; the maximum over the ranks."""
         per_position = self.key_heads * (self.head_dim + self.value_dim)
         return max(map(sum, self._read)) * per_position * self.itemsize
 
@@ -105,13 +105,13 @@ def choose(
 ) -> str:
     """Return the method that fits and sends fewer bytes.
 
-    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (with a sparse pattern :data:`BLOCKS`) needs the
-    memory. :data:`RING` is chosen if neither fits.
+    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (:data:`BLOCKS` with a sparse pattern) needs memory for
+    the gathered keys and values. :data:`RING` is chosen if neither fits.
 
     Args:
-        whole_heads: the attention reads tensors by head other than queries, keys and values, so all heads stay
-            together.
-        ring: attention can be accumulated piece by piece. If not, and heads do not fit, keys are gathered at any size.
+        whole_heads: each rank needs all heads, because the attention reads other tensors by head.
+        ring: attention can be accumulated over pieces of the keys. If not, and the heads cannot be split, keys are
+            gathered at any size.
     """
     heads_fit = sizes.heads >= len(sizes.positions) and not whole_heads
     keys_fit = sizes.gathered_bytes <= most_gathered_bytes or not (ring or heads_fit)

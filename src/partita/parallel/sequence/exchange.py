@@ -1,9 +1,9 @@
-"""Exchange of parts of a sequence between the ranks in forward, and of their gradients in backward.
+"""Exchange of slices of a sequence between the ranks in forward, and of their gradients in backward.
 
-Gradients are averaged over these ranks, as over ranks that have other samples. Therefore the gradient of what a rank
-computes from its slice alone is multiplied by the number of ranks, once, where the parts of the loss are summed: the
-mean is then the sum of the parts. What all ranks compute alike has the same gradient on all of them, which is also the
-mean.
+Parameter gradients are averaged over the sequence ranks, as over data-parallel ranks. Each rank computes the loss of
+its slice, and the gradient must be the sum over the slices. So :func:`sum_of_parts`, which sums the losses of the
+slices, multiplies the gradient by the number of ranks. Code that runs on all positions has the same gradient on every
+rank, and averaging does not change it.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def forward_ends(group: Group) -> None:
 
 @contextmanager
 def checking(group: Group) -> Iterator[None]:
-    """Allow gradients of slices inside the block, for a caller that knows that they are partial."""
+    """Allow gradients of slices in the ``with`` block; the caller knows that they are partial."""
     _checks.add(group)
     try:
         yield
@@ -49,7 +49,7 @@ def checking(group: Group) -> Iterator[None]:
 
 
 def is_checking() -> bool:
-    """Return whether a block's first call is being checked. Such a call is not part of the training."""
+    """Return whether a block is being checked before its first call. The check's calls are not part of training."""
     return bool(_checks)
 
 
@@ -57,28 +57,28 @@ def check_backward(slices: Slices) -> None:
     """Refuse backwards whose gradients are used before they are averaged over the ranks.
 
     Raises:
-        PartitaError: the model's forward is still running, or gradients of gradients are asked for.
+        PartitaError: the model's forward is still running, or the backward has create_graph=True.
     """
-    group, what = slices.group, None
+    group, problem = slices.group, None
     if _forwards[group] and group not in _checks:
-        what = "gradients are computed inside the model's forward (torch.autograd.grad, or a backward)"
+        problem = "gradients are computed inside the model's forward (torch.autograd.grad, or a backward)"
     elif torch.is_grad_enabled():
-        what = "create_graph=True asks for gradients of gradients"
-    if what is not None:
+        problem = "create_graph=True computes gradients of gradients"
+    if problem is not None:
         raise PartitaError(
-            f"parallel.{PURPOSE}: {group.size}: {what}, of which each rank has the part of its own slice of the "
-            f"sequence; set parallel.{PURPOSE}: 1 and share the model in another way (zero.stage: 3)"
+            f"parallel.{PURPOSE}: {group.size}: {problem}, and each rank has only the gradient of its own slice of the "
+            f"sequence; set parallel.{PURPOSE}: 1 and split the model in another way (zero.stage: 3)"
         )
 
 
 def enter(whole: Tensor, dim: int, slices: Slices) -> Tensor:
-    """Return this rank's slice along ``dim`` of a tensor that all ranks have."""
-    result: Tensor = _Enter.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
+    """Return this rank's slice along ``dim`` of a tensor that all ranks have. The gradient is 0 outside the slice."""
+    result: Tensor = _SliceForRank.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
-    """Gather all positions along ``dim`` of a tensor of which each rank has a slice.
+    """All-gather the ranks' slices along ``dim``.
 
     The gradient of a slice is the sum of the ranks' gradients, in rank order.
     """
@@ -87,10 +87,10 @@ def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
 
 
 def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
-    """Return the gradient of this rank's slice along ``dim``: the sum of all ranks' gradients.
+    """Return the gradient of this rank's slice along ``dim``: the sum of all ranks' gradients for it.
 
     Args:
-        whole: this rank's gradient of all positions.
+        whole: this rank's gradient for all positions.
     """
     check_backward(slices)
     parts = slices.cut(whole, dim)
@@ -103,9 +103,9 @@ def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
 
 
 def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-    """Turn ``[batch, heads, own positions, size]`` into ``[batch, own heads, all positions, size]``.
+    """Exchange ``[batch, heads, own positions, size]`` for ``[batch, own heads, all positions, size]`` by all-to-all.
 
-    Rank ``r`` gets ``heads[r]``. Several ranks may get the same head, and one rank may get a head several times. S. A.
+    Rank ``r`` gets ``heads[r]``. Several ranks may get the same head, and a rank may get a head several times. S. A.
     Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.1.
     """
     result: Tensor = _HeadsForPositions.apply(x, heads, slices)  # type: ignore[no-untyped-call]
@@ -113,8 +113,8 @@ def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
 
 
 def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
-    """Turn ``[batch, own heads, all positions, size]`` back into ``[batch, heads, own positions, size]``. The ranks'
-    ``heads`` follow each other.
+    """Exchange ``[batch, own heads, all positions, size]`` for ``[batch, heads, own positions, size]`` by all-to-all.
+    Each head is on one rank, in rank order.
     """
     result: Tensor = _PositionsForHeads.apply(x, heads, slices)  # type: ignore[no-untyped-call]
     return result
@@ -123,30 +123,33 @@ def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
 def rows_that_are_read(
     x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
 ) -> Tensor:
-    """Return those of the ranks' rows ``[rows, ...]`` that this rank reads, ``[num_read, ...]``; 0 for a row that no
-    rank sends.
+    """Exchange rows between the ranks: send each rank the rows that it reads, and return those that this rank reads.
 
     The gradient of a row is the sum of its readers' gradients, in rank order.
 
     Args:
-        x: this rank's rows.
-        sent: for each rank, the rows of this one that it reads, without duplicates.
-        places: for each rank, the positions of the rows that it sends among the rows that are read.
+        x: ``[rows, ...]``: this rank's rows.
+        sent: for each rank, the rows of ``x`` that it reads, without duplicates.
+        places: for each rank, the indices in the result of the rows that it sends.
+        num_read: the number of rows of the result.
+
+    Returns:
+        ``[num_read, ...]``; 0 in rows that no rank sends.
     """
-    result: Tensor = _Read.apply(x, sent, places, num_read, slices)  # type: ignore[no-untyped-call]
+    result: Tensor = _ExchangeRows.apply(x, sent, places, num_read, slices)  # type: ignore[no-untyped-call]
     return result
 
 
 def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
-    """Return the sum over the ranks of what each has computed of its slice.
+    """Sum the values that the ranks have computed from their slices.
 
-    The gradient of a part is multiplied by the number of ranks, which makes up for the mean (see the module).
+    The gradient is multiplied by the number of ranks, because gradients are averaged over them (see the module).
     """
-    result: Tensor = _SumOfParts.apply(part, slices)  # type: ignore[no-untyped-call]
+    result: Tensor = _SumOverSlices.apply(part, slices)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Enter(torch.autograd.Function):
+class _SliceForRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, slices: Slices) -> Tensor:
         ctx.shape = whole.shape
@@ -219,7 +222,7 @@ class _PositionsForHeads(torch.autograd.Function):
         return torch.cat(slices.group.all_to_all(sent, slices.shapes(own, 2), PURPOSE), 2), None, None
 
 
-class _Read(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
@@ -247,7 +250,7 @@ class _Read(torch.autograd.Function):
         return total, None, None, None, None
 
 
-class _SumOfParts(torch.autograd.Function):
+class _SumOverSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, slices: Slices) -> Tensor:
         ctx.size = slices.group.size

@@ -1,10 +1,9 @@
-"""Check of each block before its first call: on full sequences and on slices it must give the same outputs and
-gradients.
+"""Check of each block before its first call: on slices it must give the outputs and gradients of full sequences.
 
-The block runs on a shortened batch. It may mix positions in a way that is not intercepted (a convolution, a scan,
-attention of its own). On slices such a block would train, and learn something else. A gate of 0, or a weight that
-starts at 0, may hide this in the first outputs, so the check also runs with copies of the block's parameters and
-buffers that noise has moved away from such values.
+A block may mix positions in an operation that is not intercepted (a convolution, a scan, custom attention). On slices
+it would train without an error, and compute something else. The block runs on a shortened batch. A gate or a weight
+that is initialized to 0 may hide the difference, so the check also runs with copies of the block's parameters and
+buffers to which noise is added.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,55 +30,55 @@ from partita.sharding.pytree import map_tensors
 
 # Positions of each rank: enough to detect mixing, and not likely to be another size of a model.
 _POSITIONS = 11
-# Largest accepted difference, as a share of a block's largest output: the order of sums differs.
+# The largest accepted difference, relative to a block's largest output: the order of sums differs.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 5e-2
-# The same for gradients, as a share of their norm. Rounding may turn one unit of a ReLU on or off.
-_OF_GRADIENTS, _OF_GRADIENTS_16_BIT = 1e-2, 1e-1
-# How far parameters are moved: less where outputs would not be finite.
+# The same for gradients, relative to their norm. Rounding may turn one unit of a ReLU on or off.
+_GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16_BIT = 1e-2, 1e-1
+# Scales of the noise; the smaller one is used if outputs are not finite with the larger one.
 _SCALES = (0.5, 0.05)
-_MOVED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_NOISY_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Projections of a gradient along random directions of its rows, and of its columns.
 _NUM_PROJECTIONS = 4
 
 
 def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> None:
-    """Compare a block on full sequences and on slices, before its first call. All ranks of its slices must call this.
+    """Compare a block on full sequences and on slices, before its first call. All sequence ranks must call this.
 
     Raises:
-        PartitaError: on all of them: the block computes something else on slices.
+        PartitaError: the block computes something else on slices. Raised on all ranks.
     """
     slices = blocks.slices
     assert slices is not None
     with checking(slices.group), torch.inference_mode(False), _attributes_kept(block):
-        _evaluate(block)
+        _disable_dropout(block)
         with torch.no_grad(), buffers_kept(block):
             given = blocks.whole(block, (args, kwargs))
             sample = shortened(given, slices, min(slices.length // slices.group.size, _POSITIONS))
             try:
                 whole = hidden_in(block.forward(*sample[0], **sample[1]))
-            except (RuntimeError, ValueError, LookupError):  # it takes no shorter ones
+            except (RuntimeError, ValueError, LookupError):  # it does not accept shorter sequences
                 sample = given
                 whole = hidden_in(block.forward(*sample[0], **sample[1]))
             if whole is None:
                 return
             _compare_outputs(blocks, block, sample, whole)
-        sample, most = _moved_input(sample), _num_infinite(whole)
+        sample, num_infinite = _noisy_input(sample), _num_infinite(whole)
         with torch.enable_grad():
             for scale in _SCALES:
-                with _Moved(block, scale) as moved:
+                with _NoisyCopies(block, scale) as noisy:
                     whole = hidden_in(block.forward(*sample[0], **sample[1]))
-                    if whole is not None and _num_infinite(whole) <= most:
+                    if whole is not None and _num_infinite(whole) <= num_infinite:
                         own = _compare_outputs(blocks, block, sample, whole)
-                        _compare_gradients(blocks, block, sample, (whole, own), moved)
+                        _compare_gradients(blocks, block, sample, (whole, own), noisy)
                         return
 
 
 def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tensor) -> Tensor:
-    """Run a block on slices and compare its output with ``whole``, the output on full sequences; return this rank's
-    part.
+    """Run a block on slices, compare its output with ``whole``, the output on full sequences, and return this rank's
+    slice.
 
     Raises:
-        PartitaError: on all ranks: the outputs differ.
+        PartitaError: the outputs differ. Raised on all ranks.
     """
     name, size = blocks.name(block), blocks.group.size
     short = Slices.even(whole.shape[1], blocks.group, blocks.mesh)
@@ -90,7 +89,7 @@ def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tenso
             largest = expected.detach().float().nan_to_num().abs().max().clamp_min(1e-12)
             off = float((own - expected).detach().float().nan_to_num().abs().max() / largest)
         if off > (_TOLERANCE if expected.dtype.itemsize >= 4 else _TOLERANCE_16_BIT):
-            raise _mixes(
+            raise _mixes_positions(
                 name,
                 size,
                 f"computes something else on slices of the sequence (off by {off:.1g} of its largest output)",
@@ -100,28 +99,30 @@ def _compare_outputs(blocks: Blocks, block: nn.Module, sample: Any, whole: Tenso
 
 
 def _compare_gradients(
-    blocks: Blocks, block: nn.Module, sample: Any, outputs: tuple[Tensor, Tensor], moved: "_Moved"
+    blocks: Blocks, block: nn.Module, sample: Any, outputs: tuple[Tensor, Tensor], noisy: "_NoisyCopies"
 ) -> None:
-    """Run the backward of a block's ``outputs`` (the full output, and this rank's part of it) and compare the
+    """Run the backward of a block's ``outputs`` (on full sequences, and on this rank's slice), and compare the
     gradients.
 
     Raises:
-        PartitaError: on all ranks: the gradients differ.
+        PartitaError: the gradients differ. Raised on all ranks.
     """
     (output, own), group = outputs, blocks.group
     if not output.requires_grad:
         return
     short = Slices.even(output.shape[1], group, blocks.mesh)
     given = _noise(output.shape, output.device).to(output.dtype).masked_fill(~output.detach().isfinite(), 0)
-    whole = _gradients(output, given, sample, moved)
-    sliced = _gradients(own, short.take(given, 1), sample, moved)
+    whole = _gradients(output, given, sample, noisy)
+    sliced = _gradients(own, short.take(given, 1), sample, noisy)
     total = group.sum(sliced.projections, PURPOSE)
     with shared_errors(group):
         inputs = (short.take(gradients.of_input, 1) for gradients in (whole, sliced))
-        off = max(_off(*inputs), _off(whole.projections, total))
-        if off > (_OF_GRADIENTS if output.dtype.itemsize >= 4 else _OF_GRADIENTS_16_BIT):
+        off = max(_relative_error(*inputs), _relative_error(whole.projections, total))
+        if off > (_GRADIENT_TOLERANCE if output.dtype.itemsize >= 4 else _GRADIENT_TOLERANCE_16_BIT):
             name = blocks.name(block)
-            raise _mixes(name, group.size, f"has other gradients on slices of the sequence (off by {off:.1g} of them)")
+            raise _mixes_positions(
+                name, group.size, f"has other gradients on slices of the sequence (off by {off:.1g} of them)"
+            )
 
 
 def _on_slices(blocks: Blocks, block: nn.Module, sample: Any, slices: Slices, name: str) -> Tensor | None:
@@ -132,20 +133,20 @@ def _on_slices(blocks: Blocks, block: nn.Module, sample: Any, slices: Slices, na
         raise
     except Exception as error:
         raise PartitaError(
-            f"{KEY}: {slices.group.size}: '{name}' runs on whole sequences and not on slices: {error}"
+            f"{KEY}: {slices.group.size}: '{name}' runs on full sequences and fails on slices: {error}"
         ) from error
 
 
-def _mixes(name: str, size: int, what: str) -> PartitaError:
+def _mixes_positions(name: str, size: int, what: str) -> PartitaError:
     return PartitaError(
-        f"{KEY}: {size}: '{name}' {what}: it mixes positions in a way that cannot be seen. Attention is seen "
-        "where it is F.scaled_dot_product_attention, or transformers' interface; set parallel.sequence: 1, and "
-        "share long samples in another way (parallel.tensor, activations.checkpoint)"
+        f"{KEY}: {size}: '{name}' {what}: it mixes positions in an operation that cannot be intercepted. Attention is "
+        "intercepted if it calls F.scaled_dot_product_attention or transformers' attention interface. Set "
+        "parallel.sequence: 1, and save memory in another way (parallel.tensor, activations.checkpoint)"
     )
 
 
-def _off(expected: Tensor, found: Tensor) -> float:
-    """Return the largest norm of a row's difference, as a share of the largest norm of a row."""
+def _relative_error(expected: Tensor, found: Tensor) -> float:
+    """Return the largest norm of a row of the difference, relative to the largest norm of an expected row."""
     expected, found = (x.float().nan_to_num().flatten(1) for x in (expected, found))
     largest = expected.norm(dim=1).max().clamp_min(1e-12)
     return float((found - expected).norm(dim=1).max() / largest)
@@ -156,17 +157,17 @@ def _off(expected: Tensor, found: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of a block's input, and ``projections`` of those of its parameters, one row for each."""
+    """The gradient of a block's input, and random projections of the parameters' gradients, one row per parameter."""
 
     of_input: Tensor
     projections: Tensor
 
 
-def _gradients(output: Tensor, gradient: Tensor, sample: Any, moved: "_Moved") -> _Gradients:
-    """Run the backward of an output with this ``gradient``; return the gradients of the input and of the parameters."""
-    hidden, leaves = hidden_in(sample), moved.leaves
+def _gradients(output: Tensor, gradient: Tensor, sample: Any, noisy: "_NoisyCopies") -> _Gradients:
+    """Run the backward of an output, given its ``gradient``."""
+    hidden, leaves = hidden_in(sample), noisy.leaves
     assert hidden is not None
-    size = moved.num_tensors + 1, _NUM_PROJECTIONS**2
+    size = noisy.num_tensors + 1, _NUM_PROJECTIONS**2
     projections = torch.zeros(size, dtype=torch.float32, device=output.device)
     hooks = [leaf.register_post_accumulate_grad_hook(partial(_project, projections[at])) for at, leaf in leaves]
     try:
@@ -189,16 +190,16 @@ def _project(total: Tensor, leaf: Tensor) -> None:
 
 
 def _noise(shape: Sequence[int], device: torch.device, number: int = 0) -> Tensor:
-    """Return normally distributed random numbers, the same on every device for the same ``number``."""
+    """Return normally distributed random numbers from the seed ``number``, the same on every device."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
-# -- what it is run with -----------------------------------------------------------------------------------------------
+# -- inputs and parameters of the check --------------------------------------------------------------------------------
 
 
 def shortened(arguments: Any, slices: Slices, positions: int) -> tuple[Any, Any]:
-    """Return a block's arguments with ``positions`` positions for each rank, in every dim that has all of them."""
+    """Return a block's arguments with each dim of all positions shortened to ``positions`` per rank."""
     hidden, length = hidden_in(arguments), slices.length
     assert hidden is not None
     batch = hidden.shape[0]
@@ -213,16 +214,16 @@ def shortened(arguments: Any, slices: Slices, positions: int) -> tuple[Any, Any]
     return found
 
 
-def _moved_input(arguments: Any) -> tuple[Any, Any]:
-    """Return copies of a block's arguments. The input gets noise, since its positions may be alike, and requires a
-    gradient.
+def _noisy_input(arguments: Any) -> tuple[Any, Any]:
+    """Return copies of a block's arguments. Noise is added to the input, since its positions may be equal, and it
+    requires a gradient.
     """
     hidden = hidden_in(arguments)
     assert hidden is not None
     noise = _noise(hidden.shape, hidden.device)
     noise *= 0.5 * hidden.detach().float().nan_to_num().square().mean().sqrt().clamp_min(0.1)
-    moved = (hidden.detach() + noise.to(hidden.dtype)).requires_grad_()
-    found: tuple[Any, Any] = map_tensors(arguments, lambda x: moved if x is hidden else x.detach().clone())
+    noisy = (hidden.detach() + noise.to(hidden.dtype)).requires_grad_()
+    found: tuple[Any, Any] = map_tensors(arguments, lambda x: noisy if x is hidden else x.detach().clone())
     return found
 
 
@@ -230,14 +231,14 @@ def _num_infinite(output: Tensor) -> int:
     return int((~output.isfinite()).sum())
 
 
-class _Moved:
+class _NoisyCopies:
     """Context in which noisy copies replace a block's parameters and buffers.
 
-    Vectors are moved away from 0, so that those that must be positive (variances, scales) stay so. A parameter that is
-    sharded until the unit inside the block that owns it runs is copied at that time.
+    Elements of vectors keep their signs, so that variances and scales stay positive. A parameter that is still sharded
+    (its own unit is inside the block) is copied when that unit runs.
 
     Args:
-        scale: of the noise.
+        scale: the scale of the noise.
     """
 
     def __init__(self, block: nn.Module, scale: float) -> None:
@@ -247,7 +248,7 @@ class _Moved:
         self._copies = dict[int, Tensor]()  # by the id of the original
         self._undo = list[Callable[[], object]]()
 
-    def __enter__(self) -> "_Moved":
+    def __enter__(self) -> "_NoisyCopies":
         for module in self._block.modules():
             if any(is_sharded(param) for param in module._parameters.values() if param is not None):
                 self._undo.append(module.register_forward_pre_hook(Hook(self._replace)).remove)
@@ -264,7 +265,7 @@ class _Moved:
 
     @property
     def leaves(self) -> list[tuple[int, Tensor]]:
-        """The copies of trainable parameters, each with the number of the original in the block."""
+        """The copies of trainable parameters, each with the index of the original in the block."""
         copies = {self._numbers[key]: copy for key, copy in self._copies.items() if copy.requires_grad}
         return [(number, copies[number]) for number in sorted(copies)]
 
@@ -281,7 +282,7 @@ class _Moved:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone()
-        if copy.dtype in _MOVED and self._scale:
+        if copy.dtype in _NOISY_DTYPES and self._scale:
             noise = _noise(copy.shape, copy.device, self._numbers[id(tensor)])
             if copy.dim() > 1:
                 noise *= (len(copy) / max(copy.numel(), 1)) ** 0.5
@@ -291,7 +292,7 @@ class _Moved:
         return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
-def _evaluate(block: nn.Module) -> None:
+def _disable_dropout(block: nn.Module) -> None:
     """Switch dropout off. Batch norms stay in their mode: in training, their statistics mix positions."""
     for module in block.modules():
         module.training = module.training and isinstance(module, _BatchNorm)
@@ -299,7 +300,7 @@ def _evaluate(block: nn.Module) -> None:
 
 @contextmanager
 def _attributes_kept(block: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module, and of its submodules, after the block."""
+    """Restore the attributes of a module and of its submodules after the ``with`` block."""
     kept = [(vars(module), dict(vars(module))) for module in block.modules()]
     try:
         yield

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values are passed around the ranks, and each rank applies them to its queries.
+"""Ring attention: keys and values are passed around the ranks, and each rank computes attention of its queries.
 
-No rank ever has all keys and values. H. Liu et al., "Ring Attention with Blockwise Transformers", 2023. Pieces are
-merged by the log-sum-exp of their scores, and backward recomputes each piece (T. Dao et al., "FlashAttention", 2022,
-appendix B).
+No rank ever has all keys and values. H. Liu et al., "Ring Attention with Blockwise Transformers", 2023. Results of
+pieces are merged by the log-sum-exp of their scores, and backward recomputes each piece (T. Dao et al.,
+"FlashAttention", 2022, appendix B).
 """
 
 import math
@@ -26,9 +26,11 @@ def ring_attention(
     size]``.
 
     Args:
-        query: ``[batch, heads, own positions, size]``; ``key``, ``value``: with as many heads or a divisor of them.
-        mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``: True where a query sees a
-            key, or a number that is added to the score. The result is zeros for a query that sees no key.
+        query: ``[batch, heads, own positions, size]``.
+        key: ``[batch, key heads, own positions, size]``; the number of heads is a multiple of the number of key heads.
+        value: like ``key``.
+        mask: of this rank's queries and all keys, ``[..., own positions or 1, positions]``. It is bool (True where a
+            query sees a key), or is added to the scores. The result for a query that sees no key is 0.
     """
     result: Tensor = _Ring.apply(query, key, value, mask, slices, scale)  # type: ignore[no-untyped-call]
     return result
@@ -42,7 +44,7 @@ class _Ring(torch.autograd.Function):
         grouped = _grouped(query, key.shape[1])
         total = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
         log_sum = grouped.new_full((*grouped.shape[:-1], 1), -math.inf)
-        for source, (keys, values) in _around([key, value], slices):
+        for source, (keys, values) in _around_ring([key, value], slices):
             for at, piece_keys, piece_values in _pieces(keys, values, slices.ranges[source][0]):
                 scores = _scores(grouped, piece_keys, mask, at, scale)
                 of_piece = scores.logsumexp(-1, keepdim=True)
@@ -64,8 +66,8 @@ class _Ring(torch.autograd.Function):
         grouped, gradient = _grouped(query, num_keys), _grouped(gradients[0], num_keys)
         inner = (gradient * _grouped(result, num_keys)).sum(-1, keepdim=True)
         of_query = torch.zeros_like(grouped)
-        travelling = [key, value, torch.zeros_like(key).float(), torch.zeros_like(value).float()]
-        for source, (keys, values, of_keys, of_values) in _around(travelling, slices, home=True):
+        passed = [key, value, torch.zeros_like(key).float(), torch.zeros_like(value).float()]
+        for source, (keys, values, of_keys, of_values) in _around_ring(passed, slices, home=True):
             start = slices.ranges[source][0]
             for at, piece_keys, piece_values in _pieces(keys, values, start):
                 weights = _ratio(_scores(grouped, piece_keys, mask, at, scale), log_sum)
@@ -74,28 +76,31 @@ class _Ring(torch.autograd.Function):
                 own = slice(at.start - start, at.stop - start)
                 of_keys[:, :, own] += (of_scores.mT @ grouped).sum(2)
                 of_values[:, :, own] += (weights.mT @ gradient).sum(2)
-        came_home = travelling[2:]
-        return _merged(of_query, query), came_home[0].to(key.dtype), came_home[1].to(value.dtype), None, None, None
+        returned = passed[2:]
+        return _merged(of_query, query), returned[0].to(key.dtype), returned[1].to(value.dtype), None, None, None
 
 
-def _around(tensors: list[Tensor], slices: Slices, *, home: bool = False) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Yield each rank's index and tensors, this rank's own first. Between two yields, each rank passes its tensors to
-    the next one.
+def _around_ring(
+    tensors: list[Tensor], slices: Slices, *, home: bool = False
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Yield each rank's index and tensors, beginning with this rank's own. Between two yields, each rank sends its
+    current tensors to the next rank.
 
-    With ``home``, ``tensors`` at the end has this rank's own tensors, as all ranks have changed them.
+    With ``home``, the tensors are also sent back at the end, and the list ``tensors`` then has this rank's own tensors
+    with the changes of all ranks.
     """
     group = slices.group
-    held, dim = list(tensors), 2
+    current, dim = list(tensors), 2
     for turn in range(group.size):
         source = (group.index - turn) % group.size
-        yield source, held
+        yield source, current
         if turn + 1 < group.size or home:
-            held = [_passed_on(tensor, slices, (source - 1) % group.size, dim) for tensor in held]
-    tensors[:] = held
+            current = [_send_to_next(tensor, slices, (source - 1) % group.size, dim) for tensor in current]
+    tensors[:] = current
 
 
-def _passed_on(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
-    """Send ``tensor`` to the next rank; return the tensor of rank ``source``, which the previous rank sends."""
+def _send_to_next(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
+    """Send ``tensor`` to the next rank; receive the tensor of rank ``source`` from the previous rank."""
     group = slices.group
     nothing, sizes = tensor.narrow(dim, 0, 0), slices.shapes(tensor, dim)
     sent, shapes = [nothing] * group.size, [list(nothing.shape)] * group.size
@@ -106,8 +111,8 @@ def _passed_on(tensor: Tensor, slices: Slices, source: int, dim: int) -> Tensor:
 
 
 def _pieces(keys: Tensor, values: Tensor, start: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield pieces of keys and values that begin at position ``start``: the positions of each, its keys and its values.
-    The latter are in fp32, with an added dim for the query heads.
+    """Yield the positions, keys and values of each piece; the first key is at position ``start``. Keys and values are
+    in fp32, with an added dim for the query heads.
     """
     for at, (key, value) in enumerate(zip(keys.split(PIECE, 2), values.split(PIECE, 2), strict=True)):
         first = start + at * PIECE
@@ -135,5 +140,5 @@ def _scores(query: Tensor, keys: Tensor, mask: Tensor | None, at: slice, scale: 
 
 
 def _ratio(logarithm: Tensor, of: Tensor) -> Tensor:
-    """Return ``exp(logarithm - of)``; 0 where both are the logarithm of 0."""
+    """Return ``exp(logarithm - of)``; 0 if both are -inf."""
     return (logarithm - of).exp().nan_to_num(0.0)

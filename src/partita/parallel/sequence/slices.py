@@ -12,8 +12,9 @@ from partita.plan.place import even
 
 @dataclass(frozen=True)
 class Slices:
-    """A sequence of which each rank of ``group``, on a ``mesh``, has the positions ``[start, stop)`` of its entry in
-    ``ranges``. The ranges follow each other; some may be empty.
+    """The slices of a sequence: each rank of ``group`` has the positions ``[start, stop)`` of its entry in ``ranges``.
+
+    The ranges are adjacent; some may be empty.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -22,7 +23,7 @@ class Slices:
 
     @staticmethod
     def even(length: int, group: Group, mesh: Mesh) -> "Slices":
-        """Divide ``length`` positions evenly. If they do not divide, the first ranks have one more.
+        """Divide ``length`` positions evenly. If that leaves a remainder, the first ranks have one more position.
 
         Raises:
             PartitaError: there are fewer positions than ranks.
@@ -30,8 +31,8 @@ class Slices:
         if length < group.size:
             raise PartitaError(
                 f"a sequence of {length} positions cannot be cut over parallel.sequence: {group.size} ranks; "
-                "use longer sequences (pad them), or set parallel.sequence to at most their length. (Text is generated "
-                "token by token on a whole model: after engine.close(whole=True))"
+                "use longer sequences (pad them), or set parallel.sequence to at most their length. (To generate text "
+                "token by token, use the full model after engine.close(whole=True))"
             )
         return Slices(tuple(even(length, group.size)), group, mesh)
 
@@ -55,7 +56,7 @@ class Slices:
         return stop - start
 
     def shapes(self, tensor: Tensor, dim: int) -> list[list[int]]:
-        """Return the shape of each rank's slice of a tensor along ``dim``, whatever the tensor's length there."""
+        """Return the shape of each rank's slice along ``dim`` of a tensor with the other dims of ``tensor``."""
         sizes = list(tensor.shape)
         return [[*sizes[:dim], stop - start, *sizes[dim + 1 :]] for start, stop in self.ranges]
 

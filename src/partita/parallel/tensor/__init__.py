@@ -1,1 +1,1 @@
-"""Tensor parallelism: each rank has slices of a layer's matrices and computes a part of its output."""
+"""Tensor parallelism: each rank has slices of a layer's matrices and computes a slice or summand of its output."""

@@ -1,8 +1,8 @@
-"""Attention split by heads: queries, keys and values as one matrix each, or fused in one.
+"""Attention split by heads, with separate or fused query, key and value projections.
 
 Each rank computes complete heads: it has their outputs of the projections, and their inputs of the output projection.
-If several ranks need a key head (there are fewer than ranks, or they do not divide evenly), every rank has a copy of
-its projection. The gradients, of which each rank computes a part, are summed.
+If several ranks need a key head (there are fewer key heads than ranks, or they do not divide evenly), every rank has a
+copy of the key and value projections, and the ranks' partial gradients are summed.
 """
 
 import copy
@@ -17,12 +17,12 @@ from partita.parallel.tensor.heads import Heads
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter, length, scaled
 
-# Projections of queries, keys and values, and of the output, by the names that they have.
+# Names of the query, key, value and output projections.
 SEPARATE = (
     *(("q_proj", "k_proj", "v_proj", out) for out in ("o_proj", "out_proj", "dense")),
     ("q", "k", "v", "o"),
 )
-# Attributes that are numbers of heads, or elements of one.
+# Attributes for the number of heads, and for the number of elements of one head.
 _QUERIES = ("num_heads", "n_heads", "num_attention_heads", "heads")
 _KEYS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _WIDTH = ("head_dim", "head_size", "key_value_proj_dim", "attention_head_size")
@@ -40,7 +40,7 @@ Way = Callable[[Splitter, nn.Module, str], Refused | None]
 
 
 def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """Return the names of a module's four projections, if it has them."""
+    """Return the names of a module's query, key, value and output projections; None if it lacks one."""
     for names in SEPARATE:
         if all(is_linear(getattr(module, name, None)) for name in names):
             return names
@@ -48,22 +48,22 @@ def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
 
 
 def head_width(module: nn.Module) -> int | None:
-    """Return the number of elements of one head, if the module has an attribute for it."""
+    """Return the number of elements of one head; None if the module has no attribute for it."""
     return _number(module, _WIDTH)
 
 
 def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
-    """Split attention whose queries, keys and values are a matrix each; return the reason if it cannot be split."""
+    """Split attention with separate query, key and value projections; return the reason if it cannot be split."""
     names, width = separate(module), head_width(module)
     if names is None or width is None:
         return Refused("its projections are not known")
     query, key, value, out = (module.get_submodule(name) for name in names)
     numbers = (num_outputs(query), num_outputs(key), num_outputs(value), num_inputs(out))
     if any(number % width for number in numbers) or numbers[0] != numbers[3] or numbers[1] != numbers[2]:
-        return Refused(f"its projections are not of whole heads of {width}")
+        return Refused(f"the sizes of its projections are not multiples of the head width {width}")
     heads = Heads(numbers[0] // width, numbers[1] // width, splitter.size)
-    if refused := _check(splitter, module, heads, [query, key, value, out], width):
-        return refused
+    if not_split := _check(splitter, module, heads, [query, key, value, out], width):
+        return not_split
     ranks = range(heads.size)
     splitter.column(query, by, [scaled(heads.queries_of(rank), width) for rank in ranks], gathers=False)
     for each in (key, value):
@@ -75,15 +75,15 @@ def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | 
 
 @dataclass(frozen=True)
 class Fused:
-    """Attention with one matrix for queries, keys and values, and one for the output.
+    """Rule for attention with a fused query, key and value projection, and an output projection.
 
     Attributes:
         qkv: the name of the fused projection.
         out: the name of the output projection.
-        by_head: with several key heads, outputs are ordered by head (the query, key and value of each); otherwise they
-            are all queries, all keys, all values.
-        slopes: the forward may be given linear biases of all heads.
-        reads_config: every forward reads the number of query heads from the module's config.
+        by_head: with several key heads, outputs are ordered by head (query, key and value of each). Otherwise all
+            queries come first, then all keys, then all values.
+        slopes: the forward may get the linear position biases (ALiBi) of all heads.
+        reads_config: the forward reads the number of query heads from the module's config.
     """
 
     qkv: str
@@ -101,10 +101,10 @@ class Fused:
         queries = num_inputs(out) // width
         keys = (num_outputs(qkv) // width - queries) // 2
         if num_outputs(qkv) != (queries + 2 * keys) * width or (self.by_head and keys not in (1, queries)):
-            return Refused(f"its fused projection of {num_outputs(qkv)} outputs is laid out in another way")
+            return Refused(f"its fused projection of {num_outputs(qkv)} outputs has an unknown order of heads")
         heads = Heads(queries, keys, splitter.size)
-        if refused := _check(splitter, module, heads, [qkv, out], width):
-            return refused
+        if not_split := _check(splitter, module, heads, [qkv, out], width):
+            return not_split
         ranks = range(heads.size)
         splitter.column(qkv, by, [self._outputs(heads, rank, width) for rank in ranks], gathers=False)
         splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
@@ -138,26 +138,24 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
 def _check(
     splitter: Splitter, module: nn.Module, heads: Heads, projections: list[nn.Module], width: int
 ) -> Refused | None:
-    """Return the reason if complete heads cannot be given to the ranks, or the module has unknown parameters; else
-    None.
-    """
+    """Return the reason if heads cannot be divided over the ranks, or the module has unknown parameters; else None."""
     if heads.queries < heads.size:
         return Refused(f"{heads.queries} query heads are fewer than {heads.size} tensor ranks")
     if heads.keys < 1 or heads.queries % heads.keys:
         return Refused(f"{heads.queries} query heads do not share {heads.keys} key heads evenly")
     if not all(map(splitter.is_free, projections)):
-        return Refused("another rule has decided on one of its projections")
+        return Refused("an earlier rule has already split one of its projections, or its weight is shared")
     for name, child in module.named_modules():
         if child in projections or not any(True for _ in child.parameters(recurse=False)):
             continue
         if name == _BIAS_BY_HEAD or all(param.shape == (width,) for param in child.parameters(recurse=False)):
             continue
-        return Refused(f"its '{name or 'own'}' parameters are not of one head")
+        return Refused(f"its '{name or 'own'}' parameters do not have the size of one head")
     return None
 
 
 def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, width: int) -> None:
-    """Set the module's numbers of heads to those of this rank, and split whatever else it has by head."""
+    """Set the module's numbers of heads to those of this rank, and split its other parameters and dropout by head."""
     changes, rank = splitter.changes, splitter.rank
     ranges, share = heads.keys_of(rank)
     queries, keys = length(heads.queries_of(rank)), length(ranges)
@@ -184,7 +182,7 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
 
 
 def _use_copies(splitter: Splitter, module: nn.Module) -> None:
-    """Have a module apply its own parameters, of which each rank has a copy, to this rank's heads."""
+    """Keep a copy of a module's own parameters on every rank, and apply it to this rank's heads."""
     params = [param for param in module.parameters(recurse=False) if id(param) not in splitter.parallel.parts]
     for param in params:
         splitter.sum_copies(param)
@@ -193,10 +191,11 @@ def _use_copies(splitter: Splitter, module: nn.Module) -> None:
 
 
 class OwnSlopes:
-    """Wrapper of attention that may be given a linear bias by head (Press et al., "Train Short, Test Long", section 3).
+    """Wrapper of attention with linear position biases per head (ALiBi: Press et al., "Train Short, Test Long", section
+    3). It passes only the biases of this rank's heads to the forward.
 
-    It passes on the biases of this rank's heads. They are in ``alibi`` ``[samples * heads, 1, keys]`` or ``[samples,
-    heads, 1, keys]``, or in a mask ``[samples, heads, queries, keys]``.
+    They are in ``alibi`` ``[samples * heads, 1, keys]`` or ``[samples, heads, 1, keys]``, or in a mask ``[samples,
+    heads, queries, keys]``.
     """
 
     def __init__(self, heads: Heads, rank: int) -> None:
@@ -212,7 +211,7 @@ class OwnSlopes:
         return forward(*args, **kwargs)
 
 
-# How attention of these classes is split. An ambiguous class name is given with its module.
+# The rule for each attention class. Ambiguous class names include the module.
 BY_CLASS: dict[str, Way] = {
     "GPT2Attention": Fused("c_attn", "c_proj"),
     "GPTNeoXAttention": Fused("query_key_value", "dense", by_head=True),

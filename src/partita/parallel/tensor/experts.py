@@ -1,6 +1,6 @@
-"""Mixtures of experts whose weights are one tensor for all experts: each rank has a part of every expert's features.
+"""Mixtures of experts with one weight tensor for all experts: each rank has a slice of every expert's features.
 
-Every rank chooses the same experts and routing weights for a token. Each computes a part of the experts' output.
+All ranks route a token to the same experts with the same weights. Each computes a partial output of the experts.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def are_experts(module: nn.Module) -> bool:
 
 
 def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
-    """Give each rank its features of every expert. Return False if there are fewer features than ranks."""
+    """Split the features of every expert over the ranks. Return False if there are fewer features than ranks."""
     gate_up, down = (module.get_parameter(name) for name in _NAMES)
     width = down.shape[2]
     if width < splitter.size:
@@ -51,7 +51,7 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
 
 
 class Experts:
-    """Wrapper that sums the ranks' parts of the output of ``forward(hidden, chosen experts, their weights)``."""
+    """Wrapper of ``forward(hidden, chosen experts, their weights)`` that sums the partial outputs of the ranks."""
 
     def __init__(self, entrance: Entrance, own: OwnParts) -> None:
         self._group = entrance.group

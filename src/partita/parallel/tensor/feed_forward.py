@@ -1,5 +1,6 @@
-"""Feed-forward layers found by their shape: layers from ``hidden`` to ``width`` features (or to several times as many,
-in one matrix), and one from ``width`` back. The former are split by outputs, the latter by inputs.
+"""Feed-forward modules, found by their shapes: linear layers from ``hidden`` to ``width`` features (or to a multiple of
+``width``, in a fused matrix), and one linear layer with ``width`` inputs. The former are split by outputs (column
+parallel), the latter by inputs (row parallel).
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ class FeedForward:
     """The layers of a feed-forward module.
 
     Attributes:
-        ups: the first layers: the name of each, and the number of parts of ``width`` features in its outputs.
+        ups: the first layers: the name of each, and its number of outputs as a multiple of ``width``.
         down: the name of the last layer, which has ``width`` inputs.
         hidden: the number of inputs of the first layers.
         width: the number of features between the layers.
@@ -30,7 +31,7 @@ class FeedForward:
     width: int
 
     def split(self, splitter: Splitter, module: nn.Module, by: str) -> None:
-        """Split the layers: each rank gets its part of the features."""
+        """Split the ``width`` features over the ranks."""
         cuts = even(self.width, splitter.size)
         for name, num_parts in self.ups:
             ranges = [self._outputs(cut, num_parts) for cut in cuts]
@@ -39,26 +40,24 @@ class FeedForward:
         drop_parts(splitter, module, self.width)
 
     def _outputs(self, cut: tuple[int, int], num_parts: int) -> Ranges:
-        """Return the ranges of the features ``cut`` in a layer whose outputs are ``num_parts`` parts."""
+        """Return the output ranges of the features ``cut`` in a layer with ``num_parts * width`` outputs."""
         return tuple(place for part in range(num_parts) for place in scaled((cut,), 1, part * self.width))
 
 
 def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
-    """Have dropout between the layers of ``module`` use this rank's part of the full mask. Each rank has a part of
-    ``width`` features.
-    """
+    """Make dropout between the layers of ``module`` use this rank's slice of the mask of all ``width`` features."""
     own = (even(width, splitter.size)[splitter.rank],)
     forward = DropsParts(module, splitter.entrance, own, width, heads=False)
     splitter.changes.wrap_forward(module, forward)
 
 
-# Feed-forward layers of these classes need no proof (which would allocate all their weights): their last linear layer
-# leads back.
+# Feed-forward modules of these classes need no check (it would allocate all their weights): their last linear layer has
+# the ``width`` inputs.
 KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.forecast.gpt.FeedForward")
 
 
 def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:
-    """Return the layers of a module of one of the classes :data:`KNOWN`; None for other modules."""
+    """Return the layers of a module whose class is in :data:`KNOWN`; None for other modules."""
     kind = type(module)
     if kind.__name__ not in KNOWN and f"{kind.__module__}.{kind.__qualname__}" not in KNOWN:
         return None
@@ -67,7 +66,7 @@ def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:
 
 
 def like_feed_forward(module: nn.Module, size: int) -> Iterator[FeedForward]:
-    """Yield the ways to split a module as a feed-forward layer over ``size`` ranks, judged by shapes alone."""
+    """Yield the possible splits of a module as a feed-forward module over ``size`` ranks, by shapes alone."""
     children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
     own = any(True for _ in module.parameters(recurse=False))
     if len(children) < 2 or own or not all(is_linear(child) for child in children.values()):

@@ -1,10 +1,11 @@
 """Collectives of the tensor ranks inside forward and backward, as autograd functions.
 
 M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3: f
-is the identity whose gradient is summed, g the sum whose gradient is passed through. Sums are in rank order, so that
-all ranks have the same bits. Between a g and the next f every rank computes the same, in forward and in backward.
+(:func:`enter`) is the identity, and sums gradients over the ranks in backward. g (:func:`leave`) is the sum over the
+ranks, and the identity in backward. Sums are in rank order, so that all ranks have the same bits. Between a g and the
+next f every rank computes the same values, in forward and in backward.
 
-Each backward calls the function whose backward is its own forward, so that gradients are differentiable to any order.
+Each backward calls the conjugate function, so that gradients are differentiable to any order.
 """
 
 import weakref
@@ -20,7 +21,7 @@ from partita.sharding.compiler import eager
 PURPOSE = "tensor"
 
 
-class _Enter(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -31,7 +32,7 @@ class _Enter(torch.autograd.Function):
         return leave(gradients[0], ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -47,7 +48,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group = group
         ctx.sizes = sizes
-        return _gathered(x, group, sizes)
+        return _all_gather(x, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -57,7 +58,7 @@ class _Gather(torch.autograd.Function):
         return gradient.split(ctx.sizes, -1)[ctx.group.index], None, None
 
 
-class _Slice(torch.autograd.Function):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group = group
@@ -70,28 +71,28 @@ class _Slice(torch.autograd.Function):
         return gathered(gradients[0], ctx.group, ctx.sizes), None, None
 
 
-def _gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+def _all_gather(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(group.gather(x, [(*x.shape[:-1], size) for size in sizes], PURPOSE), -1)
 
 
 @eager
 def enter(x: Tensor, group: Group) -> Tensor:
-    """Apply f: return ``x``, from which each rank computes a part. The ranks' gradients are partial, and are summed."""
-    out: Tensor = _Enter.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
+    """Apply f: return ``x``, which all ranks have. In backward, sum the ranks' partial gradients."""
+    out: Tensor = _Copy.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
 def leave(x: Tensor, group: Group) -> Tensor:
-    """Apply g: return the sum of the ranks' parts ``x``, which have one shape."""
-    out: Tensor = _Leave.apply(x, group)  # type: ignore[no-untyped-call]
+    """Apply g: return the sum of the ranks' ``x``, which have one shape. In backward, pass the gradient through."""
+    out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
 def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Gather the ranks' parts ``[..., sizes[rank]]`` along the last dim. All ranks must compute the same from the
-    result.
+    """All-gather the ranks' slices ``[..., sizes[rank]]`` along the last dim. All ranks must compute the same values
+    from the result. In backward, return this rank's slice of the gradient.
     """
     out: Tensor = _Gather.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return out
@@ -99,24 +100,26 @@ def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
 
 @eager
 def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
-    """Return this rank's part ``[..., sizes[rank]]`` of ``x`` ``[..., sum(sizes)]``, which all ranks have."""
-    out: Tensor = _Slice.apply(x, group, sizes)  # type: ignore[no-untyped-call]
+    """Return this rank's slice ``[..., sizes[rank]]`` of ``x`` ``[..., sum(sizes)]``, which all ranks have. In
+    backward, all-gather the gradient.
+    """
+    out: Tensor = _Scatter.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
 class Entrance:
-    """Function f, applied once to an input that several layers in a row read (queries, keys and values; gate and
-    value). Their gradients are accumulated before they are summed over the ranks.
+    """Function f that is applied only once to an input of several consecutive layers (query, key and value projections;
+    gate and up projections). Their gradients are accumulated before they are summed over the ranks.
 
     Attributes:
-        in_part: the running code is between such a layer and the sum, where each rank has a part.
+        in_part: the running code is between a column-parallel and a row-parallel layer, where activations are split.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.in_part = False
         self._last: weakref.ref[Tensor] | None = None
-        self._entered: tuple[int, Tensor] | None = None  # the input's version, and what f made of it
+        self._entered: tuple[int, Tensor] | None = None  # the input's version, and f's result
 
     @eager
     def __call__(self, x: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class Entrance:
         return entered
 
     def forget(self) -> None:
-        """Drop the last input and its result."""
+        """Drop the last input and the result for it."""
         self._last = self._entered = None
 
     def _forget(self, input_: weakref.ref[Tensor]) -> None:
@@ -152,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
         low, num = sum(sizes[: group.index]), sum(sizes)
         inside = (targets >= low) & (targets < low + width)
         of_others = ~inside & (targets >= 0) & (targets < num)
-        # A target outside the vocabulary stays outside of this part: an error, on every rank.
+        # A target outside the vocabulary stays out of range on every rank, and `gather` raises an error.
         place = (targets - low).masked_fill(of_others | (~inside & (targets == ignored)), 0)
         own = logits.gather(1, place[:, None])[:, 0].masked_fill(~inside, 0.0)
         total, chosen = group.sum(torch.stack((weights.sum(-1), own)), PURPOSE)
@@ -180,8 +183,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, sizes: tuple[int, ...], ignor
     """Return -log softmax at the target for each row: ``[rows]``, 0 where the target is ``ignored``.
 
     Args:
-        logits: ``[rows, width]``: this rank's part of the vocabulary, which has ``sizes`` by rank.
-        targets: ``[rows]``, in the full vocabulary; ``ignored`` are left out.
+        logits: ``[rows, sizes[rank]]``: the logits of this rank's part of the vocabulary.
+        sizes: the number of classes of each rank.
+        targets: ``[rows]``: indices into the full vocabulary.
+        ignored: the target that is ignored (``ignore_index``).
     """
     out: Tensor = _CrossEntropy.apply(logits, targets, sizes, ignored, group)  # type: ignore[no-untyped-call]
     return out

@@ -25,9 +25,9 @@ class Heads:
         return (even(self.queries, self.size)[rank],)
 
     def keys_of(self, rank: int) -> tuple[Ranges, int]:
-        """Return the key heads that a rank's queries read, in order, and how many of its queries share each.
+        """Return the key heads that a rank's query heads read, in order, and the number of query heads that share each.
 
-        If its key heads have different numbers of queries, each query gets a key head of its own.
+        If this number differs between its key heads, the key heads are repeated, one for each query head.
         """
         ((start, stop),) = self.queries_of(rank)
         used = [head * self.keys // self.queries for head in range(start, stop)]

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has a part: rows of outputs (column-parallel) or columns of inputs (row-parallel).
+"""Split linear layers: each rank has some of the outputs (column parallel) or some of the inputs (row parallel).
 
 Shoeybi et al., section 3. Transposed weights (``Conv1D`` of transformers, ``[in, out]``) are split along the other dim.
 """
@@ -16,7 +16,7 @@ Forward = Callable[..., Tensor]
 # Ranges [start, stop) of a dim.
 Ranges = tuple[tuple[int, int], ...]
 
-# Classes with a forward of their own that is x W^T + b (W: [out, in]), or x W + b (W: [in, out]).
+# Classes with their own forward, which is x W^T + b (W: [out, in]), or x W + b (W: [in, out]).
 _LINEAR, _TRANSPOSED = ("FalconLinear",), ("Conv1D",)
 
 
@@ -52,8 +52,11 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 
 class Product:
-    """The product of ``x`` ``[..., in]`` and a layer's current weight, plus the bias (if ``biased``). If ``chosen`` is
-    given, only these outputs are computed.
+    """Computes the product of ``x`` ``[..., in]`` and a layer's current weight.
+
+    Args:
+        chosen: the outputs to compute; None: all.
+        biased: add the layer's bias.
     """
 
     def __init__(self, module: nn.Module, own: OwnParts, chosen: Tensor | None = None, *, biased: bool = True) -> None:
@@ -76,9 +79,7 @@ class Product:
 
 
 class LinearForward:
-    """Replacement for the forward of a linear layer. ``product`` is the part that reads the weight, inside a block of
-    ``own``.
-    """
+    """Replacement for the forward of a linear layer. Its ``product`` reads the weight, inside the context ``own``."""
 
     def __init__(self, module: nn.Module, own: OwnParts, product: Product) -> None:
         self.module = module
@@ -90,8 +91,8 @@ class Column(LinearForward):
     """Column-parallel forward: each rank computes its own outputs.
 
     Args:
-        sizes: the number of outputs of each rank, which are then gathered; None: outputs stay split.
-        chosen: the outputs that this rank computes from a full copy of the weight; None: it has its part of the weight.
+        sizes: the number of outputs of each rank, which are then all-gathered; None: outputs stay split.
+        chosen: the outputs that this rank computes with a copy of the full weight; None: the weight is sharded.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Row(LinearForward):
 
     Args:
         sizes: the number of inputs of each rank.
-        splits: the forward is given all inputs, and takes this rank's.
+        splits: the forward gets all inputs, and takes this rank's slice.
     """
 
     def __init__(

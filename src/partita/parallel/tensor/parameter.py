@@ -1,8 +1,8 @@
-"""Parameters that are split over the tensor ranks. Code outside their module's own forward sees them unsplit.
+"""Parameters that are sharded over the tensor ranks. Code outside their module's forward sees the full parameters.
 
-After the engine has taken the model over, a split parameter's data is this rank's part. Its module's split forward
-computes with that part (:class:`OwnParts`). Any other operation on the parameter gathers the full parameter first, on
-all tensor ranks. The gather is differentiable: this rank's part of the gradient arrives in its part of the parameter.
+Once the engine is initialized, the data of such a parameter is this rank's shard. Its module's split forward computes
+with that shard (:class:`OwnParts`). Any other operation on the parameter all-gathers the full parameter first, on all
+tensor ranks. The all-gather is differentiable: the shard gets its slice of the gradient.
 """
 
 import sys
@@ -31,11 +31,11 @@ from partita.sharding.placeholder import METADATA, ShardedParameter, asked_for, 
 Gradient = Callable[[Tensor], Tensor | None]
 _CALL = "a read of a split parameter"
 
-# Answered for the full parameter, without its data.
+# Answered for the full parameter without gathering it.
 _SHAPE = frozenset({"shape", "size", "dim", "ndim", "numel", "nelement", "nbytes", "stride", "__len__"})
-# About the memory of this rank's part.
+# Answered for the memory of this rank's shard.
 _MEMORY = frozenset({"untyped_storage", "data_ptr", "get_device", "is_pinned", "is_shared"})
-# Conversions, which return the same object if they change nothing.
+# Conversions that return the same object if they change nothing.
 _CONVERSIONS = frozenset({"to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu"})
 _IN_PLACE = frozenset(
     f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
@@ -44,43 +44,45 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True)
 class Part:
-    """The division of a parameter over the ranks of ``group``: rank ``r`` has ``places[r]`` of it. If ``places`` is
-    None, each rank has a copy and computes a part of its gradient.
+    """The sharding of a parameter over the ranks of ``group``: rank ``r`` has ``places[r]`` of it.
+
+    If ``places`` is None, each rank has a copy of the parameter, and its gradient is the sum of the ranks' partial
+    gradients.
     """
 
     group: Group
     places: tuple[Place, ...] | None = None
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the full tensor on all ranks, given each rank's ``local`` part of it. Its gradient is split again."""
-        out: Tensor = (_Copy if self.places is None else _Whole).apply(local, self)  # type: ignore[no-untyped-call]
+        """All-gather the ranks' ``local`` shards. In backward, return this rank's shard of the gradient."""
+        out: Tensor = (_FromCopy if self.places is None else _GatherShards).apply(local, self)  # type: ignore[no-untyped-call]
         return out
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that all ranks have. The gradient of the full tensor is gathered from the
-        parts (for copies, summed).
+        """Return this rank's shard of a tensor that all ranks have. In backward, all-gather the shards of the gradient
+        (for copies: sum the gradients).
         """
         if self.places is None:
             return enter(whole, self.group)
-        out: Tensor = _Own.apply(whole, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _TakeShard.apply(whole, self)  # type: ignore[no-untyped-call]
         return out
 
     def whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the full gradient, given this rank's part of it."""
+        """Return the full gradient, given this rank's shard of it (for copies: its partial gradient)."""
         return leave(gradient, self.group) if self.places is None else self.whole(gradient)
 
     def own_gradient(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a full gradient: the inverse of :meth:`whole_gradient`."""
+        """Return this rank's shard of a full gradient: the inverse of :meth:`whole_gradient`."""
         return _first_only(whole, self.group) if self.places is None else self.own(whole)
 
     def is_whole(self, tensor: Tensor) -> bool:
-        """Return whether a tensor that takes the parameter's place is full."""
+        """Return whether a tensor that replaces the parameter is the full tensor."""
         if self.places is None:
             return not isinstance(tensor, nn.Parameter)
         return tuple(tensor.shape) == self.places[0].shape
 
 
-class _Whole(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
         ctx.part, places, group = part, part.places, part.group
@@ -97,7 +99,7 @@ class _Whole(torch.autograd.Function):
         return ctx.part.own(gradients[0]), None
 
 
-class _Own(torch.autograd.Function):
+class _TakeShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
         ctx.part = part
@@ -109,9 +111,9 @@ class _Own(torch.autograd.Function):
         return ctx.part.whole(gradients[0]), None
 
 
-class _MadeWhole(torch.autograd.Function):
-    """Graph node of a parameter whose data is temporarily full. Autograd knows the parameter by this rank's part, so
-    the gradient is cut to that.
+class _ViewOfFull(torch.autograd.Function):
+    """Graph node of a parameter whose data is temporarily the full tensor. Its gradient must have the shape of this
+    rank's shard, so backward returns that shard.
     """
 
     @staticmethod
@@ -124,7 +126,7 @@ class _MadeWhole(torch.autograd.Function):
         return ctx.part.own(gradients[0]), None
 
 
-class _Copy(torch.autograd.Function):
+class _FromCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
         ctx.group = part.group
@@ -147,7 +149,7 @@ class _FirstOnly(torch.autograd.Function):
 
 
 def _first_only(x: Tensor, group: Group) -> Tensor:
-    """Return ``x``, which all ranks have, as parts to be summed: ``x`` on the first rank, zeros on the others."""
+    """Return ``x``, which all ranks have, as summands: ``x`` on the first rank, zeros on the other ranks."""
     out: Tensor = _FirstOnly.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -157,7 +159,7 @@ def _first_only(x: Tensor, group: Group) -> Tensor:
 
 @dataclass
 class _Known:
-    """Record about a split parameter. ``kind`` is the class that the parameter had before."""
+    """Record about a split parameter. ``kind`` is the parameter's original class."""
 
     name: str
     kind: type[nn.Parameter]
@@ -175,14 +177,14 @@ class _Known:
         if self.part.places is None:
             if not torch.is_grad_enabled() and (function := _function_of(param)):
                 raise PartitaError(
-                    f"the autograd.Function '{function}' is given parameter '{self.name}', of which each of the "
+                    f"the autograd.Function '{function}' got parameter '{self.name}', of which each of the "
                     f"{self.part.group.size} tensor ranks has a copy: gradients of copies are summed, and this one "
-                    f"would count {self.part.group.size} times; give it the parameter's .clone()"
+                    f"would count {self.part.group.size} times; pass the parameter's .clone() to it"
                 )
             return self.part.whole(param)
         if self.closed:
             raise PartitaError(
-                f"parameter '{self.name}' is a part of the whole one: its engine was closed under parallel.tensor "
+                f"parameter '{self.name}' is only this rank's shard: its engine was closed under parallel.tensor "
                 f"('{reader}' reads it); save, export, or take engine.state_dict() before engine.close()"
             )
         try:
@@ -196,7 +198,7 @@ class _Known:
         return self.part.whole(param)
 
     def hooked(self, hook: Gradient) -> Gradient:
-        """Return a hook on this rank's gradient that calls the user's ``hook`` with the full gradient."""
+        """Return a hook for this rank's shard of the gradient that calls the user's ``hook`` with the full gradient."""
 
         def on_part(gradient: Tensor) -> Tensor | None:
             whole = self.part.whole_gradient(gradient)
@@ -230,7 +232,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """Return the result of a call that needs no full parameter; NotImplemented if it needs one.
 
     Raises:
-        PartitaError: the call writes to this rank's part, or could; or it registers a post-accumulate hook.
+        PartitaError: the call writes or could write to this rank's shard, or it registers a post-accumulate hook.
     """
     if func is torch.autograd.grad:
         return _grad(*args, **kwargs)
@@ -267,17 +269,17 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 _WRITTEN = (
-    "parameter '{}' is split over the tensor ranks, and '{}' could write to this rank's part of it: read and write it "
+    "parameter '{}' is split over the tensor ranks, and '{}' could write to this rank's shard of it: read and write it "
     "inside `with engine.gathered(...)`, with modify=True to write"
 )
 _AFTER_ACCUMULATION = (
-    "parameter '{}' is split over the tensor ranks, and its .grad is a part of the gradient: a post-accumulate hook "
-    "cannot see all of it; use param.register_hook, which is given the whole gradient"
+    "parameter '{}' is split over the tensor ranks, and its .grad is a shard of the gradient: a post-accumulate hook "
+    "cannot see all of it; use param.register_hook, which gets the full gradient"
 )
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Call ``torch.autograd.grad`` and return full gradients of split parameters."""
+    """Call ``torch.autograd.grad``, and gather the gradients of split parameters."""
     found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
     result = list[Tensor | None](found)
     for at, (param, gradient) in enumerate(zip(inputs, found, strict=True)):
@@ -294,7 +296,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor 
 
 
 class SplitParameter(nn.Parameter):
-    """The class of a parameter of which this rank has a part, while its data is unsharded."""
+    """The class of a parameter split over the tensor ranks, while its data is unsharded (this rank's slice)."""
 
     @classmethod
     def __torch_function__(
@@ -329,7 +331,7 @@ class SplitParameter(nn.Parameter):
 
 
 class ShardedSplit(ShardedParameter):
-    """The class of a parameter of which this rank has a part, while its data is sharded."""
+    """The class of a parameter split over the tensor ranks, while its data is sharded by ZeRO."""
 
     @classmethod
     def __torch_function__(
@@ -345,9 +347,9 @@ class ShardedSplit(ShardedParameter):
 
 
 class WholeParameter(nn.Parameter):
-    """The class of a split parameter whose data is full inside ``engine.gathered``.
+    """The class of a split parameter inside ``engine.gathered``, where its data is the full tensor.
 
-    The gradient of what is computed from it goes to this rank's part. ``torch.autograd.grad`` and hooks get full
+    In backward its ``.grad`` gets this rank's shard of the gradient. ``torch.autograd.grad`` and hooks get full
     gradients.
     """
 
@@ -369,7 +371,7 @@ class WholeParameter(nn.Parameter):
             if not torch.is_grad_enabled() or writes or is_access(func) or name in METADATA or name in _MEMORY:
                 return func(*args, **kwargs)
             wholes = {
-                id(leaf): _MadeWhole.apply(leaf, _known[leaf].part)  # type: ignore[no-untyped-call]
+                id(leaf): _ViewOfFull.apply(leaf, _known[leaf].part)  # type: ignore[no-untyped-call]
                 for leaf in tree_leaves((args, kwargs))
                 if isinstance(leaf, WholeParameter) and leaf.requires_grad
             }
@@ -385,12 +387,12 @@ class WholeParameter(nn.Parameter):
 
 @cache
 def _split_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class of a split parameter that the user gave the class ``kind``."""
+    """Return the class of a split parameter whose original class is ``kind``."""
     return SplitParameter if kind is nn.Parameter else type(kind.__name__, (SplitParameter, kind), {})
 
 
 def check_hooks(param: nn.Parameter, name: str) -> None:
-    """Refuse hooks that would see only a part of the gradient.
+    """Refuse hooks that would see only a shard of the gradient.
 
     Raises:
         ConfigError: the parameter has such a hook. The message names the parameter.
@@ -400,7 +402,7 @@ def check_hooks(param: nn.Parameter, name: str) -> None:
 
 
 class SplitParameters:
-    """The parameters of which this rank has a part. They have classes for it while the engine is open."""
+    """The parameters that are split over the tensor ranks. Their classes are replaced until the engine is closed."""
 
     def __init__(self, members: Iterable[Member], parts: Mapping[int, Part], mesh: Mesh) -> None:
         self._members = [member for member in members if id(member.param) in parts]
@@ -429,7 +431,7 @@ class SplitParameters:
                 member.param.__class__ = ShardedParameter if is_sharded(member.param) else member.kind
 
     def close(self) -> None:
-        """Handle the closing of the engine: copies become ordinary parameters, and parts can no longer be gathered."""
+        """Close: copies become ordinary parameters again, and reading a shard raises an error."""
         for member in self._members:
             _known[member.param].closed = True
         self._members = [member for member in self._members if _known[member.param].part.places is None]
@@ -437,11 +439,13 @@ class SplitParameters:
 
 
 class OwnParts(AbstractContextManager[None]):
-    """Context in which a module computes with this rank's parts of its own parameters. Called as a wrapper, it runs the
-    forward inside that context. ``parts`` are by the attributes' names.
+    """Context in which a module computes with this rank's shards of its own parameters.
 
-    Tensors that replace the parameters (``torch.func.functional_call``) may be full. Then this rank's parts are taken
-    from them.
+    Called as a wrapper, it runs the forward inside that context. Tensors that replace the parameters
+    (``torch.func.functional_call``) may be full; then this rank's shards are taken from them.
+
+    Args:
+        parts: by the names of the parameters in the module.
     """
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Part]) -> None:

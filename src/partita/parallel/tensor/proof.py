@@ -1,5 +1,7 @@
-"""Proof that a way to split a module is right: its output must be the same without a split, and with the parts of every
-rank in turn. A wrong cut of a fused matrix fits by shape, and so does one of features that are mixed with each other.
+"""Check of a rule that splits a module: the split module must have the output of the unsplit one.
+
+Shapes alone do not show an error: a fused matrix can be split at the wrong rows, and a module can mix features that
+the split separates.
 """
 
 import inspect
@@ -16,15 +18,16 @@ from partita.parallel.tensor.splitter import Splitter
 
 _TOLERANCE = 1e-4  # of the largest output, in fp32
 _SAMPLES, _LENGTH = 2, 3  # of the inputs
-_NOT_CALLED_SO = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+# Errors of a forward that does not accept the random inputs.
+_NOT_CALLABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 
 
-# Splits a module; the last argument names the rule. Returns None if it has split the module.
+# Splits a module; the last argument is the rule's name. Returns None if it has split the module.
 Way = Callable[[Splitter, nn.Module, str], object]
 
 
 class _Ranks:
-    """A group whose ranks compute one after the other. Their sum is complete when the last one has computed."""
+    """A simulated group whose ranks compute one after the other. ``sum`` is complete when the last rank calls it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,12 +40,12 @@ class _Ranks:
 
 
 def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: int = 1) -> bool:
-    """Return whether a split over ``size`` ranks preserves a module's output for random inputs of ``hidden`` features
-    and random weights. The module and its parameters are left as they were.
+    """Return whether a split over ``size`` ranks preserves a module's output for random weights and inputs of
+    ``hidden`` features. The module and its parameters are left unchanged.
 
     Args:
         split: returns None if it has split the module.
-        width: features of one head, which rotary positions have.
+        width: the number of features of one head, and of rotary position embeddings.
     """
     inputs = _inputs(module, hidden, width)
     if inputs is None:
@@ -56,7 +59,7 @@ def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: i
             whole = _outputs(functional_call(module, values, (), inputs))
             for ranks.index in range(size):
                 found = _on_slices(module, split, ranks, values, inputs)
-    except _NOT_CALLED_SO:
+    except _NOT_CALLABLE:
         return False
     finally:
         for each, training in was_training:
@@ -71,7 +74,7 @@ def _on_slices(
     values: Mapping[str, Tensor],
     inputs: dict[str, Any],
 ) -> list[Tensor]:
-    """Return the outputs of the rank whose turn it is; none if the module cannot be split this way."""
+    """Return the outputs of rank ``ranks.index``; an empty list if ``split`` does not split the module."""
     parallel = Parallel()
     with parallel.transforms.temporary():
         if split(Splitter(module, Entrance(ranks), parallel), module, "a proof") is not None:
@@ -82,7 +85,7 @@ def _on_slices(
 
 
 def _inputs(module: nn.Module, hidden: int, width: int) -> dict[str, Any] | None:
-    """Return random inputs for the arguments that a forward requires: hidden states, and other arguments of
+    """Return random inputs for the required arguments of a forward: hidden states, and the other arguments of
     transformers' attention. None if an argument is positional only.
     """
     found = dict[str, Any]()

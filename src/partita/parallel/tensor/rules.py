@@ -1,8 +1,9 @@
-"""Rules that decide how each module is split over the tensor ranks. The first rule that knows a module decides.
+"""Rules that decide how each module is split over the tensor ranks. The first rule that matches a module decides.
 
-1. ``parallel.tensor_rules`` of the config. 2. A table by class. 3. The model's own plan (``tp_plan`` of transformers).
-4. Layers found by their shape that pass the proof (:mod:`partita.parallel.tensor.proof`). 5. Any other linear layer:
-its outputs are split, and gathered, so that its states are split whatever surrounds it.
+1. ``parallel.tensor_rules`` of the config. 2. A table of classes. 3. The model's own plan (``tp_plan`` of
+transformers). 4. Layers that are found by their shapes and pass a check (:mod:`partita.parallel.tensor.proof`). 5. Any
+other linear layer: its outputs are split and then gathered, which shards its parameters and optimizer states whatever
+the surrounding code does.
 """
 
 import re
@@ -29,7 +30,7 @@ _READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str, TensorRule]]) -> None:
-    """Split the model: decide on every module that has parameters.
+    """Split the model: record a decision about every module that has parameters.
 
     Raises:
         ConfigError: a rule of the config fits no module, or a module that it cannot split.
@@ -38,7 +39,7 @@ def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str
         _by_config(splitter, mesh, pattern, rule)
     for module in splitter.model.modules():
         if isinstance(module, _READ_INSIDE):
-            _leave_whole(splitter, module, f"{type(module).__name__} reads the weights inside it")
+            _keep_copies(splitter, module, f"{type(module).__name__} reads the weights inside it")
     _by_class(splitter, mesh)
     _by_metadata(splitter)
     _by_proof(splitter)
@@ -50,7 +51,7 @@ def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str
             splitter.decide(module, "copies", "no rule splits it")
 
 
-def _leave_whole(splitter: Splitter, module: nn.Module, by: str) -> None:
+def _keep_copies(splitter: Splitter, module: nn.Module, by: str) -> None:
     for inner in module.modules():
         if splitter.name(inner) not in splitter.decisions:
             splitter.decide(inner, "copies", by)
@@ -60,14 +61,14 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
     by = f"{KEY}: '{pattern}'"
     for module in modules_like(splitter.model, pattern, KEY):
         if rule == "whole":
-            _leave_whole(splitter, module, by)
+            _keep_copies(splitter, module, by)
             continue
         if splitter.name(module) in splitter.decisions:
-            continue  # by a rule before this one
+            continue  # an earlier rule decided
         problem = _problem(splitter, module, rule)
         if problem is not None:
             raise ConfigError(
-                f"{KEY}: '{pattern}' asks for '{rule}' of '{splitter.name(module)}' ({type(module).__name__}), "
+                f"{KEY}: '{pattern}': '{rule}' cannot split '{splitter.name(module)}' ({type(module).__name__}), "
                 + problem
             )
         if rule == "vocabulary":
@@ -81,7 +82,7 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
 
 
 def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | None:
-    """Return why a module cannot be split by this rule; None if it can."""
+    """Return the reason why a module cannot be split by this rule; None if it can."""
     if rule == "vocabulary":
         if not (is_linear(module) or is_embedding(module)):
             return "which is neither an embedding nor a linear layer; name one, or set 'whole'"
@@ -89,10 +90,10 @@ def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | N
     elif not is_linear(module):
         return "which is no linear layer; name the linear layers inside it, or set 'whole'"
     elif splitter.is_tied(module):
-        return "whose weight is another module's, too; set 'vocabulary' or 'whole'"
+        return "whose weight is shared with another module; set 'vocabulary' or 'whole'"
     else:
         num = num_inputs(module) if rule.startswith("row") else num_outputs(module)
-    return f"of which {num} features cannot be split over {splitter.size} ranks" if num < splitter.size else None
+    return f"whose {num} features are fewer than {splitter.size} ranks" if num < splitter.size else None
 
 
 def _by_class(splitter: Splitter, mesh: Mesh) -> None:
@@ -116,18 +117,18 @@ def _by_class(splitter: Splitter, mesh: Mesh) -> None:
 def _by_heads(splitter: Splitter, module: nn.Module, way: Way, by: str) -> None:
     if splitter.name(module) in splitter.decisions:
         return
-    refused = way(splitter, module, by)
-    if refused is not None:
-        _say_once(splitter, type(module).__name__, refused.reason)
+    not_split = way(splitter, module, by)
+    if not_split is not None:
+        _add_notice(splitter, type(module).__name__, not_split.reason)
 
 
-def _say_once(splitter: Splitter, kind: str, reason: str) -> None:
-    """Record why the heads of a class of attention are not split: each rank computes all of them, but the layers'
-    states are still split.
+def _add_notice(splitter: Splitter, kind: str, reason: str) -> None:
+    """Add a notice, once per class, that attention is not split by heads: every rank computes all heads, but the
+    parameters and states of the linear layers are sharded.
     """
-    said = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
-    if said not in splitter.parallel.notices:
-        splitter.parallel.notices.append(said)
+    notice = f"{kind} is not split by heads: {reason}; its linear layers are split, and their outputs gathered"
+    if notice not in splitter.parallel.notices:
+        splitter.parallel.notices.append(notice)
 
 
 def _by_metadata(splitter: Splitter) -> None:
@@ -149,13 +150,13 @@ def _by_metadata(splitter: Splitter) -> None:
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
-    """Return the plan's style for a module, by the pattern of the module's name; None if it has none."""
+    """Return the style that the plan has for a module's name; None if it has none."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], by: str) -> None:
-    """Split linear layers in a module if their sizes match: the outputs of the first ones are the inputs of the last
-    ones.
+    """Split the linear layers of a module if their sizes match: the column-parallel layers have as many outputs as the
+    row-parallel layers have inputs.
     """
     columns = [layer for layer, style in layers.items() if style == "colwise"]
     rows = [layer for layer, style in layers.items() if style == "rowwise"]
@@ -170,23 +171,23 @@ def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Modu
 
 
 def _by_proof(splitter: Splitter) -> None:
-    proven = dict[object, Way | None]()
+    checked = dict[object, Way | None]()
     for module in list(splitter.model.modules()):
         layers = [child for child in module.children() if any(True for _ in child.parameters())]
         if splitter.name(module) in splitter.decisions or not layers or not all(map(splitter.is_free, layers)):
             continue
-        kind = _kind(module)
-        if kind not in proven:
-            proven[kind] = _proven_way(module, splitter.size)
-        way = proven[kind]
+        kind = _key(module)
+        if kind not in checked:
+            checked[kind] = _checked_split(module, splitter.size)
+        way = checked[kind]
         if way is not None:
             way(splitter, module, f"found in {type(module).__name__}, proven on its slices")
 
 
-def _proven_way(module: nn.Module, size: int) -> Way | None:
-    """Return a proven way to split a module that no earlier rule knows; None if there is none.
+def _checked_split(module: nn.Module, size: int) -> Way | None:
+    """Return a split, which has passed the check, of a module that no earlier rule matches; None if there is none.
 
-    It is split as attention with a matrix each for queries, keys and values, or as a feed-forward layer.
+    The module is split as attention with separate query, key and value projections, or as a feed-forward layer.
     """
     names, width = separate(module), head_width(module)
     if names is not None and width is not None:
@@ -196,8 +197,8 @@ def _proven_way(module: nn.Module, size: int) -> Way | None:
     return next((layer.split for layer in layers if stands_proof(module, layer.split, size, layer.hidden)), None)
 
 
-def _kind(module: nn.Module) -> object:
-    """Return a key of modules for which one proof is enough: the same classes, shapes and settings."""
+def _key(module: nn.Module) -> object:
+    """Return the key of modules that one check covers: they have the same classes, shapes and settings."""
     return (
         *((name, type(inner)) for name, inner in module.named_modules()),
         *((name, tuple(param.shape)) for name, param in module.named_parameters()),

@@ -1,4 +1,4 @@
-"""Record of how a model is split over the tensor ranks. Each rule adds its decisions about modules."""
+"""Split of a model over the tensor ranks, and a record of it. Each rule adds its decisions about modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +20,18 @@ TENSOR = "tensor"
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about a module: ``split`` says how it is split, ``by`` which rule decided it."""
+    """The decision about a module: a description of its split, and the name of the rule that decided it (``by``)."""
 
     split: str
     by: str
 
 
 class Splitter:
-    """Division of a model's modules over the ranks of ``entrance``, and a record of it.
+    """Splits the modules of a model over the ranks of ``entrance.group``, and records the decisions.
 
     Attributes:
         names: the names of the modules, by id.
-        decisions: the decisions, by the module's name. A module is decided on once.
+        decisions: by the module's name; at most one per module.
     """
 
     def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
@@ -43,10 +43,10 @@ class Splitter:
         self.rank = entrance.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
         self.decisions = dict[str, Decision]()
-        self._num_owners = _owners(model)
+        self._num_owners = _count_owners(model)
 
     def is_free(self, module: nn.Module) -> bool:
-        """Return whether the module has no decision, and shares no parameter with another module."""
+        """Return whether the module has no decision yet, and shares no parameter with another module."""
         return self.name(module) not in self.decisions and not self.is_tied(module)
 
     def is_tied(self, module: nn.Module) -> bool:
@@ -61,7 +61,7 @@ class Splitter:
         self.decisions[self.name(module)] = Decision(split, by)
 
     def lines(self) -> list[str]:
-        """Return a line for each module that was decided on, in the model's order."""
+        """Return a line for each module that has a decision, in the model's order."""
         decided = [(name, self.decisions[name]) for name in self.names.values() if name in self.decisions]
         width = max((len(name) for name, _ in decided), default=0)
         return [f"{name:<{width}}  {decision.split} ({decision.by})" for name, decision in decided]
@@ -69,33 +69,36 @@ class Splitter:
     # ------------------------------------------------------------------- parameters
 
     def cut(self, param: nn.Parameter, dim: int, ranges: Sequence[Ranges]) -> None:
-        """Split a parameter: rank ``r`` gets the ranges ``ranges[r]`` of ``dim``."""
+        """Shard a parameter: rank ``r`` gets the ranges ``ranges[r]`` of ``dim``."""
         places = tuple(Place(tuple(param.shape), dim, of_rank) for of_rank in ranges)
         self._share(param, place=places[self.rank], averaged=())
         self.parallel.parts[id(param)] = Part(self.entrance.group, places)
 
     def sum_copies(self, param: nn.Parameter) -> None:
-        """Give every rank a copy of a parameter. Each computes a part of its gradient; the parts are summed."""
+        """Keep a copy of a parameter on every rank. Its gradient is the sum of the ranks' partial gradients."""
         self._share(param, averaged=(), summed=(TENSOR,))
         self.parallel.parts[id(param)] = Part(self.entrance.group)
 
     def own_parts(self, module: nn.Module) -> OwnParts:
-        """Return the context in which the module computes with this rank's parts of its parameters."""
+        """Return the context in which the module computes with this rank's shards of its parameters."""
         parts = self.parallel.parts
         own = {name: parts.get(id(param)) for name, param in module._parameters.items()}
         return OwnParts(module, {name: part for name, part in own.items() if part is not None})
 
     def _share(self, param: nn.Parameter, **changed: Any) -> None:
-        """Change fields of this rank's share of a parameter, which already exists if other stages have a copy."""
+        """Set fields of this rank's share of a parameter. It already has one if other pipeline stages have a copy."""
         shares = self.parallel.shares
         shares[id(param)] = replace(shares.get(id(param), Share(Place(tuple(param.shape)))), **changed)
 
     # ---------------------------------------------------------------------- layers
 
     def column(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, gathers: bool) -> None:
-        """Split a linear layer by outputs: each rank computes ``ranges[rank]`` (None: equal parts).
+        """Split the outputs of a linear layer: each rank computes ``ranges[rank]`` (None: equal ranges).
 
         If several ranks need an output, every rank has a copy of the layer's parameters.
+
+        Args:
+            gathers: the outputs are all-gathered.
         """
         num = num_outputs(module)
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
@@ -117,8 +120,11 @@ class Splitter:
         self.decide(module, split + ", gathered" * gathers, by)
 
     def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
-        """Split a linear layer by inputs: each rank has ``ranges[rank]`` (None: equal parts), and the products are
+        """Split the inputs of a linear layer: each rank has ``ranges[rank]`` (None: equal ranges), and the products are
         summed.
+
+        Args:
+            splits: the layer gets all inputs, and takes this rank's.
         """
         num = num_inputs(module)
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
@@ -128,8 +134,8 @@ class Splitter:
         self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
 
 
-def _owners(model: nn.Module) -> dict[int, int]:
-    """Return the number of modules that have each parameter, by its id."""
+def _count_owners(model: nn.Module) -> dict[int, int]:
+    """Return the number of modules that own each parameter, by the parameter's id."""
     found = dict[int, int]()
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -146,14 +152,14 @@ def indices(ranges: Ranges) -> list[int]:
 
 
 def scaled(ranges: Ranges, unit: int, offset: int = 0) -> Ranges:
-    """Return ranges of units as ranges of elements. A unit has ``unit`` elements, and the first one begins at
+    """Convert ranges of units to ranges of elements. A unit has ``unit`` elements, and the first unit begins at element
     ``offset``.
     """
     return tuple((offset + start * unit, offset + stop * unit) for start, stop in ranges)
 
 
 def adjacent(numbers: Sequence[int]) -> Ranges:
-    """Return the ranges that consecutive numbers form."""
+    """Merge numbers into ranges: each run of consecutive numbers is one range."""
     found = list[tuple[int, int]]()
     for number in numbers:
         if found and found[-1][1] == number:

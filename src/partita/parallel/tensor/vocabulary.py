@@ -14,10 +14,10 @@ from partita.plan.place import even
 
 
 def is_embedding(module: nn.Module | None) -> bool:
-    """Return whether the module only looks up rows.
+    """Return whether a module is an embedding that can be split by rows.
 
-    It must change no row, and scale no gradient by how often a row was looked up: each rank would count only its own
-    rows.
+    It must not change rows (``max_norm``) or scale gradients by the frequency of a token: each rank would use only its
+    own rows for this.
     """
     if not isinstance(module, nn.Embedding) or module.sparse:
         return False
@@ -25,10 +25,10 @@ def is_embedding(module: nn.Module | None) -> bool:
 
 
 def find_vocabulary(model: nn.Module) -> list[nn.Module]:
-    """Return the embeddings and output layers of the vocabulary, and all other modules with the same parameters.
+    """Return the embeddings and output layers of the vocabulary, and all other modules that share their weights.
 
-    They are those that the model names. If it names none, they are an embedding and a linear child of the model that
-    have the same shape, if there is only one such pair.
+    A transformers model names them. For other models they are an embedding and a linear child of the model with
+    weights of the same shape, if there is only one such pair.
     """
     found = [module for module in _named(model) if module is not None]
     if not found:
@@ -40,7 +40,7 @@ def find_vocabulary(model: nn.Module) -> list[nn.Module]:
             if is_linear(linear) and _shape(linear) == tuple(embedding.get_parameter("weight").shape)
         ]
         found = pairs[0] if len(pairs) == 1 else []
-    # `module.weight` of a parametrized module computes it, and may change its buffers (a spectral norm's vectors)
+    # `_parameters`, because reading `module.weight` of a parametrized module computes it and may change its buffers
     weights = {id(m.get_parameter("weight")) for m in found if is_embedding(m) or is_linear(m)}
     return [m for m in model.modules() if id(m._parameters.get("weight")) in weights]
 
@@ -50,7 +50,7 @@ def _shape(linear: nn.Module) -> tuple[int, int]:
 
 
 def _named(model: nn.Module) -> list[nn.Module | None]:
-    """Return the input and output embeddings that a transformers model names; None for one that it does not."""
+    """Return the input and the output embeddings that a transformers model names; None for each that it lacks."""
     found = list[nn.Module | None]()
     for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -61,7 +61,7 @@ def _named(model: nn.Module) -> list[nn.Module | None]:
 
 
 def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], by: str) -> None:
-    """Give each rank a part of the rows of these modules, which may share one parameter."""
+    """Split the vocabulary of these modules, which may share one weight, over the ranks."""
     for module in modules:
         num = len(module.get_parameter("weight"))
         cuts = even(num, splitter.size)
@@ -89,8 +89,10 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
 
 
 class Embedding:
-    """Forward of a split embedding. Each rank looks up the tokens ``[start, stop)`` of ``num``. Tokens of other ranks
-    give zeros, and the ranks' results are summed. A token outside the vocabulary is an error, on every rank.
+    """Forward of a split embedding: each rank looks up the tokens ``[start, stop)`` of ``num``.
+
+    Tokens of other ranks give zeros, and the ranks' results are summed. A token outside the vocabulary is an error on
+    every rank.
     """
 
     def __init__(self, entrance: Entrance, own: OwnParts, rows: tuple[int, int], num: int) -> None:

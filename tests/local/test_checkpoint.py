@@ -356,7 +356,9 @@ def keeps_extra_states(folder: str) -> None:
             assert engine.module.counter.seen["calls"] == 2
             assert rank() or torch.equal(engine.module.counter.seen["largest"], seen["largest"])
     with partita.initialize(Counting(1), config) as engine:
-        with pytest.raises(PartitaError, match=r"shapes differ: 'range' is \(1,\) in the model, \(3,\) in the checkpoint"):
+        with pytest.raises(
+            PartitaError, match=r"shapes differ: 'range' is \(1,\) in the model, \(3,\) in the checkpoint"
+        ):
             engine.load(folder, strict=False)
         with pytest.raises(ConfigError, match=r"the buffer 'range' has the shape \(3,\), the model's has \(1,\)"):
             partita.initialize(Counting(1), config, weights=folder + "/exported", mesh=engine.mesh)
@@ -366,7 +368,9 @@ def keeps_extra_states(folder: str) -> None:
         losses_of(engine, 0, 1)
         engine.save(folder + "/without")
     with partita.initialize(Counting(), config) as engine:
-        with pytest.raises(PartitaError, match=r"missing in the checkpoint: model\.range, model\.counter\._extra_state"):
+        with pytest.raises(
+            PartitaError, match=r"missing in the checkpoint: model\.range, model\.counter\._extra_state"
+        ):
             engine.load(folder + "/without")
 
 
@@ -569,7 +573,9 @@ def other_models(folder: str) -> None:
         losses_of(engine, 0, 1)
         engine.save(folder)
     with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
-        with pytest.raises(PartitaError, match=r"the model: missing in the checkpoint: model\.blocks\.2.*strict=False loads"):
+        with pytest.raises(
+            PartitaError, match=r"the model: missing in the checkpoint: model\.blocks\.2.*strict=False loads"
+        ):
             engine.load(folder)
         restored = engine.load(folder, strict=False)
         *missing, group = restored.missing

@@ -317,7 +317,9 @@ def test_pickles_beside_a_universal_checkpoint_are_not_run(tmp_path: Path, capsy
     assert shown.exit_code == 0
     said = " ".join(shown.output.split())
     assert "note: buffers, counters, scheduler and client state are not converted: checkpoint: '" in said
-    assert "note: settings of the optimizer's groups are not converted, the configured ones apply: checkpoint: '" in said
+    assert (
+        "note: settings of the optimizer's groups are not converted, the configured ones apply: checkpoint: '" in said
+    )
     write_universal(tmp_path / "flat", plain, 3, {"last_batch_iteration": 2}, arguments=Runs())
     shown = convert(tmp_path / "flat", tmp_path / "out")
     assert (shown.exit_code, "is flat, and its shape is unknown" in " ".join(shown.output.split())) == (2, True)
@@ -363,7 +365,10 @@ def test_fsdp(tmp_path: Path) -> None:
     check_goes_on(tmp_path / "out", plain, halving)
     for own in (tmp_path / "out", tmp_path / "out" / "step-3", run / "optimizer_0"):
         shown = convert(own, tmp_path / "again")
-        assert (shown.exit_code, "which engine.load reads without conversion" in " ".join(shown.output.split())) == (2, True)
+        assert (shown.exit_code, "which engine.load reads without conversion" in " ".join(shown.output.split())) == (
+            2,
+            True,
+        )
 
 
 TRAINER = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.0, "seed": 3}

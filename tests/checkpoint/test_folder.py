@@ -103,7 +103,7 @@ def test_later_steps_are_noticed(tmp_path: Path) -> None:
     assert notice(tmp_path, 9) is None
     said = notice(tmp_path, 3)
     assert said is not None
-    assert "holds later steps than step-3, which is saved now (to step-9)" in said
+    assert "holds later steps (to step-9) than step-3, which is saved now" in said
 
 
 # -------------------------------------------------------------------------------------------------------- interruptions

@@ -344,7 +344,9 @@ def keeps_extra_states(folder: str) -> None:
         losses_of(engine, 0, 2)
         engine.save(folder)
         seen, state = engine.module.counter.seen, engine.state_dict()
-        with pytest.warns(UserWarning, match="extra state of 'counter' is left out") if not rank() else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="extra state of 'counter' is not exported") if not rank() else nullcontext()
+        ):
             engine.export(folder + "/exported")
     if rank() == 0:
         again = Counting()
@@ -377,7 +379,7 @@ def keeps_extra_states(folder: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
     pool.run(ranks, keeps_extra_states, str(tmp_path))
-    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
+    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is not exported"):
         export_checkpoint(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
 
 

@@ -448,7 +448,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert "partita.random.0" in open_stored(tmp_path / "out").values
     (folder / "config.json").unlink()
     shown = convert(folder, tmp_path / "out")
-    assert (shown.exit_code, "no config.json of a whole model" in shown.output) == (2, True)
+    assert (shown.exit_code, "no config.json of a full model" in shown.output) == (2, True)
 
 
 def test_nothing_that_is_known(tmp_path: Path) -> None:

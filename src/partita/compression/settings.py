@@ -153,7 +153,7 @@ def _diloco(config: Config) -> Iterator[Contradiction]:
     if config.zero.offload.optimizer in ("disk", "auto"):
         yield (
             ("zero.offload.optimizer", "communication.every"),
-            "with communication.every (DiLoCo), the outer optimizer's states must be stored on the device or on the host",
+            "communication.every (DiLoCo): the outer optimizer's states must be stored on the device or on the host",
             "set zero.offload.optimizer to host",
         )
 

@@ -682,7 +682,7 @@ def inside_a_batch(folder: str) -> None:
     with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
-        with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the gradients collected so far"):
+        with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the accumulated gradients would be lost"):
             engine.save(folder)
 
 

@@ -1,4 +1,4 @@
-"""The models that a job can name: their inputs, and how text becomes tokens and back."""
+"""The models of jobs: how they are built, their inputs, and the conversion between text and tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ class OwnDecoder:
         return bytes(tokens).decode(errors="replace")
 
     def save_config(self, folder: Path) -> None:
-        """Do nothing: the job that the loop writes has all sizes."""
+        """Do nothing, because the job file that the loop writes has all sizes."""
 
 
 class HuggingFaceModel:
@@ -53,7 +53,7 @@ class HuggingFaceModel:
         self.token = "token" if tokenizer else "byte"
 
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
-        return {"input_ids": windows, "labels": windows}  # the model shifts them against each other
+        return {"input_ids": windows, "labels": windows}  # the model shifts the labels
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits

@@ -97,17 +97,17 @@ class Checkpoints:
         steps, aliases = self._updater.steps, self._content.aliases()
         return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))
 
-    def load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
+    def load(self, folder: str | Path | None, options: Wanted) -> Restored:
         """See :meth:`Engine.load`."""
         self._furthest = -1
         self._rewinds = 0
-        return self._load(folder, wanted)
+        return self._load(folder, options)
 
-    def _load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
+    def _load(self, folder: str | Path | None, options: Wanted) -> Restored:
         self._saver.wait()
         self._updater.take_written()
         folder = self._folder(folder, "engine.load")
-        return load(self._content, self._training, self._backend, folder, wanted)
+        return load(self._content, self._training, self._backend, folder, options)
 
     def _folder(self, folder: str | Path | None, call: str) -> Path:
         found = Path(folder) if folder else self._dir

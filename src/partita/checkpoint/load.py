@@ -72,7 +72,7 @@ class Restored:
 
 
 @collector_paused()
-def load(content: Content, training: TrainingState, backend: Backend, folder: Path, wanted: Wanted) -> Restored:
+def load(content: Content, training: TrainingState, backend: Backend, folder: Path, options: Wanted) -> Restored:
     """Load an engine's states from one checkpoint. Every rank reads its shards. A collective.
 
     Raises:
@@ -82,7 +82,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     content.forget()
     all_ranks = content.runtime.collectives.all_ranks
     with shared_errors(all_ranks):
-        loading = Loading(content, training, backend.open(folder), wanted)
+        loading = Loading(content, training, backend.open(folder), options)
         loading.check()
         plan = loading.plan()
     content.runtime.reducer.sync_states.clear()
@@ -137,21 +137,21 @@ def _weights_storage(segment: Segment) -> Kept:
 class Loading:
     """The process of loading one checkpoint into an engine's states."""
 
-    def __init__(self, content: Content, training: TrainingState, stored: Stored, wanted: Wanted) -> None:
+    def __init__(self, content: Content, training: TrainingState, stored: Stored, options: Wanted) -> None:
         self._runtime = content.runtime
         self._updater = content.updater
         self._training = training
         self._stored = stored
-        self._wanted = wanted
+        self._options = options
         self._members = [member for _, member in self._runtime.members()]
         self._buffers = list(persistent_buffers(self._runtime.model))
         self._modules = list(extra_states(self._runtime.model))
         known = [fqn for holding in find_everywhere(self._runtime.model) for fqn in holding.fqns]
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
-        self._names = Names(stored, known, wanted.prefix)
+        self._names = Names(stored, known, options.prefix)
         self._missing = list[str]()
         self._content = content
-        self._loads_states = not wanted.only_model
+        self._loads_states = not options.only_model
 
     # ----------------------------------------------- before anything is modified
 
@@ -163,9 +163,9 @@ class Loading:
         """
         wrong = self._compare()
         started = int(self._stored.manifest.get("step", 0)) > 0
-        if not self._wanted.only_model and started and not self._names.has_states and self._keeps_states():
+        if not self._options.only_model and started and not self._names.has_states and self._keeps_states():
             self._missing.append(STATE + "*")
-        if wrong or (self._wanted.strict and (self._missing or self._names.strange)):
+        if wrong or (self._options.strict and (self._missing or self._names.strange)):
             problems = [f"shapes differ: {some_of(wrong)}"] if wrong else []
             problems += [f"missing in the checkpoint: {some_of(self._missing)}"] if self._missing else []
             problems += [f"not in the model: {some_of(self._names.strange)}"] if self._names.strange else []
@@ -173,7 +173,7 @@ class Loading:
             raise PartitaError(
                 f"checkpoint: '{self._stored.folder}' does not match the model: {'; '.join(problems)}{hint}"
             )
-        if not self._wanted.only_model:
+        if not self._options.only_model:
             self._check_states()
 
     def _check_states(self) -> None:
@@ -182,7 +182,7 @@ class Loading:
         expected = state_names(self._updater.optimizer) - {"step"}
         if not saved or not expected or saved & expected:
             return
-        if self._wanted.strict:
+        if self._options.strict:
             raise PartitaError(
                 f"checkpoint: '{self._stored.folder}' holds the states of another optimizer ({some_of(sorted(saved))}"
                 f"): expected those of {type(self._updater.optimizer).__name__} ({some_of(sorted(expected))}); "
@@ -227,7 +227,7 @@ class Loading:
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
-        if self._wanted.only_model:
+        if self._options.only_model:
             return
         additional = self._content.beside(segment) if segment.is_first_copy else self._content.on_all_ranks(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.part_index), additional.items()):
@@ -275,7 +275,7 @@ class Loading:
         with self._stored.read(chunks) as tensors:
             for segment, targets in plan:
                 try:
-                    if error is None and not self._wanted.only_model:
+                    if error is None and not self._options.only_model:
                         self._remove_states(segment)
                     param = self._fill(segment, targets, tensors) if error is None else None
                 except Exception as raised:
@@ -401,9 +401,9 @@ class Loading:
         for name, module in self._modules:
             if (key := self._names.model([name])) is not None:
                 module.set_extra_state(self._stored.value(key))
-        if not self._wanted.only_model and self._stored.manifest:
-            self._missing += self._training.restore(self._stored, strict=self._wanted.strict)
+        if not self._options.only_model and self._stored.manifest:
+            self._missing += self._training.restore(self._stored, strict=self._options.strict)
             self._warn_about_residuals()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.strange)
-        return Restored(self._stored.folder, step, self._wanted.only_model, missing, unexpected)
+        return Restored(self._stored.folder, step, self._options.only_model, missing, unexpected)

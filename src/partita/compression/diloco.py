@@ -33,7 +33,7 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 
 # The weights at the start of the round, and the outer optimizer's momentum.
-OUTER_STATES = 2
+DILOCO_STATES = 2
 
 
 def separate(row: StatePlan) -> StatePlan:
@@ -52,7 +52,7 @@ def separate(row: StatePlan) -> StatePlan:
     return replace(row, **found, separate_axes=("node",))
 
 
-def outer_error_sizes(segment: PlannedSegment, form: Format) -> tuple[int, ...]:
+def diloco_residual_sizes(segment: PlannedSegment, form: Format) -> tuple[int, ...]:
     """Return the sizes of the error-feedback residuals: of a rank's outer gradient, and of the sums that it sends."""
     if not (isinstance(form, Quantized) and form.keeps_errors):
         return ()
@@ -62,7 +62,7 @@ def outer_error_sizes(segment: PlannedSegment, form: Format) -> tuple[int, ...]:
 
 def kept_by_rounds(segment: PlannedSegment, form: Format) -> Iterator[KeptState]:
     """Return DiLoCo's states of one segment. ``form``: the format of outer gradients."""
-    num_elements = OUTER_STATES * segment.layout.part_elements + sum(outer_error_sizes(segment, form))
+    num_elements = DILOCO_STATES * segment.layout.part_elements + sum(diloco_residual_sizes(segment, form))
     residence = Residence((), segment.row.summed_axes, FP32, segment.row.master.tier)
     yield KeptState("outer", residence, FP32.num_bytes(num_elements))
 
@@ -78,17 +78,17 @@ def transfers_of_round(segment: PlannedSegment, form: Format, back: Format) -> t
         back: the format of their sums.
     """
     row, mesh = segment.row, segment.mesh
-    outer = Residence(row.part_axes, row.separate_axes, FP32)
+    gradient = Residence(row.part_axes, row.separate_axes, FP32)
     part = replace(row.master, shard_axes=row.part_axes)
-    sums = in_phases(in_formats(steps(outer, replace(outer, partial_axes=()), mesh), form, back))
+    sums = in_phases(in_formats(steps(gradient, replace(gradient, partial_axes=()), mesh), form, back))
     return (
-        Transfer(sums, outer, "gradients"),
+        Transfer(sums, gradient, "gradients"),
         Transfer(steps(part, row.master, mesh), part, "parameters"),
         Transfer(segment.publication, row.master, "parameters"),
     )
 
 
-class OuterState:
+class DilocoState:
     """DiLoCo's states of this rank's shard of one segment, each ``[part_elements]`` in fp32.
 
     ``begin``: the weights at the start of the round. ``momentum``: the outer optimizer's momentum, the same on all
@@ -109,7 +109,7 @@ class OuterState:
         self.momentum = kept(segment.layout.part_elements)
         sums = transfers_of(segment, is_warming_up=False)[0].operations
         form = next(op.format for op in sums if isinstance(op, ReduceScatter))
-        self.residuals = [kept(size) for size in outer_error_sizes(segment.planned, form)]
+        self.residuals = [kept(size) for size in diloco_residual_sizes(segment.planned, form)]
 
     @property
     def residual(self) -> Tensor | None:
@@ -155,7 +155,7 @@ class OuterOptimizer(UpdateListener):
         self._section = section
         self._replicas = _replicas(runtime)
         self._interpreter = Interpreter(runtime.collectives)
-        self._states = dict[int, OuterState]()
+        self._states = dict[int, DilocoState]()
         self._taken = 0  # local steps of this round
         self._last_step = last_step
         for segment in self._segments():
@@ -173,9 +173,9 @@ class OuterOptimizer(UpdateListener):
     def _segments(self) -> Iterator[Segment]:
         return (segment for unit in self._runtime.units for segment in unit.trained)
 
-    def _state_of(self, segment: Segment) -> OuterState:
+    def _state_of(self, segment: Segment) -> DilocoState:
         if id(segment) not in self._states:
-            self._states[id(segment)] = OuterState(segment, self._runtime)
+            self._states[id(segment)] = DilocoState(segment, self._runtime)
         return self._states[id(segment)]
 
     def saved(self, segment: Segment) -> Mapping[str, Tensor]:
@@ -217,7 +217,7 @@ class OuterOptimizer(UpdateListener):
         self._runtime.updated()
 
     def _mean(
-        self, sums: Transfer, state: OuterState, change: Tensor, interpreter: Interpreter, is_warming_up: bool
+        self, sums: Transfer, state: DilocoState, change: Tensor, interpreter: Interpreter, is_warming_up: bool
     ) -> Tensor:
         """Return the mean of the replicas' outer gradients. It is decoded to the same bits on all replicas."""
         values, residuals = change.to(interpreter.device), [each.to(interpreter.device) for each in state.residuals]
@@ -234,7 +234,7 @@ class OuterOptimizer(UpdateListener):
         state.clear_padding(mean)
         return mean
 
-    def _step(self, state: OuterState, mean: Tensor, shard: Tensor) -> None:
+    def _step(self, state: DilocoState, mean: Tensor, shard: Tensor) -> None:
         """Apply SGD with (Nesterov) momentum, as in torch.optim, to the weights at the start of the round."""
         settings = self._section
         state.momentum.mul_(settings.outer_momentum).add_(mean)
@@ -261,7 +261,7 @@ class OuterOptimizer(UpdateListener):
         for state in self._states.values():
             state.clear()
 
-    def _average_residuals(self, state: OuterState) -> None:
+    def _average_residuals(self, state: DilocoState) -> None:
         if state.residual is None:
             return
         of_gradient, of_sums = state.residuals

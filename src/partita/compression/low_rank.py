@@ -68,7 +68,7 @@ class FactorShapes:
         return left, right
 
 
-class Factors:
+class LowRankFactors:
     """The low-rank factors of one bucket. The right factors of an update are the start of the next step.
 
     Args:
@@ -221,7 +221,7 @@ class LowRankSync(ErrorFeedbackSync):
 
     def __init__(self, layout: BucketLayout, plan: LowRankPlan, memory: StateMemory) -> None:
         super().__init__(layout, plan, memory)
-        self.factors = Factors(layout, plan.rank)
+        self.factors = LowRankFactors(layout, plan.rank)
         self._summed_axes = layout.planned.row.summed_axes
         self._exact_gathers = plan.exact_gathers
 

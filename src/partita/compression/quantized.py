@@ -167,16 +167,16 @@ def reduce_scatter(
     first_sum = 2 * num_codes
     assert scratch.numel() >= scratch_of_sum(form.codec, source.numel(), [group.size for group in groups])
     for place, group in enumerate(groups):
-        num_outer = 1
-        for outer in groups[place + 1 :]:
-            num_outer *= outer.size
-        # [outer groups, this group, shard]; the values for one rank of this group are one row per outer rank.
-        rows = values.view(num_outer, group.size, -1).transpose(0, 1)
-        residual_rows = residuals[place].view(num_outer, group.size, -1).transpose(0, 1) if residuals else None
+        rows_per_rank = 1
+        for later in groups[place + 1 :]:
+            rows_per_rank *= later.size
+        # [later groups, this group, shard]: several rows for each rank of this group.
+        rows = values.view(rows_per_rank, group.size, -1).transpose(0, 1)
+        residual_rows = residuals[place].view(rows_per_rank, group.size, -1).transpose(0, 1) if residuals else None
         num_bytes = form.num_bytes(values.numel())
-        codes, received = (scratch[at : at + num_bytes].view(group.size, num_outer, -1) for at in (0, num_codes))
+        codes, received = (scratch[at : at + num_bytes].view(group.size, rows_per_rank, -1) for at in (0, num_codes))
         stop = first_sum + values.numel() // group.size * 4
-        total = scratch[first_sum:stop].view(torch.float32).view(num_outer, -1)
+        total = scratch[first_sum:stop].view(torch.float32).view(rows_per_rank, -1)
         _exchange(group, form, rows, (codes, received), residual_rows, seed=seed_of(call.seed, place, group.index))
         own_residual = None if residual_rows is None else residual_rows[group.index]
         _add_up(group, form, rows[group.index], received, total, own_residual)

@@ -39,15 +39,15 @@ class Formats:
         gradients: the format in which gradients are summed.
         sums: the format in which summed gradients are gathered, if the optimizer works on more than one rank's shard.
         deltas: the format of parameter deltas.
-        outer: the format in which DiLoCo's outer gradients are summed.
-        outer_sums: the format in which their sums are gathered.
+        diloco: the format in which DiLoCo's outer gradients are summed.
+        diloco_sums: the format in which their sums are gathered.
     """
 
     gradients: Format = FULL
     sums: Format = FULL
     deltas: Format = FULL
-    outer: Format = FULL
-    outer_sums: Format = FULL
+    diloco: Format = FULL
+    diloco_sums: Format = FULL
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class CompressedStrategies(Strategies):
 
     def kept(self, segment: PlannedSegment) -> Iterator[KeptState]:
         if segment.row.separate_axes:
-            yield from kept_by_rounds(segment, self.later.outer)
+            yield from kept_by_rounds(segment, self.later.diloco)
 
     def of_round(self, segment: PlannedSegment, *, is_warming_up: bool) -> Iterator[Transfer]:
         if segment.row.separate_axes:
             formats = self._phases[0 if is_warming_up else -1]
-            yield from transfers_of_round(segment, formats.outer, formats.outer_sums)
+            yield from transfers_of_round(segment, formats.diloco, formats.diloco_sums)
 
 
 def _sync(gradients: PlannedGradients, formats: Formats) -> SyncPlan:
@@ -136,7 +136,7 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
     if config.communication.warmup != "full" and gradient_codec(config) != "full":
         warmup = _of_gradients(config.communication.warmup, row)
     if row.separate_axes:
-        later, warmup = (Formats(outer=each.gradients, outer_sums=each.sums) for each in (later, warmup))
+        later, warmup = (Formats(diloco=each.gradients, diloco_sums=each.sums) for each in (later, warmup))
     codec = codec_named(name) if row.param_compute.encoding.name in ENCODINGS else None
     parameters: Format = FULL if codec is None else Quantized(codec)
     if not (row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes):

@@ -63,7 +63,7 @@ def export(
             "the trainable ones by engine.state_dict(trainable=True), or all of them by the model's own "
             "save_pretrained after engine.close(whole=True)"
         )
-    others = full.others()
+    entries = full.buffers_and_extra_states()
     names = {id(holding): _kept_name(model, holding.fqns) for holding in full.holdings}
     tensors = FileTensors(model, [*names.values(), *(name for name, _ in persistent_buffers(model))])
     with WeightsWriter(folder, file_bytes) if full.is_first else nullcontext() as writer:
@@ -72,7 +72,7 @@ def export(
                 writer.add_all(tensors.of(names[id(holding)], weight))
         if writer is not None:
             for name, _ in persistent_buffers(model):
-                writer.add_all(tensors.of(name, others[name]))
+                writer.add_all(tensors.of(name, entries[name]))
             warn_about_extra_states(name for name, _ in extra_states(model))
             writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
     full.raise_together(writer.problem if writer is not None else None)

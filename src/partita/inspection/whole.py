@@ -268,7 +268,7 @@ class Whole:
             Interpreter(self._collectives).run(ops, shard, full)
         return segment.master.joined(segment.full, full)
 
-    def others(self) -> dict[str, Any]:
+    def buffers_and_extra_states(self) -> dict[str, Any]:
         """Return the buffers of the model's state dict, on the host, and its modules' extra states.
 
         They come from the ranks that run the modules, and are complete on the first rank.
@@ -307,8 +307,8 @@ class Whole:
                 values.update((fqn, full) for fqn in holding.fqns)
         model = self._runtime.model
         if not trainable:
-            others = self.others()
-            values.update(others if self.is_first else {})
+            entries = self.buffers_and_extra_states()
+            values.update(entries if self.is_first else {})
             values.update((name, values[first]) for name, first in further_names(model) if first in values)
         wanted = values.keys() if requested is None else requested & values.keys()
         return {name: values[name] for name in known if name in wanted}

@@ -19,7 +19,7 @@ _NO_CODE = {"trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-class OwnDecoder:
+class ByteDecoder:
     """The decoder of :mod:`partita.train.decoder`, on bytes."""
 
     token = "byte"
@@ -79,7 +79,7 @@ class HuggingFaceModel:
 # A causal language model. `inputs` turns windows, tokens [micro, sequence + 1], into arguments with which the forward
 # returns the mean loss of micro x sequence predictions; `logits` turns tokens [batch, length] into
 # [batch, length, vocab].
-ReadyModel = OwnDecoder | HuggingFaceModel
+ReadyModel = ByteDecoder | HuggingFaceModel
 
 
 def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool = True) -> ReadyModel:
@@ -92,7 +92,7 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
     """
     torch.manual_seed(model.seed)
     return (
-        OwnDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data, reads_weights)
+        ByteDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data, reads_weights)
     )
 
 

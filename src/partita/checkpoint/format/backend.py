@@ -91,7 +91,7 @@ class FileBackend(Backend):
             raise damaged(stored.folder / METADATA)
         return stored
 
-    def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
+    def box_layout(self, boxes: Sequence[Value]) -> BoxLayout:
         """Return the layout of ``boxes``. The same object is returned as long as the boxes are the same."""
         if self._boxes.values != boxes:
             self._boxes = BoxLayout(boxes)
@@ -113,7 +113,7 @@ class FileDraft(Draft):
         self._seen = set[int]()  # ranks that were seen to write
 
     def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
-        self._layout = FileLayout(self._backend.lay_out(boxes), others)
+        self._layout = FileLayout(self._backend.box_layout(boxes), others)
         if self._rank == 0:
             warning = notice(self._request.folder, self._request.step) if not self._backend.warned else None
             if warning is not None:

@@ -81,8 +81,8 @@ class TrainSection(Section):
     eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
     metrics: Auto | Sinks = Field(
         "auto",
-        description="sinks of metrics besides metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if it is "
-        "installed",
+        description="sinks of metrics besides metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if it "
+        "is installed",
     )
     profile: CountOrZero = Field(
         0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"

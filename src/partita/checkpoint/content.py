@@ -164,7 +164,10 @@ class Content:
         return ({} if residuals is None else {FEEDBACK: residuals}) | self.on_all_ranks(segment)
 
     def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the listeners' states, a subset of :meth:`beside`. Ranks with the same shard have the same values."""
+        """Return the listeners' states, a subset of :meth:`beside`.
+
+        Ranks with the same shard have the same values.
+        """
         return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:

@@ -229,7 +229,8 @@ class Loading:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
         if self._options.only_model:
             return
-        additional = self._content.beside(segment) if segment.is_first_copy else self._content.on_all_ranks(segment)
+        content = self._content
+        additional = content.beside(segment) if segment.is_first_copy else content.on_all_ranks(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.part_index), additional.items()):
             names = [prefix + name for name in members[span.fqn].holding.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
@@ -381,8 +382,9 @@ class Loading:
         """Warn if only one of the two runs has error-feedback residuals, or DiLoCo's momentum."""
         segments = [segment for unit in self._runtime.units for segment in unit.segments]
         of_listeners = {prefix for segment in segments for prefix in self._content.on_all_ranks(segment)}
+        has_residuals = bool(self._runtime.reducer.sync_states)
         for prefix, (what, key, is_here) in {
-            FEEDBACK: ("error-feedback residuals of gradients", "gradients", bool(self._runtime.reducer.sync_states)),
+            FEEDBACK: ("error-feedback residuals of gradients", "gradients", has_residuals),
             MOMENTUM: ("momentum of the outer optimizer (DiLoCo)", "every", MOMENTUM in of_listeners),
         }.items():
             is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)

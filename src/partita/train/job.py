@@ -81,7 +81,7 @@ class TrainSection(Section):
     eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
     metrics: Auto | Sinks = Field(
         "auto",
-        description="sinks of metrics besides metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if it "
+        description="metrics sinks besides metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if it "
         "is installed",
     )
     profile: CountOrZero = Field(

@@ -61,7 +61,7 @@ def test_newest_is_what_was_published_last(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_and_none_are_two_errors(tmp_path: Path) -> None:
-    with pytest.raises(PartitaError, match=r"is no checkpoint, and holds no complete one \(step-N\): name the folder"):
+    with pytest.raises(PartitaError, match=r"is not a checkpoint, and has no complete one \(step-N\): name the folder"):
         chosen(tmp_path)
     with pytest.raises(PartitaError, match="'.*step-3' does not exist"):
         chosen(tmp_path / "step-3")
@@ -103,7 +103,7 @@ def test_later_steps_are_noticed(tmp_path: Path) -> None:
     assert notice(tmp_path, 9) is None
     said = notice(tmp_path, 3)
     assert said is not None
-    assert "holds later steps than step-3, which is saved now (to step-9)" in said
+    assert "holds later steps (to step-9) than step-3, which is saved now" in said
 
 
 # -------------------------------------------------------------------------------------------------------- interruptions

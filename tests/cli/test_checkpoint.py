@@ -54,7 +54,7 @@ def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> 
     (tmp_path / "__1_0.distcp").write_bytes(content + b"more")
     shown = run("verify", tmp_path)
     assert shown.exit_code == 1
-    assert f"__1_0.distcp' is damaged: {len(content) + 4} bytes, of which {len(content)} were written" in shown.output
+    assert f"__1_0.distcp' is damaged: {len(content) + 4} bytes, but {len(content)} were written" in shown.output
     content[5000] ^= 1
     (tmp_path / "__1_0.distcp").write_bytes(content)
     shown = run("verify", tmp_path)
@@ -110,6 +110,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         shown = run(command, tmp_path)
         assert shown.exit_code == 2
-        assert f"'{tmp_path}' is no checkpoint, and holds no complete one" in " ".join(shown.output.split())
+        assert f"'{tmp_path}' is not a checkpoint, and has no complete one" in " ".join(shown.output.split())
     shown = run("export", tmp_path, tmp_path, "--dtype", "int4")
     assert "--dtype: expected stored, fp32, bf16, fp16; got int4" in shown.output

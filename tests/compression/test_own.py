@@ -69,7 +69,7 @@ def refused(place: str) -> str:
     [
         ("tests.compression.nowhere:Halves", "No module named 'tests.compression.nowhere'"),
         ("tests.compression.own_codec:Nobody", "has no attribute 'Nobody'"),
-        ("tests.compression.own_codec:NOT_A_CODEC", "is no partita.kernels.codecs.TorchCodec"),
+        ("tests.compression.own_codec:NOT_A_CODEC", "is not a subclass of partita.kernels.codecs.TorchCodec"),
         ("tests.compression.own_codec:Wrong", "Wrong.encode returned torch.bfloat16 of shape"),
         ("halves", "communication.gradients"),
     ],

@@ -141,11 +141,14 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"communication": {"gradients": "ternary", "warmup_steps": 50}, "schedule": {"total_steps": 50}},
-        ("all of the training's steps would be before codes travel", "Fix: set communication.warmup_steps to less"),
+        ("training would end before compression starts", "Fix: set communication.warmup_steps to less"),
     ),
     Wrong(
         {"optimizer": ONEBIT, "communication": {"gradients": "int8", "warmup_steps": 5}},
-        ("has its running average travel", "Fix: set communication.gradients to onebit, ternary, 2bit or topk"),
+        (
+            "its running average, which needs a codec with error feedback",
+            "Fix: set communication.gradients to onebit, ternary, 2bit or topk",
+        ),
     ),
     Wrong(
         {"optimizer": {"sends": "gradients"}},
@@ -156,15 +159,15 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "precision": {"gradients": "in_backward"}},
-        ("under precision.gradients: in_backward codes travel", "Fix: leave communication.warmup_steps out"),
+        ("in_backward sends compressed values from the first step", "Fix: leave communication.warmup_steps out"),
     ),
     Wrong(
         {"communication": {"gradients": "ternary", "warmup": "int8"}},
-        ("communication.warmup: int8 is of the steps before codes travel", "Fix: set communication.warmup_steps"),
+        ("communication.warmup: int8 applies to the steps before compression", "Fix: set communication.warmup_steps"),
     ),
     Wrong(
         {"optimizer": ONEBIT, "communication": {"warmup_steps": 5}, "zero": {"stage": 3, "replicate": "nodes"}},
-        ("zero.replicate has one a node", "Fix: leave zero.replicate out"),
+        ("zero.replicate has one per node", "Fix: leave zero.replicate out"),
     ),
     Wrong(
         {
@@ -190,19 +193,22 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"communication": {"gradients": "ternary"}, "precision": {"gradients": "in_backward"}},
-        ("holds back what codes lose once a step is known to be finite", "Fix: set communication.gradients to int8"),
+        ("residuals after a step is known to be finite", "Fix: set communication.gradients to int8"),
     ),
     Wrong(
         {"communication": {"gradients": "topk"}, "zero": {"offload": {"optimizer": "disk"}}},
-        ("rests on the device or on the host", "Fix: set zero.offload.optimizer to host"),
+        ("stored on the device or on the host", "Fix: set zero.offload.optimizer to host"),
     ),
     Wrong(
         {"communication": {"gradients": "2bit"}, "zero": {"offload": {"optimizer": "host", "gradients": "disk"}}},
-        ("rests on the device or on the host", "Fix: set zero.offload.gradients to host"),
+        ("stored on the device or on the host", "Fix: set zero.offload.gradients to host"),
     ),
     Wrong(
         {"communication": {"gradients": "onebit"}, "optimizer": {"name": "sgd"}},
-        ("it takes a running average, and plain sgd keeps none", "Fix: set optimizer.momentum to 0.9"),
+        (
+            "needs a running average of gradients, and sgd without momentum keeps none",
+            "Fix: set optimizer.momentum to 0.9",
+        ),
     ),
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 0}},
@@ -230,15 +236,15 @@ CROSS_FIELD = [
         for sections, fragments in (
             (
                 {"optimizer": {"name": "onebit_adam"}, "schedule": {"total_steps": 100}},
-                ("has its running average go back to all ranks at once", "or optimizer.sends to gradients."),
+                ("sends its running average to all ranks at once", "or optimizer.sends to gradients."),
             ),
             (
                 {"precision": {"gradients": "in_backward"}},
-                ("ranks would meet in these and in gathers in different orders", "set precision.gradients to fp32"),
+                ("would launch these and the all-gathers in different orders", "set precision.gradients to fp32"),
             ),
             (
                 {"precision": {"compute": "bf16", "master": "split"}},
-                ("which changes in codes make other ones", "Fix: set precision.master to fp32"),
+                ("and quantized deltas would change them", "Fix: set precision.master to fp32"),
             ),
         )
     ),
@@ -247,11 +253,11 @@ CROSS_FIELD = [
             "communication": {"parameters": "int8"},
             "zero": {"stage": 3, "hierarchical": True, "offload": {"parameters": "host"}},
         },
-        ("changes in codes are added to parameters on the device", "leave zero.offload.parameters out"),
+        ("quantized deltas are added to parameters on the device", "leave zero.offload.parameters out"),
     ),
     Wrong(
         {"communication": {"parameters": "int4"}, "precision": {"compute": "bf16", "master": "split"}},
-        ("which changes in codes make other ones", "Fix: set precision.master to fp32"),
+        ("and quantized deltas would change them", "Fix: set precision.master to fp32"),
     ),
     Wrong(
         {"communication": {"parameters": "int4"}, "zero": {"offload": {"parameters": "host"}}},

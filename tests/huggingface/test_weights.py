@@ -136,5 +136,5 @@ def test_the_only_file_of_a_folder_may_have_any_name(tmp_path: Path) -> None:
 )
 def test_an_index_that_is_none(index: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(index)
-    with pytest.raises(PartitaError, match="is no index of safetensors files"):
+    with pytest.raises(PartitaError, match="is not an index of safetensors files"):
         Weights(tmp_path)

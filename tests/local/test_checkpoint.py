@@ -344,7 +344,9 @@ def keeps_extra_states(folder: str) -> None:
         losses_of(engine, 0, 2)
         engine.save(folder)
         seen, state = engine.module.counter.seen, engine.state_dict()
-        with pytest.warns(UserWarning, match="extra state of 'counter' is left out") if not rank() else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="extra state of 'counter' is not exported") if not rank() else nullcontext()
+        ):
             engine.export(folder + "/exported")
     if rank() == 0:
         again = Counting()
@@ -356,24 +358,28 @@ def keeps_extra_states(folder: str) -> None:
             assert engine.module.counter.seen["calls"] == 2
             assert rank() or torch.equal(engine.module.counter.seen["largest"], seen["largest"])
     with partita.initialize(Counting(1), config) as engine:
-        with pytest.raises(PartitaError, match=r"shapes differ: 'range' is \(1,\) here, \(3,\) there"):
+        with pytest.raises(
+            PartitaError, match=r"shapes differ: 'range' is \(1,\) in the model, \(3,\) in the checkpoint"
+        ):
             engine.load(folder, strict=False)
         with pytest.raises(ConfigError, match=r"buffer 'range' has shape \(3,\), but the model's buffer has \(1,\)"):
             partita.initialize(Counting(1), config, weights=folder + "/exported", mesh=engine.mesh)
     with partita.initialize(Stack(1), config) as engine:
-        with pytest.raises(PartitaError, match=r"unknown here: counter\._extra_state, range"):
+        with pytest.raises(PartitaError, match=r"not in the model: counter\._extra_state, range"):
             engine.load(folder)
         losses_of(engine, 0, 1)
         engine.save(folder + "/without")
     with partita.initialize(Counting(), config) as engine:
-        with pytest.raises(PartitaError, match=r"missing there: model\.range, model\.counter\._extra_state"):
+        with pytest.raises(
+            PartitaError, match=r"missing in the checkpoint: model\.range, model\.counter\._extra_state"
+        ):
             engine.load(folder + "/without")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
     pool.run(ranks, keeps_extra_states, str(tmp_path))
-    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
+    with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is not exported"):
         export_checkpoint(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
 
 
@@ -529,7 +535,7 @@ def disk_fails(folder: str, background: bool, call: str) -> None:
                 engine.save(folder)
                 engine.wait_for_checkpoint()
 
-        with pytest.raises(PartitaError, match=r"No space left on device; make room there, lower checkpoint\.keep"):
+        with pytest.raises(PartitaError, match=r"No space left on device; free disk space, lower checkpoint\.keep"):
             save()
         dist.barrier()
         assert (names(folder), opened_in(folder)) == ([], [])
@@ -569,7 +575,9 @@ def other_models(folder: str) -> None:
         losses_of(engine, 0, 1)
         engine.save(folder)
     with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
-        with pytest.raises(PartitaError, match=r"another model: missing there: model\.blocks\.2.*strict=False takes"):
+        with pytest.raises(
+            PartitaError, match=r"the model: missing in the checkpoint: model\.blocks\.2.*strict=False loads"
+        ):
             engine.load(folder)
         restored = engine.load(folder, strict=False)
         *missing, group = restored.missing
@@ -578,12 +586,12 @@ def other_models(folder: str) -> None:
         assert restored.unexpected == ()
         losses_of(engine, 1, 1)
     with partita.initialize(Stack(1), {"zero": {"stage": 1}}) as engine:
-        with pytest.raises(PartitaError, match=r"unknown here: blocks\.1\.down\.bias"):
+        with pytest.raises(PartitaError, match=r"not in the model: blocks\.1\.down\.bias"):
             engine.load(folder, only_model=True)
         assert "blocks.1.up.weight" in engine.load(folder, only_model=True, strict=False).unexpected
         assert engine.optimizer_state("first.weight") == {}
     with partita.initialize(nn.Sequential(Stack(1)), {"zero": {"stage": 1}}) as engine:
-        with pytest.raises(PartitaError, match="is of another model"):
+        with pytest.raises(PartitaError, match="does not match the model"):
             engine.load(folder)
         with pytest.raises(PartitaError, match="nothing' does not exist"):
             engine.load(folder + "/nothing")
@@ -594,7 +602,7 @@ def other_models(folder: str) -> None:
         engine.save(folder + "/sgd")
     with (
         partita.initialize(Stack(1), {"optimizer": {"name": "sgd", "momentum": 0.9}}) as engine,
-        pytest.raises(PartitaError, match=r"missing there: optimizer\.state\.\*; strict=False takes"),
+        pytest.raises(PartitaError, match=r"missing in the checkpoint: optimizer\.state\.\*; strict=False loads"),
     ):
         engine.load(folder + "/sgd")
 
@@ -674,7 +682,7 @@ def inside_a_batch(folder: str) -> None:
     with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
-        with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the gradients collected so far"):
+        with pytest.raises(PartitaError, match="after micro-batch 1 of 2: the accumulated gradients would be lost"):
             engine.save(folder)
 
 

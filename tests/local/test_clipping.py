@@ -73,7 +73,7 @@ def once() -> None:
 def refused() -> None:
     with partita.initialize(Stack(1), {"batch": {"accumulate": 2}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
-        with pytest.raises(PartitaError, match="in micro-batch 1 of 2: gradients are clipped when all are there"):
+        with pytest.raises(PartitaError, match="in micro-batch 1 of 2: gradients are clipped after the last one"):
             engine.clip_grad_norm(1.0)
         engine.step()
         engine.backward(square_loss(engine, rank(), 1))

@@ -303,7 +303,7 @@ def test_no_room_for_an_ordinary_model(stage: int) -> None:
     one, other = pool.run(2, no_room_for_the_whole, {"zero": {"stage": stage}})
     assert one == other
     num_bytes = sum(param.nbytes for param in Stack(2).parameters())
-    needed = int(re.search(r"node .* needs (\d+) bytes for whole parameters and has 100 bytes free", one)[1])  # type: ignore[index]
+    needed = int(re.search(r"node .* needs (\d+) bytes for full parameters and has 100 bytes free", one)[1])  # type: ignore[index]
     assert needed == 2 * num_bytes if stage == 1 else 2 * num_bytes < needed < 4 * num_bytes
 
 

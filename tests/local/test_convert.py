@@ -217,7 +217,7 @@ def test_universal(stage: int, tmp_path: Path) -> None:
     shown = convert(tmp_path / "run", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
     assert "tensors of DeepSpeed after 3 steps" in shown.output
-    assert ("1 frozen parameters (scale) are in the ranks' shards" in shown.output) == (stage == 3)
+    assert ("1 frozen parameters (scale) are only in the ranks' shards" in shown.output) == (stage == 3)
     extra, missing = check_goes_on(tmp_path / "out", plain, linear, strict=stage < 3)
     assert extra == {
         CLIENT_STATE: {"epoch": 7},
@@ -316,11 +316,13 @@ def test_pickles_beside_a_universal_checkpoint_are_not_run(tmp_path: Path, capsy
     shown = convert(tmp_path / "run", tmp_path / "out")
     assert shown.exit_code == 0
     said = " ".join(shown.output.split())
-    assert "note: buffers, counters, scheduler and client state are not taken: checkpoint: '" in said
-    assert "note: settings of the optimizer's groups are not taken, those configured hold: checkpoint: '" in said
+    assert "note: buffers, counters, scheduler and client state are not converted: checkpoint: '" in said
+    assert (
+        "note: settings of the optimizer's groups are not converted, the configured ones apply: checkpoint: '" in said
+    )
     write_universal(tmp_path / "flat", plain, 3, {"last_batch_iteration": 2}, arguments=Runs())
     shown = convert(tmp_path / "flat", tmp_path / "out")
-    assert (shown.exit_code, "is flat, and nothing says its shape" in " ".join(shown.output.split())) == (2, True)
+    assert (shown.exit_code, "is flat, and its shape is unknown" in " ".join(shown.output.split())) == (2, True)
     torch.save(Runs(), tmp_path / "run" / "zero" / "first.weight" / "exp_avg.pt")
     shown = convert(tmp_path / "run", tmp_path / "out")
     assert (shown.exit_code, "could run any code" in shown.output) == (2, True)
@@ -359,11 +361,14 @@ def test_fsdp(tmp_path: Path) -> None:
     (run / "random_states_0.pkl").write_bytes(b"")
     shown = convert(run, tmp_path / "out")
     assert "tensors of FSDP after 3 steps" in shown.output, shown.output
-    assert "note: random_states_0.pkl is not taken" in shown.output
+    assert "note: random_states_0.pkl is not converted" in shown.output
     check_goes_on(tmp_path / "out", plain, halving)
     for own in (tmp_path / "out", tmp_path / "out" / "step-3", run / "optimizer_0"):
         shown = convert(own, tmp_path / "again")
-        assert (shown.exit_code, "which engine.load takes as it is" in " ".join(shown.output.split())) == (2, True)
+        assert (shown.exit_code, "which engine.load reads without conversion" in " ".join(shown.output.split())) == (
+            2,
+            True,
+        )
 
 
 TRAINER = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.0, "seed": 3}
@@ -443,13 +448,13 @@ def test_trainer(tmp_path: Path) -> None:
     assert "partita.random.0" in open_stored(tmp_path / "out").values
     (folder / "config.json").unlink()
     shown = convert(folder, tmp_path / "out")
-    assert (shown.exit_code, "no config.json of a whole model" in shown.output) == (2, True)
+    assert (shown.exit_code, "no config.json of a full model" in shown.output) == (2, True)
 
 
 def test_nothing_that_is_known(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     shown = convert(tmp_path / "run", tmp_path / "out")
-    assert (shown.exit_code, "is no checkpoint that is known" in shown.output) == (2, True)
+    assert (shown.exit_code, "is not a known checkpoint" in shown.output) == (2, True)
     assert not (tmp_path / "out").exists()
     (tmp_path / "run" / "trainer_state.json").write_text(json.dumps({}))
     torch.save({"a": torch.ones(1)}, tmp_path / "run" / "pytorch_model_fsdp.bin")

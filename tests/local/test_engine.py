@@ -105,7 +105,7 @@ def losses_that_are_none() -> None:
         for value, said in ((torch.zeros(4), r"a tensor of shape \(4,\)"), (None, "a NoneType")):
             returned.append(value)
             for call in (engine.train_batch, engine.eval_batch):
-                with pytest.raises(PartitaError, match=f"loss_fn: expected a tensor of one number.*{said}"):
+                with pytest.raises(PartitaError, match=f"loss_fn: expected a scalar tensor.*{said}"):
                     call([inputs(0, 0)])
         returned.append(torch.zeros(()))
         assert engine.eval_batch([inputs(0, 0)]) == 0
@@ -334,7 +334,7 @@ def named_devices() -> None:
             assert engine.mesh.device == torch.device("cpu")
             partita.initialize(Stack(1), mesh=engine.mesh, device=device).close()
             other = mock.patch.object(accelerator, "chosen_device", return_value=torch.device("xpu:1"))
-            with other, pytest.raises(ConfigError, match=r"device: 'xpu:1' is not that of the given mesh, 'cpu'"):
+            with other, pytest.raises(ConfigError, match=r"device: 'xpu:1' is not the device of the given mesh, 'cpu'"):
                 partita.initialize(Stack(1), mesh=engine.mesh, device="xpu:1")
     with pytest.raises(ConfigError, match=r"device: expected a torch.device, or the name of one .*; got 'gpu'"):
         partita.initialize(Stack(1), device="gpu")

@@ -50,7 +50,7 @@ def syncs(engine: partita.Engine) -> list[ErrorFeedbackSync]:
 
 def held(engine: partita.Engine) -> Tensor:
     """Every value that this rank holds back."""
-    return torch.cat([sync.errors for sync in syncs(engine)])
+    return torch.cat([sync.residuals for sync in syncs(engine)])
 
 
 def held_sums(engine: partita.Engine) -> dict[str, Tensor]:

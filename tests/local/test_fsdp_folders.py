@@ -71,7 +71,7 @@ def refuses(folder: str) -> None:
             ("cut", "cannot be loaded"),
             ("number", "holds a int: expected a state dict"),
             ("swapped", "expected an optimizer's state dict, with 'state' and 'param_groups'"),
-            ("numbered", "numbers the optimizer's parameters, and nothing says the name of number 0"),
+            ("numbered", "numbers the optimizer's parameters, and the name of number 0 is unknown"),
             ("shards", "is one rank's shard.*SHARDED_STATE_DICT or FULL_STATE_DICT"),
         ):
             with pytest.raises(PartitaError, match=said):

@@ -95,7 +95,10 @@ def written_beside_what_was_asked_for() -> None:
 
 def foreign() -> None:
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
-        with pytest.raises(PartitaError, match="no part of the engine's model"), engine.gathered(nn.Linear(2, 2)):
+        with (
+            pytest.raises(PartitaError, match="does not belong to the engine's model"),
+            engine.gathered(nn.Linear(2, 2)),
+        ):
             pass
         with pytest.raises(PartitaError, match="no part"), engine.gathered(nn.Parameter(torch.ones(1))):
             pass

@@ -146,7 +146,7 @@ def test_an_error_in_a_stage_of_a_pipeline(way: str, in_backward: bool) -> None:
     for said, again in results:
         first = said.partition("\n")[0]
         assert "the engine is closed by an error inside a batch of the pipeline (" in again
-        assert f"Error: {first}): make another one with partita.initialize" in again
+        assert f"Error: {first}): make a new one with partita.initialize" in again
 
 
 def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:

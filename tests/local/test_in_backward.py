@@ -184,7 +184,7 @@ def engine_of(stage: int = 3, num_blocks: int = 3, **sections: Any) -> partita.E
 
 def refuses_what_needs_gradients(stage: int) -> None:
     with engine_of(stage) as engine:
-        with pytest.raises(PartitaError, match=r"engine\.gradient: .*used up as soon as they are reduced"):
+        with pytest.raises(PartitaError, match=r"engine\.gradient: .*applied and freed in backward"):
             engine.gradient("first.weight")
         with pytest.raises(PartitaError, match=r"engine\.no_sync: .*set precision\.gradients to fp32"):
             with engine.no_sync():

@@ -278,7 +278,7 @@ def wrong_weights(folder: Path) -> None:
         partita.initialize(wider, {"zero": {"stage": 3}}, weights=folder)
     with pytest.raises(PartitaError, match="no tensor is a parameter of Linear"):
         partita.initialize(nn.Linear(2, 2), {"zero": {"stage": 3}}, weights=folder)
-    with pytest.raises(PartitaError, match="no safetensors file"):
+    with pytest.raises(PartitaError, match="is not a safetensors file"):
         partita.initialize(Stack(), weights=folder / "nothing")
     damaged = folder / "damaged"
     damaged.mkdir(exist_ok=True)

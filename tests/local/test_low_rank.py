@@ -139,5 +139,5 @@ def test_what_has_factors(shape: tuple[int, ...], columns: int) -> None:
 @pytest.mark.parametrize("other", [{"communication": {"every": 2}}, {"optimizer": {"name": "onebit_adam"}}], ids=str)
 def test_what_has_no_whole_matrices(other: dict[str, dict[str, Any]]) -> None:
     sections = {"communication": {"gradients": "low_rank", "warmup_steps": 1} | other.get("communication", {})}
-    with pytest.raises(partita.ConfigError, match="makes factors of whole matrices"):
+    with pytest.raises(partita.ConfigError, match="low_rank needs full matrices"):
         resolve(partita.Config(**(other | sections)), 4, "cpu")

@@ -72,7 +72,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         engine.load()
 
 
-@pytest.mark.filterwarnings("ignore:.*is configured otherwise:UserWarning", "ignore:.*was saved with:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is configured differently:UserWarning", "ignore:.*was saved with:UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(_momentum, None), (None, _momentum)])
 def test_states_of_another_optimizer(
     before: Callable[..., Optimizer] | None, after: Callable[..., Optimizer] | None, tmp_path: Path
@@ -92,7 +92,7 @@ def test_states_of_another_optimizer(
 def test_values_that_hold_themselves(tmp_path: Path) -> None:
     with _engine(tmp_path) as engine:
         engine.extra["itself"] = engine.extra
-        with pytest.raises(PartitaError, match="engine.extra is nested too deeply, or holds itself"):
+        with pytest.raises(PartitaError, match="engine.extra is nested too deeply, or contains itself"):
             engine.save()
 
 

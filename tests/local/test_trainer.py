@@ -30,4 +30,4 @@ def test_metrics_that_cannot_be_written_end_all_ranks(tmp_path: Path) -> None:
     }
     first, second = pool.run(2, trained_into, settings, with_group=False)
     assert first.startswith("cannot write metrics into")
-    assert second == "rank 0 cannot write the metrics: its own error says why"
+    assert second == "rank 0 cannot write the metrics: see its error"

@@ -122,8 +122,8 @@ class StoredTensor:
 class Stored(ABC):
     """The contents of one checkpoint: ``tensors`` and plain ``values``, by key.
 
-    Checkpoints of other libraries have no ``manifest``. They may have ``paths``: the path of each key in the nested
-    state dict.
+    Checkpoints of other libraries have no ``manifest``. They may have ``paths``: the path of each key in the original
+    nested state dict.
     """
 
     folder: Path
@@ -146,7 +146,7 @@ class Stored(ABC):
 
     @abstractmethod
     def read(self, chunks: Sequence[Chunk]) -> AbstractContextManager[Iterator[Tensor]]:
-        """Return the values of chunks, in order, each in the shape of its box. Raises as :meth:`value` does."""
+        """Return the values of chunks, in order, each in the shape of its box. Raises the errors of :meth:`value`."""
 
 
 class Backend(ABC):
@@ -154,7 +154,7 @@ class Backend(ABC):
 
     @abstractmethod
     def draft(self, request: Request, token: str) -> Draft:
-        """Return a new checkpoint in progress. The ``token`` is unique to it and the same on all ranks."""
+        """Return a new partial checkpoint. The ``token`` is unique to it and the same on all ranks."""
 
     @abstractmethod
     def open(self, folder: Path) -> Stored:

@@ -53,30 +53,30 @@ class Checkpoints:
         """
         policy, section = self._config.precision.nonfinite, self._config.checkpoint
         if result.skipped and policy != "skip" and not self._updater.scale.dynamic:
-            said = f"step {self._updater.steps}: {self._updater.culprit}"
+            problem = f"step {self._updater.steps}: {self._updater.culprit}"
             if policy == "raise":
-                raise PartitaError(f"{said} (precision.nonfinite: raise)")
-            return replace(result, rewound_to=self._rewind(said))
+                raise PartitaError(f"{problem} (precision.nonfinite: raise)")
+            return replace(result, rewound_to=self._rewind(problem))
         if section.every_steps and not result.skipped and self._updater.steps % section.every_steps == 0:
             self.save(None)
         return result
 
-    def _rewind(self, said: str) -> int:
-        """Load the newest checkpoint because of the problem that ``said`` describes; return its step."""
+    def _rewind(self, problem: str) -> int:
+        """Load the newest checkpoint because of ``problem``; return the checkpoint's step."""
         if self._updater.steps > self._furthest:
             self._furthest = self._updater.steps
             self._rewinds = 0
         if self._rewinds == MOST_REWINDS:
             raise PartitaError(
-                f"{said}; training went back {MOST_REWINDS} times (precision.nonfinite: rewind) and did not get past "
-                f"step {self._furthest}: load an earlier checkpoint, feed other data, or lower optimizer.lr"
+                f"{problem}; training went back {MOST_REWINDS} times (precision.nonfinite: rewind) and did not get "
+                f"past step {self._furthest}: load an earlier checkpoint, use other data, or lower optimizer.lr"
             )
         self._rewinds += 1
         try:
             restored = self._load(None, Wanted())
         except PartitaError as error:
-            raise PartitaError(f"{said}; training cannot go back (precision.nonfinite: rewind): {error}") from error
-        warnings.warn(f"{said}; training goes back to step {restored.step}", stacklevel=5)
+            raise PartitaError(f"{problem}; training cannot go back (precision.nonfinite: rewind): {error}") from error
+        warnings.warn(f"{problem}; training goes back to step {restored.step}", stacklevel=5)
         return restored.step
 
     def save(self, folder: str | Path | None) -> Path:
@@ -97,17 +97,17 @@ class Checkpoints:
         steps, aliases = self._updater.steps, self._content.aliases()
         return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))
 
-    def load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
+    def load(self, folder: str | Path | None, options: Wanted) -> Restored:
         """See :meth:`Engine.load`."""
         self._furthest = -1
         self._rewinds = 0
-        return self._load(folder, wanted)
+        return self._load(folder, options)
 
-    def _load(self, folder: str | Path | None, wanted: Wanted) -> Restored:
+    def _load(self, folder: str | Path | None, options: Wanted) -> Restored:
         self._saver.wait()
         self._updater.take_written()
         folder = self._folder(folder, "engine.load")
-        return load(self._content, self._training, self._backend, folder, wanted)
+        return load(self._content, self._training, self._backend, folder, options)
 
     def _folder(self, folder: str | Path | None, call: str) -> Path:
         found = Path(folder) if folder else self._dir

@@ -43,8 +43,8 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
     """
     if member.span.place.is_part:
         raise PartitaError(
-            f"checkpoint: '{member.fqn}' is a part of a larger parameter, of which 8-bit states have no place in a "
-            "checkpoint: set precision.moments to fp32"
+            f"checkpoint: '{member.fqn}' is a part of a larger parameter: a checkpoint cannot store its 8-bit "
+            "optimizer states; set precision.moments to fp32"
         )
     return FlatRange.row_major((num_blocks(math.prod(member.shape)),), start // BLOCK, num_blocks(stop))
 
@@ -68,7 +68,7 @@ class _Piece:
     def value(self) -> Value:
         return Value(self.key, self.elements.shape, self.dtype, self.box)
 
-    def of(self, weights: Tensor) -> Tensor:
+    def values(self, weights: Tensor) -> Tensor:
         """Return the box's values, flat, in the order of its own coordinates.
 
         The result is a view if the values have this order, and the saved dtype, in memory.
@@ -86,15 +86,15 @@ def _pieces(key: str, dtype: torch.dtype, elements: FlatRange, take: Callable[[T
 
 @dataclass
 class SegmentContent:
-    """The content saved for one segment, cached as long as ``seen`` is unchanged.
+    """The content saved for one segment, cached as long as ``identity`` is unchanged.
 
-    ``seen`` identifies the segment's states and their memory addresses. ``boxes`` have their values in ``pieces``;
+    ``identity`` identifies the segment's states and their memory addresses. ``boxes`` have their values in ``pieces``;
     ``others`` are plain values. ``views`` are the boxes' values, if memory already has the saved order. (States that
     the optimizer replaces are kept alive by them until the next save detects the change.)
     """
 
     segment: Segment
-    seen: object
+    identity: object
     pieces: list[_Piece]
     boxes: list[Value]
     others: list[Value]
@@ -130,47 +130,50 @@ class Content:
         """Yield the flat values of all boxes, batch by batch. A batch is valid until the next one."""
         for content in contents:
             if content.views is None:
-                with self._lent(content.segment) as weights:
+                with self._loaded(content.segment) as weights:
                     for piece in content.pieces:
-                        yield [piece.of(weights)]
+                        yield [piece.values(weights)]
             else:
                 yield content.views
 
     def _content_of(self, unit: Unit, segment: Segment) -> SegmentContent:
         views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
         kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
-        places = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
-        beside = self.beside(segment)
-        seen = (segment.trains, places, [values.data_ptr() for values in beside.values()])
+        addresses = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
+        additional = self.beside(segment)
+        identity = (segment.trains, addresses, [values.data_ptr() for values in additional.values()])
         known = self._known.get(id(segment))
-        if known is None or known.seen != seen:
+        if known is None or known.identity != identity:
             found = list(self._new_content(unit, segment))
             pieces = [piece for piece in found if isinstance(piece, _Piece)]
             others = [value for value in found if isinstance(value, Value)]
-            known = SegmentContent(segment, seen, pieces, [piece.value for piece in pieces], others)
+            known = SegmentContent(segment, identity, pieces, [piece.value for piece in pieces], others)
             self._known[id(segment)] = known
             in_memory = not segment.plan.uses_disk and segment.plan.master.encoding != SPLIT
             if in_memory and all(piece.elements.is_row_major for piece in known.pieces):
                 states_in_memory = [state for _, state in kept if isinstance(state, Tensor)]
-                known.views = self._views(known, [*states_in_memory, *beside.values()])
+                known.views = self._views(known, [*states_in_memory, *additional.values()])
         return known
 
     def beside(self, segment: Segment) -> dict[str, Tensor]:
         """Return the states saved in addition to weights and optimizer states, by the prefix of their keys.
 
-        Each is this rank's part of the segment, in memory.
+        Each is this rank's shard of the segment, in memory.
         """
-        errors = self.runtime.reducer.sync_states.saved(segment)
-        return ({} if errors is None else {FEEDBACK: errors}) | self.on_all_ranks(segment)
+        residuals = self.runtime.reducer.sync_states.saved(segment)
+        return ({} if residuals is None else {FEEDBACK: residuals}) | self.on_all_ranks(segment)
 
     def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the listeners' states, a subset of :meth:`beside`. Ranks with the same part have the same values."""
+        """Return the listeners' states, a subset of :meth:`beside`.
+
+        Ranks with the same shard have the same values.
+        """
         return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
         """Return views of the values to save; None if some of them must be copied into the saved order."""
-        with self._lent(content.segment) as weights:
-            found = [piece.of(weights) for piece in content.pieces]
+        with self._loaded(content.segment) as weights:
+            found = [piece.values(weights) for piece in content.pieces]
             places = {tensor.untyped_storage().data_ptr() for tensor in (weights, *states)}
         return found if all(view.untyped_storage().data_ptr() in places for view in found) else None
 
@@ -181,19 +184,19 @@ class Content:
         if not segment.is_first_copy:
             return  # another rank saves the same
         spans = segment.layout.part(segment.part_index)
-        if segment.part_index == 0:  # a parameter without elements is in no rank's part
+        if segment.part_index == 0:  # a parameter without elements is in no rank's shard
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
-        beside = self.beside(segment)
+        additional = self.beside(segment)
         for span in spans:
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
             yield from _pieces(MODEL + span.fqn, dtype, elements, itemgetter(place))
-            for key, values in beside.items():
-                yield from _pieces(key + span.fqn, values.dtype, elements, _out_of(values, place))
+            for key, values in additional.items():
+                yield from _pieces(key + span.fqn, values.dtype, elements, _slice_of(values, place))
             yield from self._states_of(members[span.fqn], span)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
-        """Yield the optimizer states of one parameter. States on disk have values only inside :meth:`_lent`."""
+        """Yield the optimizer states of one parameter. States on disk have values only inside :meth:`_loaded`."""
         view = self.updater.views.of(member.param)
         if view is None or not view.num_elements:
             return
@@ -218,7 +221,7 @@ class Content:
                 )
 
     def _state_of(self, view: View, span: Span, key: str) -> Callable[[Tensor], Tensor]:
-        """Return a function that takes the span's part of a state from the optimizer."""
+        """Return a function that reads the span's slice of a state from the optimizer."""
 
         def take(_: Tensor) -> Tensor:
             state: Tensor = self.updater.optimizer.state[view.tensor][key]
@@ -233,38 +236,38 @@ class Content:
         return take
 
     @contextmanager
-    def _lent(self, segment: Segment) -> Iterator[Tensor]:
-        """Yield this rank's part of a segment's weights, while the segment's optimizer states are in the optimizer."""
+    def _loaded(self, segment: Segment) -> Iterator[Tensor]:
+        """Yield this rank's shard of a segment's weights, while the segment's optimizer states are in the optimizer."""
         on_disk = self.updater.states.on_disk(segment)
         leases = on_disk.lend() if on_disk is not None else {}
-        rest = segment.rest.lend()
-        own = None if segment.master_is_parameter else segment.master
-        master = own.lend() if own is not None else None
+        params = segment.rest.lend()
+        separate = None if segment.master_is_parameter else segment.master
+        master = separate.lend() if separate is not None else None
         try:
-            weights = self._part(segment, rest.wait())
-            if own is not None and master is not None:
-                weights = own.joined(weights, self._part(segment, master.wait()))
+            weights = self._shard(segment, params.wait())
+            if separate is not None and master is not None:
+                weights = separate.joined(weights, self._shard(segment, master.wait()))
             if on_disk is not None:
                 on_disk.connect(leases)
             yield weights
         finally:
             if on_disk is not None:
                 on_disk.put_back(leases, changed=False)
-            rest.end(changed=False)
+            params.end(changed=False)
             if master is not None:
                 master.end(changed=False)
 
-    def _part(self, segment: Segment, values: Tensor) -> Tensor:
-        """Return this rank's part of ``values``, which may contain several parts."""
-        parts = values.view(-1, segment.layout.part_elements)
-        return parts[segment.part_index % len(parts)]
+    def _shard(self, segment: Segment, values: Tensor) -> Tensor:
+        """Return this rank's shard of ``values``, which may contain several shards."""
+        shards = values.view(-1, segment.layout.part_elements)
+        return shards[segment.part_index % len(shards)]
 
 
-def _out_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
+def _slice_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
     """Return a function that ignores the weights and returns the slice ``place`` of ``values``."""
     return lambda weights: values[place]
 
 
 def _has_own_shape(view: View, state: Tensor) -> bool:
-    """Return whether an optimizer on unsharded parameters keeps a state in another shape than the parameter's."""
+    """Return True if an optimizer on unsharded parameters keeps a state in another shape than the parameter's."""
     return bool(state.numel()) and view.member.segment.holds_whole_master and state.shape != view.member.shape

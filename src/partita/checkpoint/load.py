@@ -1,6 +1,6 @@
-"""Loading: every rank reads the values that it holds, whatever ranks and memory tiers they were saved from.
+"""Loading: every rank reads the values that it stores, whatever ranks and memory tiers they were saved from.
 
-The elements that a rank holds of a tensor are intersected, in the tensor's global coordinates, with the stored chunks.
+The elements that a rank stores of a tensor are intersected, in the tensor's global coordinates, with the stored chunks.
 Each intersecting chunk is read in full, checked, and copied into place. The only memory needed in addition to the
 states is for the chunks in flight, and for the optimizer states of one unit if they are stored on disk.
 """
@@ -65,15 +65,15 @@ class Restored:
     def __str__(self) -> str:
         what = "the model" if self.only_model else "model, optimizer, scheduler and random states"
         lines = [f"restored {what} of step {self.step} from '{self.path}'"]
-        for title, names in (("not in the checkpoint", self.missing), ("not taken", self.unexpected)):
+        for title, names in (("not in the checkpoint", self.missing), ("not loaded", self.unexpected)):
             if names:
                 lines.append(f"{title}: {some_of(names)}")
         return "\n".join(lines)
 
 
 @collector_paused()
-def load(content: Content, training: TrainingState, backend: Backend, folder: Path, wanted: Wanted) -> Restored:
-    """Load an engine's states from one checkpoint. Every rank reads its part. A collective.
+def load(content: Content, training: TrainingState, backend: Backend, folder: Path, options: Wanted) -> Restored:
+    """Load an engine's states from one checkpoint. Every rank reads its shards. A collective.
 
     Raises:
         PartitaError: on all ranks: there is no complete checkpoint, a file of it is damaged, or (with ``strict``) it
@@ -82,7 +82,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     content.forget()
     all_ranks = content.runtime.collectives.all_ranks
     with shared_errors(all_ranks):
-        loading = Loading(content, training, backend.open(folder), wanted)
+        loading = Loading(content, training, backend.open(folder), options)
         loading.check()
         plan = loading.plan()
     content.runtime.reducer.sync_states.clear()
@@ -101,8 +101,9 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
 
 @dataclass(frozen=True)
 class _Target:
-    """The destination of ``elements`` of a stored tensor: a ``place`` in a segment's weights, a ``state`` of ``view``,
-    or ``held`` values.
+    """The destination of ``elements`` of a stored tensor.
+
+    It is a ``place`` in a segment's weights, a ``state`` of ``view``, or the tensor ``values``.
 
     ``parts``: each stored chunk that intersects a box of the elements, with that box and its slice of the elements.
     """
@@ -113,7 +114,7 @@ class _Target:
     place: slice = field(default_factory=lambda: slice(0, 0))
     view: View | None = None
     state: str = ""
-    held: Tensor | None = None
+    values: Tensor | None = None
 
     def fill(self, flat: Tensor, tensors: Iterator[Tensor]) -> None:
         """Copy the next tensors, one for each of ``parts``, into the elements."""
@@ -122,13 +123,13 @@ class _Target:
             if chunk.box == box and self.elements.is_row_major:
                 flat[place].copy_(next(tensors).reshape(-1))
                 continue
-            met = box.meet(chunk.box)
-            assert met is not None
-            target = self.elements.shaped(flat[place], box)[met.within(box).slices]
-            target.copy_(next(tensors)[met.within(chunk.box).slices])
+            overlap = box.meet(chunk.box)
+            assert overlap is not None
+            target = self.elements.shaped(flat[place], box)[overlap.within(box).slices]
+            target.copy_(next(tensors)[overlap.within(chunk.box).slices])
 
 
-def _kept(segment: Segment) -> Kept:
+def _weights_storage(segment: Segment) -> Kept:
     """Return the storage of the master weights, or, if there are none, of the parameters."""
     return segment.master.state if segment.master is not None else segment.rest
 
@@ -136,23 +137,23 @@ def _kept(segment: Segment) -> Kept:
 class Loading:
     """The process of loading one checkpoint into an engine's states."""
 
-    def __init__(self, content: Content, training: TrainingState, stored: Stored, wanted: Wanted) -> None:
+    def __init__(self, content: Content, training: TrainingState, stored: Stored, options: Wanted) -> None:
         self._runtime = content.runtime
         self._updater = content.updater
         self._training = training
         self._stored = stored
-        self._wanted = wanted
+        self._options = options
         self._members = [member for _, member in self._runtime.members()]
         self._buffers = list(persistent_buffers(self._runtime.model))
         self._modules = list(extra_states(self._runtime.model))
         known = [fqn for holding in find_everywhere(self._runtime.model) for fqn in holding.fqns]
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
-        self._names = Names(stored, known, wanted.prefix)
+        self._names = Names(stored, known, options.prefix)
         self._missing = list[str]()
         self._content = content
-        self._takes_states = not wanted.only_model
+        self._loads_states = not options.only_model
 
-    # --------------------------------------------------- before anything is touched
+    # ----------------------------------------------- before anything is modified
 
     def check(self) -> None:
         """Check that the checkpoint fits the engine's model and optimizer.
@@ -162,48 +163,50 @@ class Loading:
         """
         wrong = self._compare()
         started = int(self._stored.manifest.get("step", 0)) > 0
-        if not self._wanted.only_model and started and not self._names.has_states and self._keeps_states():
+        if not self._options.only_model and started and not self._names.has_states and self._keeps_states():
             self._missing.append(STATE + "*")
-        if wrong or (self._wanted.strict and (self._missing or self._names.strange)):
-            said = [f"shapes differ: {some_of(wrong)}"] if wrong else []
-            said += [f"missing there: {some_of(self._missing)}"] if self._missing else []
-            said += [f"unknown here: {some_of(self._names.strange)}"] if self._names.strange else []
-            hint = "" if wrong else "; strict=False takes what there is and reports the rest"
-            raise PartitaError(f"checkpoint: '{self._stored.folder}' is of another model: {'; '.join(said)}{hint}")
-        if not self._wanted.only_model:
+        if wrong or (self._options.strict and (self._missing or self._names.strange)):
+            problems = [f"shapes differ: {some_of(wrong)}"] if wrong else []
+            problems += [f"missing in the checkpoint: {some_of(self._missing)}"] if self._missing else []
+            problems += [f"not in the model: {some_of(self._names.strange)}"] if self._names.strange else []
+            hint = "" if wrong else "; strict=False loads the matching entries and reports the rest"
+            raise PartitaError(
+                f"checkpoint: '{self._stored.folder}' does not match the model: {'; '.join(problems)}{hint}"
+            )
+        if not self._options.only_model:
             self._check_states()
 
     def _check_states(self) -> None:
         trained = [member for member in self._members if member.segment.trains]
-        there = {state for member in trained for state in self._names.states(member.holding.fqns)} - {"step"}
-        here = state_names(self._updater.optimizer) - {"step"}
-        if not there or not here or there & here:
+        saved = {state for member in trained for state in self._names.states(member.holding.fqns)} - {"step"}
+        expected = state_names(self._updater.optimizer) - {"step"}
+        if not saved or not expected or saved & expected:
             return
-        if self._wanted.strict:
+        if self._options.strict:
             raise PartitaError(
-                f"checkpoint: '{self._stored.folder}' holds the states of another optimizer ({some_of(sorted(there))}"
-                f"): expected those of {type(self._updater.optimizer).__name__} ({some_of(sorted(here))}); "
-                "only_model=True takes the weights alone, strict=False all but these states"
+                f"checkpoint: '{self._stored.folder}' holds the states of another optimizer ({some_of(sorted(saved))}"
+                f"): expected those of {type(self._updater.optimizer).__name__} ({some_of(sorted(expected))}); "
+                "only_model=True loads only the weights, strict=False everything except these states"
             )
-        self._takes_states = False
+        self._loads_states = False
         self._missing.append(STATE + "*")
 
     def _compare(self) -> list[str]:
         """Record the names of the model that the checkpoint lacks; return a message for each shape that differs."""
         wrong = list[str]()
-        held = [(member.holding.fqns, member.span.place.shape) for member in self._members]
-        held += [([name], tuple(buffer.shape)) for name, buffer in self._buffers]
-        for names, expected in held:
+        entries = [(member.holding.fqns, member.span.place.shape) for member in self._members]
+        entries += [([name], tuple(buffer.shape)) for name, buffer in self._buffers]
+        for names, expected in entries:
             key = self._names.model(names)
             if key is None:
                 self._missing.append(MODEL + names[0])
             elif (shape := self._stored.tensors[key].shape) != expected:
-                wrong.append(f"'{names[0]}' is {expected} here, {shape} there")
+                wrong.append(f"'{names[0]}' is {expected} in the model, {shape} in the checkpoint")
         self._missing += [MODEL + name for name, _ in self._modules if self._names.model([name]) is None]
         return wrong
 
     def _keeps_states(self) -> bool:
-        """Return whether the optimizer will keep states of trainable parameters (SGD without momentum does not)."""
+        """Return True if the optimizer keeps states of trainable parameters (SGD without momentum does not)."""
         return any(m.segment.trains for m in self._members) and states_per_element(self._updater.optimizer) > 0
 
     def plan(self) -> list[tuple[Segment, list[_Target]]]:
@@ -212,7 +215,7 @@ class Loading:
         return [(segment, list(self._targets(unit, segment))) for unit in units for segment in unit.segments]
 
     def _targets(self, unit: Unit, segment: Segment) -> Iterator[_Target]:
-        """Yield the targets for this rank's part of a segment and of its states."""
+        """Yield the targets for this rank's shard of a segment and of its states."""
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         for span in self._spans(segment):
             member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
@@ -220,18 +223,19 @@ class Loading:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
             # States of frozen parameters are loaded too: they are used after unfreezing, and saved meanwhile.
-            if self._takes_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
+            if self._loads_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
                 for state, key in self._names.states(member.holding.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
-        if self._wanted.only_model:
+        if self._options.only_model:
             return
-        beside = self._content.beside(segment) if segment.is_first_copy else self._content.on_all_ranks(segment)
-        for span, (prefix, kept) in product(segment.layout.part(segment.part_index), beside.items()):
+        content = self._content
+        additional = content.beside(segment) if segment.is_first_copy else content.on_all_ranks(segment)
+        for span, (prefix, kept) in product(segment.layout.part(segment.part_index), additional.items()):
             names = [prefix + name for name in members[span.fqn].holding.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
-                yield self._target(key, members[span.fqn].elements(span.start, span.stop), held=values)
+                yield self._target(key, members[span.fqn].elements(span.start, span.stop), values=values)
 
     def _target(self, key: str, elements: FlatRange, **where: Any) -> _Target:
         parts = (
@@ -257,7 +261,7 @@ class Loading:
         return ONE_NUMBER
 
     def _spans(self, segment: Segment) -> tuple[Span, ...]:
-        """Return the spans of a segment that this rank holds."""
+        """Return the spans of a segment that this rank stores."""
         return segment.stored_spans if segment.master is None else segment.master_spans
 
     # -------------------------------------------------------------------- reading
@@ -272,8 +276,8 @@ class Loading:
         with self._stored.read(chunks) as tensors:
             for segment, targets in plan:
                 try:
-                    if error is None and not self._wanted.only_model:
-                        self._forget_states(segment)
+                    if error is None and not self._options.only_model:
+                        self._remove_states(segment)
                     param = self._fill(segment, targets, tensors) if error is None else None
                 except Exception as raised:
                     error, param = raised, None
@@ -283,55 +287,55 @@ class Loading:
     def _fill(self, segment: Segment, targets: Sequence[_Target], tensors: Iterator[Tensor]) -> Tensor | None:
         """Load a segment's weights and optimizer states into this rank's storage.
 
-        Return the parameters of split master weights, which are stored elsewhere; None for other master weights.
+        Return the compute parameters if master weights are split (their low bits are stored separately); else None.
         """
-        lease = _kept(segment).lend()
-        held = weights = lease.wait()
+        lease = _weights_storage(segment).lend()
+        stored = weights = lease.wait()
         splits = segment.master is not None and segment.master.splits
         if segment.master is not None and splits:  # values that are not stored stay unchanged
-            rest = segment.rest.lend()
-            weights = segment.master.joined(segment.part_of_stored(rest.wait()), held)
-            rest.end(changed=False)
+            params = segment.rest.lend()
+            weights = segment.master.joined(segment.part_of_stored(params.wait()), stored)
+            params.end(changed=False)
         states = dict[View, dict[str, Any]]()
         for target in targets:
-            if target.held is not None:
-                target.fill(target.held, tensors)
+            if target.values is not None:
+                target.fill(target.values, tensors)
             elif target.view is None:
                 target.fill(weights[target.place], tensors)
             else:
-                room = self._room(target.view, target)
-                target.fill(room.view(-1), tensors)
-                states.setdefault(target.view, {})[target.state] = room
+                state = self._allocate_state(target.view, target)
+                target.fill(state.view(-1), tensors)
+                states.setdefault(target.view, {})[target.state] = state
         param = None
         if splits:
             param, low = split(weights)
-            held.copy_(low)
+            stored.copy_(low)
         lease.end(changed=True)
-        self._adopt(segment, states)
+        self._set_states(segment, states)
         return param
 
-    def _forget_states(self, segment: Segment) -> None:
+    def _remove_states(self, segment: Segment) -> None:
         """Remove the optimizer states of a segment. A parameter without stored states then counts as never updated."""
         for view in self._updater.views.of_segment(segment):
             self._updater.optimizer.state.pop(view.tensor, None)
 
-    def _room(self, view: View, target: _Target) -> Tensor:
+    def _allocate_state(self, view: View, target: _Target) -> Tensor:
         """Allocate memory for an optimizer state: flat, or a scalar."""
-        stored, own = self._stored.tensors[target.key].dtype, view.tensor
+        stored, param = self._stored.tensors[target.key].dtype, view.tensor
         if target.elements is ONE_NUMBER:
             groups = self._updater.optimizer.param_groups
             on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-            return torch.empty((), dtype=stored, device=own.device if on_device else "cpu")
-        dtype = own.dtype if stored.is_floating_point and target.state not in BLOCK_STATES else stored
-        return torch.empty(target.elements.num_elements, dtype=dtype, device=own.device)
+            return torch.empty((), dtype=stored, device=param.device if on_device else "cpu")
+        dtype = param.dtype if stored.is_floating_point and target.state not in BLOCK_STATES else stored
+        return torch.empty(target.elements.num_elements, dtype=dtype, device=param.device)
 
-    def _adopt(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
+    def _set_states(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
         """Pass the loaded states to the optimizer, in the encoding in which it keeps them."""
         optimizer = self._updater.optimizer
         for view, state in states.items():
             names = self._names.states(view.member.holding.fqns)
-            plain = {name: self._stored.value(key) for name, key in names.items() if key in self._stored.values}
-            known = {**adopted(optimizer, state), **plain}
+            values = {name: self._stored.value(key) for name, key in names.items() if key in self._stored.values}
+            known = {**adopted(optimizer, state), **values}
             optimizer.state[view.tensor] = {
                 name: self._shaped(view, names.get(name, ""), value)
                 if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.holds_whole_master
@@ -374,20 +378,22 @@ class Loading:
         publisher.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
-    def _tell_of_others(self) -> None:
-        """Warn about states that only one of the runs has: residuals of gradients, the outer optimizer's momentum."""
+    def _warn_about_residuals(self) -> None:
+        """Warn if only one of the two runs has error-feedback residuals, or DiLoCo's momentum."""
         segments = [segment for unit in self._runtime.units for segment in unit.segments]
         of_listeners = {prefix for segment in segments for prefix in self._content.on_all_ranks(segment)}
+        has_residuals = bool(self._runtime.reducer.sync_states)
         for prefix, (what, key, is_here) in {
-            FEEDBACK: ("what codes of gradients held back", "gradients", bool(self._runtime.reducer.sync_states)),
-            MOMENTUM: ("the outer optimizer's momentum", "every", MOMENTUM in of_listeners),
+            FEEDBACK: ("error-feedback residuals of gradients", "gradients", has_residuals),
+            MOMENTUM: ("momentum of the outer optimizer (DiLoCo)", "every", MOMENTUM in of_listeners),
         }.items():
             is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)
             if is_there == is_here or self._runtime.collectives.mesh.rank:
                 continue
-            said = f"has {what}, and there is none here: it is dropped" if is_there else ""
-            said = said or f"has nothing of {what}, which starts at zero"
-            warnings.warn(f"engine.load: '{self._stored.folder}' {said} (communication.{key})", stacklevel=2)
+            dropped = f"has {what}, which this run does not use: they are not loaded"
+            missing = f"has no {what}: they start at zero"
+            difference = dropped if is_there else missing
+            warnings.warn(f"engine.load: '{self._stored.folder}' {difference} (communication.{key})", stacklevel=2)
 
     def fill_others(self) -> Restored:
         """Restore everything except the segments; return the result. Every rank reads the buffers in full."""
@@ -397,9 +403,9 @@ class Loading:
         for name, module in self._modules:
             if (key := self._names.model([name])) is not None:
                 module.set_extra_state(self._stored.value(key))
-        if not self._wanted.only_model and self._stored.manifest:
-            self._missing += self._training.restore(self._stored, strict=self._wanted.strict)
-            self._tell_of_others()
+        if not self._options.only_model and self._stored.manifest:
+            self._missing += self._training.restore(self._stored, strict=self._options.strict)
+            self._warn_about_residuals()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.strange)
-        return Restored(self._stored.folder, step, self._wanted.only_model, missing, unexpected)
+        return Restored(self._stored.folder, step, self._options.only_model, missing, unexpected)

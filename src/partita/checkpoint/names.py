@@ -22,15 +22,15 @@ MOMENTUM, OUTER_FEEDBACK = OUTER + "momentum.", OUTER + "feedback."
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # Captures the prefix before the first component of a key in an optimizer's state dict.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
-# As get_optimizer_state_dict nests (or flattens) them: state.<parameter>.<state>.
+# The keys of get_optimizer_state_dict, nested or flattened: state.<parameter>.<state>.
 _STATE = re.compile(r"state\.(.+)\.([^.]+)")
-# The optimizer that is taken if a checkpoint has several.
+# The optimizer that is loaded if a checkpoint has several.
 USUAL_OPTIMIZERS = (OPTIMIZER, "optim.")
 MOST_NAMED = 5
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names as text, and the number of the others."""
     every = list(names)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
@@ -78,8 +78,8 @@ def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
     holders = {key: _holder(stored, key) for key in keys}
     copies = sorted(set(holders.values()))
     chosen = _choose(stored, copies, prefix)
-    own = {key.removeprefix(chosen): key for key in keys if holders[key] == chosen}
-    below = own or {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
+    direct = {key.removeprefix(chosen): key for key in keys if holders[key] == chosen}
+    below = direct or {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
     if not below:
         raise _nothing_there(stored, chosen, copies)
     return below
@@ -120,7 +120,7 @@ def _nothing_there(stored: Stored, prefix: str, copies: Sequence[str]) -> Partit
 
 
 def _shown(prefix: str) -> str:
-    """Return a prefix in quotes, as a user writes it; of the top level, an empty one."""
+    """Return a prefix in quotes, as a user writes it. The prefix of the top level is empty."""
     return f"'{prefix.rstrip('.')}'"
 
 
@@ -198,10 +198,10 @@ class Names:
             return {name: found for states in by_prefix.values() for name, found in states.items()}
         usual = next((prefix for prefix in USUAL_OPTIMIZERS if prefix in by_prefix), None)
         if usual is None:
-            there = some_of(_shown(prefix) for prefix, states in by_prefix.items() if twice in states)
+            prefixes = some_of(_shown(prefix) for prefix, states in by_prefix.items() if twice in states)
             raise PartitaError(
-                f"checkpoint: '{self._stored.folder}' holds optimizer states of '{twice}' under {there}, none of which "
-                "is called 'optimizer': load with only_model=True"
+                f"checkpoint: '{self._stored.folder}' holds optimizer states of '{twice}' under {prefixes}, none of "
+                "which is called 'optimizer': load with only_model=True"
             )
         return by_prefix[usual]
 

@@ -1,7 +1,7 @@
-"""Saving: every rank writes its part of a checkpoint, and the first rank makes it visible when all parts are durable.
+"""Saving: every rank writes its file of a checkpoint, and the first rank makes it visible when all files are durable.
 
 Training waits for a copy into host memory. The checkpoint is written from that copy while training continues. If states
-are stored on disk, or the host has no memory for the copies, the states are streamed, and training waits for that.
+are stored on disk, or the host has no memory for the copies, the states are streamed to the file, and training waits.
 """
 
 import itertools
@@ -52,7 +52,7 @@ class Saver:
         try:
             self._save(self._draft, background=request.background)
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
         return request.folder / f"step-{request.step}"
 
@@ -65,7 +65,7 @@ class Saver:
         with shared_errors(self._all_ranks):
             draft.join()
         batches = itertools.chain(self._content.batches(states), self._training.batches())
-        if background and not self._on_disk and self._have_room(draft.snapshot_bytes):
+        if background and not self._on_disk and self._host_fits(draft.snapshot_bytes):
             with shared_errors(self._all_ranks):
                 draft.snapshot(batches)
             # Not a daemon, so that the process ends only after the checkpoint is complete.
@@ -103,7 +103,7 @@ class Saver:
                 with shared_errors(self._all_ranks):
                     self._join()
             except Exception:
-                self._give_up()
+                self._abandon()
                 raise
 
     def _join(self) -> None:
@@ -114,7 +114,7 @@ class Saver:
         if error is not None:
             raise error
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Abandon a checkpoint that failed, and remove its files. No rank writes any more."""
         assert self._draft is not None
         self._draft.leave()
@@ -125,10 +125,10 @@ class Saver:
     def _on_disk(self) -> bool:
         return any(segment.plan.uses_disk for unit in self._content.runtime.units for segment in unit.segments)
 
-    def _have_room(self, num_bytes: int) -> bool:
-        """Return whether every node has host memory for the copies of its ranks; the same on all ranks."""
+    def _host_fits(self, num_bytes: int) -> bool:
+        """Return True if every node has host memory for the copies of its ranks; the same on all ranks."""
         free = int(HOST_SHARE * host_memory()[1])
-        full = lack_of_memory(num_bytes, free, self._all_ranks, "engine.save")
-        if full is not None and self._is_first:
-            _log.info("checkpoint: training waits for it, as %s has no room for a copy of the states", full.memory)
-        return full is None
+        shortfall = lack_of_memory(num_bytes, free, self._all_ranks, "engine.save")
+        if shortfall is not None and self._is_first:
+            _log.info("checkpoint: training waits for it, as no copy of the states fits in %s", shortfall.memory)
+        return shortfall is None

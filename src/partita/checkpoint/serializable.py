@@ -1,4 +1,4 @@
-"""Plain values: values that a checkpoint can restore in addition to the model's tensors, and their serialization."""
+"""Serialization of plain values: values that a checkpoint stores in addition to the model's tensors."""
 
 import hashlib
 import io
@@ -45,28 +45,29 @@ def digest(value: Any) -> str:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return ``value`` as a checkpoint can restore it: mappings as dictionaries, numpy's numbers as Python's.
+    """Convert ``value`` to what a checkpoint can restore: mappings to dictionaries, numpy's numbers to Python's.
 
     Raises:
-        PartitaError: ``where``, or something in it, is of a class that cannot be read back.
+        PartitaError: the value, or something in it, is of a class that cannot be read back. The message names it as
+            ``where``.
     """
     try:
-        return _plain(value, where)
+        return _convert(value, where)
     except RecursionError:
-        raise PartitaError(f"checkpoint: {where} is nested too deeply, or holds itself: {_EXPECTED}") from None
+        raise PartitaError(f"checkpoint: {where} is nested too deeply, or contains itself: {_EXPECTED}") from None
 
 
-def _plain(value: Any, where: str) -> Any:
+def _convert(value: Any, where: str) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, numpy.generic) and type(value.item()) in _PLAIN:
         return value.item()
     if isinstance(value, Mapping):
-        found = {_plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        found = {_convert(key, f"a key of {where}"): _convert(item, f"{where}[{key!r}]") for key, item in value.items()}
         return Counter(found) if isinstance(value, Counter) else found
     if isinstance(value, list | tuple | set):
         kind = type(value) if type(value) in (list, tuple, set) else list
-        return kind(_plain(item, f"{where}[{place}]") for place, item in enumerate(value))
+        return kind(_convert(item, f"{where}[{place}]") for place, item in enumerate(value))
     if not _is_readable(value):
         raise PartitaError(
             f"checkpoint: {where} is of {type(value).__module__}.{type(value).__qualname__}, which could not be loaded "

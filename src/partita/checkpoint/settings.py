@@ -47,7 +47,7 @@ def configured(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
 def changes(number: int, now: Settings, before: Settings, saved: Settings) -> list[Change]:
     """Return the settings configured differently than in the saved run.
 
-    A setting that only one of the two optimizers has is no change.
+    A setting that only one of the two optimizers has is not a change.
     """
     return [
         Change(number, key, before[key], value, saved.get(key))
@@ -65,10 +65,10 @@ def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
     group["lr"] = change.now * (change.saved / change.before) if change.before else change.now
     if "initial_lr" in group:
         group["initial_lr"] = change.now
-    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        if change.number < len(getattr(part, "base_lrs", ())):
-            part.base_lrs[change.number] = change.now
-    scheduler._last_lr = [float(each["lr"]) for each in optimizer.param_groups]
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if change.number < len(getattr(each, "base_lrs", ())):
+            each.base_lrs[change.number] = change.now
+    scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _copied(value: Any) -> Any:

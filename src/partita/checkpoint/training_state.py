@@ -75,7 +75,7 @@ class TrainingState:
         """Return the plain values that this rank saves.
 
         Raises:
-            PartitaError: one of them holds something that could not be loaded again.
+            PartitaError: one of them contains a value that could not be loaded again.
         """
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_states(self.mesh.device))]
 
@@ -92,7 +92,7 @@ class TrainingState:
                 for key, value in group.items():
                     add(f"{GROUPS}{number}.{key}", value, f"'{key}' of the optimizer's group {number}")
             add(SCHEDULER, self.scheduler.state_dict(), "the scheduler's state")
-            add(CONFIGURED, self._configured, "what is configured of the optimizer's groups")
+            add(CONFIGURED, self._configured, "the configured settings of the optimizer's groups")
             values.append(Value(ENGINE, value=self.updater.counters()))
             add(EXTRA, self.extra, "engine.extra")
         return values
@@ -106,8 +106,8 @@ class TrainingState:
         saved, own = stored.manifest.get("optimizer"), rule_of(self.updater.optimizer)
         if saved not in (None, own) and not self.mesh.rank:
             warnings.warn(
-                f"engine.load: '{stored.folder}' was saved with the optimizer {saved}, and this one is {own}: it goes "
-                "on from the states that both have; to take the weights alone, set only_model=True",
+                f"engine.load: '{stored.folder}' was saved with the optimizer {saved}, and this one is {own}: the "
+                "states that both have are loaded; only_model=True loads only the weights",
                 stacklevel=2,
             )
         missing = [key for key in (SCHEDULER, ENGINE) if key not in stored.values]
@@ -141,16 +141,17 @@ class TrainingState:
         if own and not self.mesh.rank:
             differing = set[str]().union(*(_differing(stored.value(key), first) for key in own))
             warnings.warn(
-                f"engine.load: the ranks that saved '{stored.folder}' had other values of engine.extra "
-                f"({some_of(sorted(map(repr, differing)))}), and {self.mesh.num_ranks} ranks load what "
-                f"{stored.manifest.get('ranks')} have saved: all take rank 0's",
+                f"engine.load: engine.extra differed between the {stored.manifest.get('ranks')} ranks that saved "
+                f"'{stored.folder}' ({some_of(sorted(map(repr, differing)))}); as {self.mesh.num_ranks} ranks load it, "
+                "all of them get rank 0's values",
                 stacklevel=2,
             )
         return first
 
     def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
-        """Give each group the settings of the stored group with the same parameters, except those that are configured
-        differently now; return the keys that the checkpoint lacks.
+        """Restore each group's settings, except those that are configured differently now.
+
+        Return the keys that the checkpoint lacks.
         """
         before = stored.value(CONFIGURED) if CONFIGURED in stored.values else []
         trained = {view.member.fqn for view in self.updater.views if view.member.segment.trains}
@@ -158,13 +159,13 @@ class TrainingState:
         for number, group in enumerate(self.updater.groups_by_name()):
             prefix = f"{GROUPS}{number}."
             found = {key.removeprefix(prefix): stored.value(key) for key in stored.values if key.startswith(prefix)}
-            others = trained.intersection(found.pop("params", [])) != trained.intersection(group["params"])
-            if not found or (others and not strict):
+            differ = trained.intersection(found.pop("params", [])) != trained.intersection(group["params"])
+            if not found or (differ and not strict):
                 missing.append(prefix + "*")
-            elif others:
+            elif differ:
                 raise PartitaError(
                     f"checkpoint: the optimizer's group {number} has other parameters than in '{stored.folder}': build "
-                    "the optimizer with the same groups, or load with strict=False, which leaves its settings alone"
+                    "the optimizer with the same groups, or load with strict=False, which keeps the configured settings"
                 )
             else:
                 self.updater.optimizer.param_groups[number].update(found)
@@ -175,9 +176,9 @@ class TrainingState:
             apply(change, self.updater.optimizer, self.scheduler)
         if changed and not self.mesh.rank:
             warnings.warn(
-                f"engine.load: the optimizer is configured otherwise than in the run that saved '{stored.folder}': "
-                f"{'; '.join(map(str, changed))}. To go on with the checkpoint's, configure what the saved run was "
-                "configured with",
+                f"engine.load: the optimizer is configured differently from the run that saved '{stored.folder}': "
+                f"{'; '.join(map(str, changed))}. To keep the checkpoint's settings, configure the values that the "
+                "saved run was configured with",
                 stacklevel=2,
             )
         return missing

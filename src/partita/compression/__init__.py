@@ -1,7 +1,7 @@
-"""Optional package: fewer bytes between ranks, by quantization, low-rank factors, parameter deltas and local steps.
+"""Optional package: compressed communication by quantization, low-rank factors, parameter deltas and local steps.
 
-The core finds :data:`EXTENSION` here and imports nothing else of it. Each strategy is one file, with its plan (bytes,
-operations, states) and its live object.
+The core imports only :data:`EXTENSION`. Each strategy is one file, with its plan (bytes, operations, states) and its
+running object.
 """
 
 from partita.compression.extension import CompressionExtension

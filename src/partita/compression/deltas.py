@@ -1,7 +1,7 @@
-"""Parameter deltas: ranks tell each other how far updated values are from what all have stored, in codes.
+"""Parameter deltas: ranks exchange the quantized differences between updated and stored parameters.
 
-Every rank has the same stored values, so what the codes of one delta lose is part of the next one: the error feedback
-needs no memory of its own.
+Every rank stores the same values. So the quantization error of one delta is part of the next delta, and error feedback
+needs no additional memory.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from partita.sharding.segment import Segment
 
 @dataclass(frozen=True)
 class DeltaPlan(RunnablePublish):
-    """Publishes codes of the deltas."""
+    """Plan that publishes quantized deltas."""
 
     codec: Codec = field(kw_only=True)
 
@@ -37,12 +37,12 @@ class DeltaPlan(RunnablePublish):
         return cls(operations, needs_master=True, codec=codec)
 
     def scratch_bytes(self, segment: PlannedSegment) -> int:
-        """Return the bytes of the codes of all parts, with room for one rank's values in fp32."""
-        own, stored = (
+        """Return the bytes of the codes of all shards, and of one rank's shard in fp32."""
+        updated, stored = (
             residence.num_elements(segment.layout.padded, segment.mesh)
             for residence in (segment.row.master, segment.row.param_rest)
         )
-        return self.codec.num_bytes(stored) + FP32.num_bytes(own)
+        return self.codec.num_bytes(stored) + FP32.num_bytes(updated)
 
     def run(self, segment: Segment, master: Tensor, call: PublishCall) -> None:
         assert call.scratch is not None
@@ -54,24 +54,26 @@ class DeltaPlan(RunnablePublish):
 
 
 def add_deltas(group: Group, codec: Codec, updated: Tensor, stored: Tensor, scratch: Tensor) -> None:
-    """Bring ``stored`` ``[size * n]``, the same on all ranks, nearer to what each has ``updated`` ``[n]``.
+    """Add the quantized deltas of all ranks to ``stored``, which is the same on all ranks.
 
     Args:
+        updated: this rank's updated shard, ``[n]``.
+        stored: the stored parameters, ``[size * n]``.
         scratch: memory for the codes of ``stored``, and for ``n`` values in fp32.
     """
     decode = partial(kernels.decode, codec, threads=torch.get_num_threads())
-    parts, num_codes = stored.view(group.size, -1), codec.num_bytes(stored.numel())
+    shards, num_codes = stored.view(group.size, -1), codec.num_bytes(stored.numel())
     scratch = scratch.view(torch.uint8)
     codes = scratch[:num_codes].view(group.size, -1)
     delta = scratch[num_codes : num_codes + updated.numel() * 4].view(torch.float32)
-    torch.sub(updated, parts[group.index], out=delta)
+    torch.sub(updated, shards[group.index], out=delta)
     kernels.encode(codec, delta, codes[group.index], threads=torch.get_num_threads())
     group.all_gather(codes.view(-1), codes[group.index], "parameters").wait()
-    for rank, part in enumerate(parts):
-        if part.dtype == torch.float32:
-            decode(codes[rank], part, add=True)
+    for rank, shard in enumerate(shards):
+        if shard.dtype == torch.float32:
+            decode(codes[rank], shard, add=True)
         else:
             decode(codes[rank], delta)
-            delta.add_(part)
-            for at in chunks(delta):  # rounded as the optimizer's kernels round masters
-                part[at].copy_(nearest_bf16(delta[at]) if part.dtype == torch.bfloat16 else delta[at])
+            delta.add_(shard)
+            for at in chunks(delta):  # rounded as the optimizer's kernels round master weights
+                shard[at].copy_(nearest_bf16(delta[at]) if shard.dtype == torch.bfloat16 else delta[at])

@@ -19,7 +19,7 @@ from partita.sharding.runtime import Runtime
 
 
 class CompressionExtension(RunExtension):
-    """Formats of fewer bytes, parameter deltas, low-rank sums, 1-bit Adam and DiLoCo."""
+    """Compressed formats, parameter deltas, low-rank sums, 1-bit Adam and DiLoCo."""
 
     def contradictions(self, config: Config, compute: str) -> Iterator[Contradiction]:
         return contradictions(config, compute)
@@ -27,9 +27,9 @@ class CompressionExtension(RunExtension):
     def idle_settings(self, config: Config) -> Iterator[str]:
         if {gradient_codec(config), config.communication.parameters} == {"full"}:
             if config.communication.warmup_steps != "auto" and config.optimizer.name != "onebit_adam":
-                yield "ignored: communication.warmup_steps (no codes travel)"
+                yield "ignored: communication.warmup_steps (nothing is compressed)"
             if config.communication.warmup != "full":
-                yield "ignored: communication.warmup (no codes travel)"
+                yield "ignored: communication.warmup (nothing is compressed)"
 
     def row(self, config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
         return row_of(config, mesh, row)

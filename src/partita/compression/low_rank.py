@@ -1,4 +1,4 @@
-"""PowerSGD: sums of matrices as two thin factors, whose error is sent with the next ones (Vogels et al., 2019)."""
+"""PowerSGD: sums of gradient matrices as two low-rank factors, with error feedback (Vogels et al., 2019)."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,39 +27,39 @@ from partita.sharding.parameter import Member
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter as ``[rows, columns]``: what its low-rank factors are of."""
+    """The shape ``[rows, columns]`` of a parameter, as its low-rank factors approximate it."""
 
     rows: int
     columns: int
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Matrix":
-        """All dims but the first are columns."""
+        """Return the matrix of a parameter. All dimensions except the first are columns."""
         rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
         return cls(rows, columns)
 
     def factor_columns(self, rank: int) -> int:
-        """Columns of each factor; 0 where the factors would be no fewer values than the matrix."""
+        """Return the columns of each factor; 0 if the factors would have no fewer values than the matrix."""
         num = min(rank, self.rows, self.columns)
         return num if (self.rows + self.columns) * num < self.rows * self.columns else 0
 
 
 @dataclass(frozen=True)
 class FactorShapes:
-    """The matrices of one segment that become low-rank factors of ``rank`` columns."""
+    """The matrices of one segment that are sent as low-rank factors of ``rank`` columns."""
 
     layout: SegmentLayout
     rank: int
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
-        """By name, the parameters of which factors travel; others travel as they are."""
+        """The parameters that are sent as factors, by name. All others are sent uncompressed."""
         found = {span.fqn: Matrix.of(span.place.sizes) for span in self.layout.spans}
         return {fqn: matrix for fqn, matrix in found.items() if matrix.factor_columns(self.rank)}
 
     @property
     def num_elements(self) -> tuple[int, int]:
-        """Values in the two messages of a sum: left factors with what travels as it is, and right ones."""
+        """The sizes of a sum's two messages: left factors with uncompressed parameters, and right factors."""
         left, right = sum(span.num_elements for span in self.layout.spans), 0
         for matrix in self.matrices.values():
             num = matrix.factor_columns(self.rank)
@@ -68,8 +68,8 @@ class FactorShapes:
         return left, right
 
 
-class Factors:
-    """The low-rank factors of one bucket. The right ones start the next step; they change when a step updates.
+class LowRankFactors:
+    """The low-rank factors of one bucket. The right factors of an update are the start of the next step.
 
     Args:
         rank: columns of left factors, rows of right ones.
@@ -91,43 +91,46 @@ class Factors:
         self._num_sums = 0
 
     @property
-    def are_whole(self) -> bool:
+    def all_decoded(self) -> bool:
         """True if this step's gradients are one sum of factors, which every rank has decoded."""
         return self._num_sums == 1 and not self._has_copies
 
-    def reduce(self, whole: Tensor, held: Tensor, group: Group) -> None:
-        """Overwrite every rank's ``whole`` ``[num_rows, num_columns]`` by the sum over the group, as it is decoded; and
-        what is ``held`` back of it (fp32), which is sent with it, by what the sum lacks of this rank's.
+    def reduce(self, grads: Tensor, residual: Tensor, group: Group) -> None:
+        """Replace ``grads`` by their low-rank sum over the group, and ``residual`` by this rank's error in it.
+
+        Args:
+            grads: this rank's gradients, ``[num_rows, num_columns]``.
+            residual: the fp32 residual of the last step, which is added to the gradients.
         """
         self._num_sums += 1
-        fed = held.add_(whole)
+        target = residual.add_(grads)
         starts = self._next or self._rights or [self._start(*of) for of in self._matrices]
-        matrices = [self._of(member, fed).view(matrix.rows, -1) for member, matrix in self._matrices]
+        matrices = [self._of(member, target).view(matrix.rows, -1) for member, matrix in self._matrices]
         lefts = [left_factor(*pair) for pair in zip(matrices, starts, strict=True)]
-        summed = self._sum([*lefts, *(self._of(member, fed) for member in self._others)], group)
+        summed = self._sum([*lefts, *(self._of(member, target) for member in self._others)], group)
         lefts = _orthogonal(summed[: len(lefts)])
         rights = self._sum([right_factor(*pair) for pair in zip(matrices, lefts, strict=True)], group)
         for (member, _), *factors in zip(self._matrices, lefts, rights, strict=True):
-            self._decode(member, factors, whole, fed, share=1.0 / group.size)
+            self._decode(member, factors, grads, target, share=1.0 / group.size)
         for member, values in zip(self._others, summed[len(lefts) :], strict=True):
             for piece in self._layout.pieces[id(member)]:
-                piece.of(whole[piece.row]).copy_(values[piece.start : piece.stop])
-                piece.of(fed[piece.row]).zero_()
-        self._next = [self._alive(*of, right) for of, right in zip(self._matrices, rights, strict=True)]
+                piece.of(grads[piece.row]).copy_(values[piece.start : piece.stop])
+                piece.of(target[piece.row]).zero_()
+        self._next = [self._without_zeros(*of, right) for of, right in zip(self._matrices, rights, strict=True)]
 
     def commit(self) -> None:
-        """The step ends in an update."""
+        """Use this step's right factors as the start of the next step, after an update."""
         self._rights = self._next or self._rights
         self._next = []
         self._num_sums = 0
 
-    def forget(self) -> None:
-        """The step ends without an update."""
+    def discard(self) -> None:
+        """Discard this step's factors, after a skipped update."""
         self._next = []
         self._num_sums = 0
 
     def clear(self) -> None:
-        """Forget all factors, as at the start."""
+        """Discard all factors."""
         self._rights = []
         self._next = []
         self._num_sums = 0
@@ -138,56 +141,58 @@ class Factors:
             self._starts[id(member)] = first_right(matrix.columns, num, seed, member.segment.full.device)
         return self._starts[id(member)]
 
-    def _alive(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
-        """A row of zeros, as of a gradient that did not come, would be one for ever: it starts anew."""
+    def _without_zeros(self, member: Member, matrix: Matrix, right: Tensor) -> Tensor:
+        """Replace rows of zeros, which a missing gradient leaves, by initial ones. They would stay zero for ever."""
         return torch.where(right.any(1, keepdim=True), right, self._start(member, matrix))
 
-    def _of(self, member: Member, whole: Tensor) -> Tensor:
-        """A member's values in its stride order: a view, where they lie in one piece."""
+    def _of(self, member: Member, full: Tensor) -> Tensor:
+        """Return a parameter's values in its stride order; a view if they are contiguous."""
         pieces = sorted(self._layout.pieces[id(member)], key=lambda piece: piece.start)
-        parts = [piece.of(whole[piece.row]) for piece in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        values = [piece.of(full[piece.row]) for piece in pieces]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
-    def _decode(self, member: Member, factors: Sequence[Tensor], whole: Tensor, held: Tensor, *, share: float) -> None:
-        """A matrix in its place; of what was sent, this rank holds back all but its ``share`` of that."""
+    def _decode(
+        self, member: Member, factors: Sequence[Tensor], grads: Tensor, target: Tensor, *, share: float
+    ) -> None:
+        """Write the product of the factors to ``grads``, and subtract this rank's ``share`` of it from ``target``."""
         left, right = factors
         pieces = self._layout.pieces[id(member)]
-        is_written = len(pieces) == 1 and whole.dtype == left.dtype
-        out = self._of(member, whole).view(len(left), -1) if is_written else None
+        is_written = len(pieces) == 1 and grads.dtype == left.dtype
+        out = self._of(member, grads).view(len(left), -1) if is_written else None
         values = product(left, right, out).view(-1)
         for piece in pieces:
-            part = values[piece.start : piece.stop]
+            decoded = values[piece.start : piece.stop]
             if not is_written:
-                piece.of(whole[piece.row]).copy_(part)
-            piece.of(held[piece.row]).sub_(part, alpha=share)
+                piece.of(grads[piece.row]).copy_(decoded)
+            piece.of(target[piece.row]).sub_(decoded, alpha=share)
 
     def _sum(self, tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-        """The sums over the group of several tensors, in one message."""
+        """Sum several tensors over the group in one message."""
         if not tensors:
             return []
         total = group.sum(torch.cat([tensor.reshape(-1) for tensor in tensors]), "gradients", "gradients")
-        parts = total.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        sums = total.split([tensor.numel() for tensor in tensors])
+        return [each.view(tensor.shape) for each, tensor in zip(sums, tensors, strict=True)]
 
 
 def _orthogonal(lefts: Sequence[Tensor]) -> list[Tensor]:
-    """See :func:`~partita.kernels.low_rank.orthogonal`: those of the same shape at once."""
-    alike = dict[torch.Size, list[int]]()
+    """Apply :func:`~partita.kernels.low_rank.orthogonal` to all factors, batched by shape."""
+    by_shape = dict[torch.Size, list[int]]()
     for number, left in enumerate(lefts):
-        alike.setdefault(left.shape, []).append(number)
+        by_shape.setdefault(left.shape, []).append(number)
     found = dict[int, Tensor]()
-    for numbers in alike.values():
+    for numbers in by_shape.values():
         found.update(zip(numbers, orthogonal(torch.stack([lefts[number] for number in numbers])), strict=True))
     return [found[number] for number in range(len(lefts))]
 
 
 @dataclass(frozen=True)
 class LowRankPlan(ErrorFeedbackPlan):
-    """Sums low-rank factors: two all-reduces a bucket, in place of the table's operations.
+    """Plan of low-rank sums: two all-reduces per bucket instead of the table's operations.
 
     Attributes:
         rank: columns of the left factors.
-        exact_gathers: the table's gathers, for gradients that are not one sum of factors.
+        exact_gathers: the table's uncompressed gathers, for gradients that are not one sum of factors.
     """
 
     rank: int
@@ -209,11 +214,14 @@ class LowRankPlan(ErrorFeedbackPlan):
 
 
 class LowRankSync(ErrorFeedbackSync):
-    """Every rank decodes the whole sum, so a gather has nothing to send. The factors start anew after a checkpoint."""
+    """Low-rank sums of one bucket. Every rank decodes the full sum, so a gather sends nothing.
+
+    The factors are reset at each checkpoint.
+    """
 
     def __init__(self, layout: BucketLayout, plan: LowRankPlan, memory: StateMemory) -> None:
         super().__init__(layout, plan, memory)
-        self.factors = Factors(layout, plan.rank)
+        self.factors = LowRankFactors(layout, plan.rank)
         self._summed_axes = layout.planned.row.summed_axes
         self._exact_gathers = plan.exact_gathers
 
@@ -223,13 +231,13 @@ class LowRankSync(ErrorFeedbackSync):
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
         rows = full.view(self.layout.num_rows, -1)
-        with self._levels_lent(scale, call.interpreter.device) as levels:
-            self.factors.reduce(rows, levels[0].view_as(rows), call.interpreter.group(self._summed_axes))
+        with self._levels_lent(scale, call.interpreter.device) as residuals:
+            self.factors.reduce(rows, residuals[0].view_as(rows), call.interpreter.group(self._summed_axes))
             write_out(rows[self.row], out, accumulate=add)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
         assert full is not None
-        if not self.factors.are_whole:
+        if not self.factors.all_decoded:
             call.interpreter.run(self._exact_gathers, shard, full.view(-1), purpose="gradients")
             return
         for number, row in enumerate(full.view(self.layout.num_rows, -1)):
@@ -243,7 +251,7 @@ class LowRankSync(ErrorFeedbackSync):
 
     def discard(self) -> None:
         super().discard()
-        self.factors.forget()
+        self.factors.discard()
 
     def settle(self, interpreter: Interpreter) -> None:
         self.factors.clear()

@@ -1,9 +1,10 @@
-"""1-bit Adam: the second moment is measured in a warm-up and frozen after it, so that all that the ranks have to tell
-each other from then on is the running average of gradients, which a few bits and error feedback can carry.
+"""1-bit Adam: the second moment is measured in a warm-up and frozen after it.
+
+After the warm-up the ranks exchange only the running average of gradients, in a few bits with error feedback.
 
 Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
-algorithm 1. Two guards are not in it: after the warm-up an element whose second moment is zero stays as it is (codes
-of signs cannot say zero), and no element moves by more than the learning rate. Weight decay is decoupled.
+algorithm 1. Two guards are not in it: after the warm-up, elements with a second moment of zero are not updated (sign
+codecs cannot encode zero), and no element changes by more than the learning rate. Weight decay is decoupled.
 """
 
 import warnings
@@ -35,11 +36,11 @@ from partita.sharding.reducer import GradientReducer
 
 @dataclass(frozen=True)
 class AveragePlan(ErrorFeedbackPlan):
-    """Sums the running averages, and gathers them on all ranks.
+    """Plan that sums the running averages, and gathers them on all ranks.
 
     Attributes:
-        momentum: what the last average counts in the next one (Adam's beta1).
-        exact_gathers: the gathers with all values as they are.
+        momentum: the weight of the last average in the next one (Adam's beta1).
+        exact_gathers: the uncompressed gathers.
     """
 
     momentum: float
@@ -54,14 +55,14 @@ class AveragePlan(ErrorFeedbackPlan):
 
 
 def average_gathers(gradients: PlannedGradients, form: Format = FULL) -> Operations:
-    """Return the operations from the averages, which a rank measures its part of, to those that all ranks have."""
+    """Return the operations that gather the averages, which are sharded, on all ranks."""
     row = gradients.row
     summed = replace(row.grad_step, shard_axes=row.part_axes, encoding=FP32, tier=Tier.DEVICE)
     return in_formats(steps(summed, replace(summed, shard_axes=()), gradients.mesh), FULL, form)
 
 
 class AverageSync(ErrorFeedbackSync):
-    """Sums running averages: the optimizer receives the new average in place of a gradient."""
+    """Sums of running averages. The optimizer receives the new average instead of a gradient."""
 
     gathers = True
 
@@ -70,38 +71,39 @@ class AverageSync(ErrorFeedbackSync):
         planned = layout.planned
         size, copies = planned.mesh.group_size, planned.row.copies
         self._momentum = plan.momentum
-        # How often the last average would count in the sum, over the copies too.
+        # The number of times that the last average would be added in the sum, including the copies.
         self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.gradients.copy_factor
         self._exact_gathers = plan.exact_gathers
-        self._sees_whole = size(planned.row.grad_step.shard_axes) == 1
+        self._has_full_gradients = size(planned.row.grad_step.shard_axes) == 1
         self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lend().tensor
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
         full.mul_(1.0 - self._momentum)
         super()._sum(full, out, call, add=add, scale=scale)
 
-    def _begin(self, errors: Tensor, sent: Tensor) -> None:
-        torch.add(errors, self.average, alpha=self._momentum / self._num_added, out=sent)
+    def _begin(self, residual: Tensor, addend: Tensor) -> None:
+        torch.add(residual, self.average, alpha=self._momentum / self._num_added, out=addend)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
-        """Bring the new averages, of which each rank has its row, to all of them. Of the ``unused`` the last one stays.
-        All ranks have what they decode, also of their own row.
+        """Gather the new averages, of which each rank has its row. ``unused`` parameters keep their last average.
+
+        All ranks use the decoded values, for their own row too.
         """
         rows = self.average.view(self.layout.num_rows, -1)
         places = [piece.of(rows[piece.row]) for pieces in unused for piece in pieces]
         last = [values.clone() for values in places]
-        with self._levels_lent(1.0, call.interpreter.device) as levels:
-            ops = with_errors(self._gather_operations, levels[-1:], self._mesh)
+        with self._levels_lent(1.0, call.interpreter.device) as residuals:
+            ops = with_errors(self._gather_operations, residuals[-1:], self._mesh)
             call.interpreter.run(ops, shard.float(), self.average, purpose="gradients", scratch=call.scratch)
         self.layout.clear_gaps(rows)
         for values, before in zip(places, last, strict=True):
             values.copy_(before)
         shard.copy_(rows[self.row])
-        if self._sees_whole and full is not None:
+        if self._has_full_gradients and full is not None:
             full.view(-1).copy_(self.average)
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:
-        """Have all ranks know the optimizer's averages, of which each has its parts."""
+        """Gather the optimizer's averages, of which each rank has its shards, on all ranks."""
         row = torch.zeros(self.layout.num_columns, dtype=torch.float32, device=interpreter.device)
         for member in members:
             if (values := state_of(member, "exp_avg")) is not None:
@@ -113,15 +115,15 @@ class AverageSync(ErrorFeedbackSync):
 
 @runs_on_slices
 class OnebitAdam(Optimizer):
-    """Adam whose second moment is measured in a warm-up, and then stays as it is.
+    """Adam whose second moment is measured in a warm-up, and then stays constant.
 
     Attributes:
-        is_warming_up: the second moment is measured.
-        takes_averages: what comes as gradients are the new running averages.
+        is_warming_up: True while the second moment is measured.
+        receives_averages: True if the gradients passed to it are the new running averages.
     """
 
     is_warming_up = True
-    takes_averages = False
+    receives_averages = False
 
     def __init__(
         self,
@@ -160,9 +162,9 @@ class OnebitAdam(Optimizer):
             weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=group["lr"])
 
     def _update_moments(self, average: Tensor, second: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Take a gradient, or the new average, into the moments."""
+        """Update the moments by a gradient, or by the new average."""
         beta1, beta2 = group["betas"]
-        if self.takes_averages:
+        if self.receives_averages:
             average.copy_(grad)
         else:
             average.lerp_(grad, 1 - beta1)
@@ -170,12 +172,12 @@ class OnebitAdam(Optimizer):
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def _change_of(self, average: Tensor, second: Tensor, correction: float, group: Mapping[str, Any]) -> Tensor:
-        """Return how far elements move at a learning rate of 1.
+        """Return the change of the elements at a learning rate of 1.
 
-        After the warm-up that is at most 1, and 0 where the second moment is.
+        After the warm-up it is at most 1, and 0 if the second moment is 0.
 
         Args:
-            correction: of the second moment's bias, which is divided by it.
+            correction: the divisor that corrects the second moment's bias.
         """
         measured = second if self.is_warming_up else torch.threshold(second, 0, torch.inf)
         deviation = (measured / correction).sqrt_().add_(group["eps"])
@@ -184,30 +186,30 @@ class OnebitAdam(Optimizer):
 
 
 class AfterWarmup(UpdateListener):
-    """Has the optimizer follow the phases of training."""
+    """Listener that sets the optimizer's mode for the phases of training."""
 
     def __init__(self, reducer: GradientReducer, optimizer: OnebitAdam, views: Views) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
         self._views = views
-        self._with_moments = set[str]()  # names of parameters that were looked at after the warm-up
+        self._checked = set[str]()  # names of parameters that were checked after the warm-up
 
     def before_update(self, coming: ComingUpdate) -> None:
         later = [bucket.syncs[-1] for bucket in self._reducer.buckets]
         has_averages = any(isinstance(sync, AverageSync) for sync in later)
         if not coming.is_warming_up:
-            self._warn_of_untrained(coming)
+            self._warn_about_untrained(coming)
         self._optimizer.is_warming_up = coming.is_warming_up
-        self._optimizer.takes_averages = has_averages and not coming.is_warming_up
+        self._optimizer.receives_averages = has_averages and not coming.is_warming_up
 
-    def _warn_of_untrained(self, coming: ComingUpdate) -> None:
-        """Name parameters without a second moment (they had no update in the warm-up): they do not train."""
+    def _warn_about_untrained(self, coming: ComingUpdate) -> None:
+        """Warn about parameters that had no update in the warm-up. Without a second moment they do not train."""
         for member in (member for bucket in self._reducer.buckets for member in bucket.members):
             view = self._views.of(member.param)
             is_used = id(member) in coming.used and view is not None and view.num_elements > 0
-            if not is_used or member.fqn in self._with_moments or view is None:
+            if not is_used or member.fqn in self._checked or view is None:
                 continue
-            self._with_moments.add(member.fqn)
+            self._checked.add(member.fqn)
             if not float(self._optimizer.state.get(view.tensor, {}).get("step", 0.0)):
                 warnings.warn(
                     f"step {coming.step}: '{member.fqn}' had no update in the warm-up of OnebitAdam, so "

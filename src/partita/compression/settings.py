@@ -1,4 +1,4 @@
-"""Settings of compression: which codec, which warm-up, and the rules between them and other settings."""
+"""Settings of compression: codecs, warm-up, and the rules between them and other settings."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,59 +9,57 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.kernels.codecs import CODECS, Codec, TorchCodec
 
-# Of all steps, those in which 1-bit Adam's second moment is still measured (Tang et al., 2021, section 7, has 15 % to
-# 20 %).
+# The share of the steps in which 1-bit Adam measures its second moment (15 % to 20 % in Tang et al., 2021, section 7).
 WARM_UP = 0.15
 CHECKED_EVERY = 100
-# The names of codecs in a configuration: those that round at random, and those too coarse for that, whose errors are
-# kept and sent later.
+# Codec names in a configuration. Codecs with stochastic rounding need no error feedback; coarser ones do.
 AT_RANDOM = ("int8", "int4")
-LOW_RANK = "low_rank"  # no codec of blocks: matrices travel as two thin factors
-HELD_BACK = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
+LOW_RANK = "low_rank"  # not a codec of blocks: matrices are sent as two low-rank factors
+ERROR_FEEDBACK_CODECS = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
 
 
 def keeps_errors(name: str) -> bool:
-    """Return whether what the codec of this name loses is kept and sent later."""
-    return name in HELD_BACK or ":" in name
+    """Return True if the codec of this name is used with error feedback."""
+    return name in ERROR_FEEDBACK_CODECS or ":" in name
 
 
 def codec_named(name: str) -> Codec | None:
-    """Return the codec of a name in a configuration, or of a class at ``module:class``; None: there is none.
+    """Return the codec of a name in a configuration, or of a class at ``module:class``; None if there is none.
 
     Raises:
-        ConfigError: there is no such class, or it is no :class:`TorchCodec`.
+        ConfigError: there is no such class, or it is not a :class:`TorchCodec`.
     """
-    return _own_codec(name) if ":" in name else CODECS.get(HELD_BACK.get(name, name))
+    return _custom_codec(name) if ":" in name else CODECS.get(ERROR_FEEDBACK_CODECS.get(name, name))
 
 
-@cache  # one object for all rows: rows that use equal formats are equal
-def _own_codec(place: str) -> TorchCodec:
-    module, _, kind = place.partition(":")
+@cache  # the same object for all rows, so that rows with equal formats are equal
+def _custom_codec(path: str) -> TorchCodec:
+    module, _, kind = path.partition(":")
     try:
         found = getattr(import_module(module), kind)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"communication.gradients: {place}: {error}; expected module:class of a codec") from error
+        raise ConfigError(f"communication.gradients: {path}: {error}; expected module:class of a codec") from error
     if not isinstance(found, TorchCodec):
-        raise ConfigError(f"communication.gradients: {place} is no partita.kernels.codecs.TorchCodec: subclass it")
+        raise ConfigError(f"communication.gradients: {path} is not a subclass of partita.kernels.codecs.TorchCodec")
     return found
 
 
 def sends_averages(config: Config) -> bool:
-    """Return whether the optimizer's running average travels in place of gradients."""
+    """Return True if ranks send the optimizer's running average instead of gradients."""
     return config.optimizer.name == "onebit_adam" and config.optimizer.sends == "averages"
 
 
 def stores_deltas(config: Config) -> bool:
-    """Return whether codes of parameters are of their deltas, from where they are updated to all that store them.
+    """Return True if quantized parameters are sent as deltas, to all ranks that store the parameter.
 
-    Those are all ranks below stage 3, and a rank of each node under ``zero.hierarchical``.
+    These are all ranks below stage 3, and one rank per node with ``zero.hierarchical``.
     """
     zero, codec = config.zero, config.communication.parameters
     return codec != "full" and (zero.stage < 3 or zero.hierarchical)
 
 
 def check_every(config: Config) -> int:
-    """Return the steps between two comparisons of parameters that several ranks store; 0: there are none."""
+    """Return the steps between two comparisons of replicated parameters; 0 if they are not compared."""
     asked = config.communication.check_every
     if asked != "auto":
         return asked
@@ -69,13 +67,13 @@ def check_every(config: Config) -> int:
 
 
 def gradient_codec(config: Config) -> str:
-    """Return the codec of gradients, or of the running average that travels in their place."""
+    """Return the codec of gradients, or of the running average that is sent instead."""
     asked = config.communication.gradients
     return "onebit" if asked == "full" and sends_averages(config) else asked
 
 
 def warmup_steps(config: Config) -> int:
-    """Return the number of updates before codes begin to travel."""
+    """Return the number of updates before compression starts."""
     asked = config.communication.warmup_steps
     if asked != "auto":
         return asked
@@ -99,23 +97,23 @@ def _error_feedback(config: Config) -> Iterator[Contradiction]:
     if config.precision.gradients == "in_backward":
         yield (
             ("communication.gradients", "precision.gradients"),
-            f"communication.gradients: {codec} holds back what codes lose once a step is known to be finite; "
-            "precision.gradients: in_backward updates before that",
+            f"communication.gradients: {codec} updates its error-feedback residuals after a step is known to be "
+            "finite; precision.gradients: in_backward updates parameters before that",
             "set communication.gradients to int8",
         )
     for key in ("optimizer", "gradients"):
         if getattr(offload, key) in ("disk", "auto") and (key, offload.gradients) != ("gradients", "auto"):
             yield (
                 ("communication.gradients", f"zero.offload.{key}"),
-                f"what communication.gradients: {codec} holds back rests on the device or on the host, as the "
-                "optimizer states do; gradients come there, too",
+                f"the error-feedback residuals of communication.gradients: {codec} must be stored on the device or on "
+                "the host, and with them the optimizer states and gradients",
                 f"set zero.offload.{key} to host",
             )
     if codec == "onebit" and config.optimizer.name == "sgd" and config.optimizer.momentum == 0:
         yield (
             ("communication.gradients", "optimizer.name", "optimizer.momentum"),
-            "communication.gradients: onebit sends signs, which say nothing of a value's size: it takes a running "
-            "average, and plain sgd keeps none",
+            "communication.gradients: onebit sends only the signs of values: it needs a running average of gradients, "
+            "and sgd without momentum keeps none",
             "set optimizer.momentum to 0.9, or communication.gradients to ternary",
         )
 
@@ -128,18 +126,18 @@ def _diloco(config: Config) -> Iterator[Contradiction]:
             if getattr(asked, key) != getattr(default, key):
                 yield (
                     (f"communication.{key}", "communication.every"),
-                    f"communication.{key} is of replicas that train apart",
+                    f"communication.{key} applies only to replicas that train separately (DiLoCo)",
                     "set communication.every to the optimizer steps between two exchanges",
                 )
         return
     for key, why in (
-        ("zero.hierarchical", "splits parameters over all nodes"),
-        ("zero.replicate", "has all nodes add up every gradient"),
-        ("communication.parameters", "has codes stand for the parameters of a replica"),
+        ("zero.hierarchical", "shards parameters over all nodes"),
+        ("zero.replicate", "sums every gradient over all nodes"),
+        ("communication.parameters", "sends quantized parameters"),
         ("precision.gradients", "updates a unit before it is known whether all replicas' gradients are finite"),
-        ("precision.master", "has no master weights that could be compared with those of the last exchange"),
-        ("precision.moments", "has averages in blocks, of which there is no mean over the replicas"),
-        ("optimizer.name", "has the running average of all ranks in place of each replica's"),
+        ("precision.master", "has no master weights to compare with those of the last exchange"),
+        ("precision.moments", "has quantized moments, which cannot be averaged over the replicas"),
+        ("optimizer.name", "has one running average for all ranks, not one per replica"),
     ):
         value = setting(config, key)
         refused = {
@@ -149,13 +147,13 @@ def _diloco(config: Config) -> Iterator[Contradiction]:
         if refused.get(key, value != setting(Config(), key)):
             yield (
                 (key, "communication.every"),
-                f"{key}: {value} {why}; under communication.every each replica trains apart",
+                f"{key}: {value} {why}; with communication.every, replicas train separately (DiLoCo)",
                 f"leave {key} or communication.every out",
             )
     if config.zero.offload.optimizer in ("disk", "auto"):
         yield (
             ("zero.offload.optimizer", "communication.every"),
-            "what replicas that train apart compare rests on the device or on the host",
+            "communication.every (DiLoCo): the outer optimizer's states must be stored on the device or on the host",
             "set zero.offload.optimizer to host",
         )
 
@@ -165,38 +163,38 @@ def _low_rank(config: Config) -> Iterator[Contradiction]:
     if config.communication.gradients != LOW_RANK:
         return
     for key, is_set, why in (
-        ("zero.replicate", config.zero.replicate != "none", "has sums go from node to node as parts of matrices"),
-        ("communication.every", config.communication.every is not None, "exchanges parts, which are no matrices"),
-        ("optimizer.sends", sends_averages(config), "sends averages back as codes of parts"),
+        ("zero.replicate", config.zero.replicate != "none", "sums shards of matrices between nodes"),
+        ("communication.every", config.communication.every is not None, "exchanges shards of matrices"),
+        ("optimizer.sends", sends_averages(config), "sends averages as quantized shards"),
     ):
         if is_set:
             yield (
                 ("communication.gradients", key),
-                f"communication.gradients: low_rank makes factors of whole matrices; {key} {why}",
+                f"communication.gradients: low_rank needs full matrices; {key} {why}",
                 "set communication.gradients to ternary",
             )
 
 
 def _warm_up(config: Config) -> Iterator[Contradiction]:
-    """Rules of the warm-up, before codes travel."""
+    """Rules of the warm-up, before compression starts."""
     total, num = config.schedule.total_steps, warmup_steps(config)
     if total is not None and num >= total:
         yield (
             ("communication.warmup_steps", "schedule.total_steps"),
-            "communication.warmup_steps: all of the training's steps would be before codes travel",
+            "communication.warmup_steps: training would end before compression starts",
             f"set communication.warmup_steps to less than {total}",
         )
     if config.communication.warmup != "full" and not num:
         yield (
             ("communication.warmup", "communication.warmup_steps"),
-            f"communication.warmup: {config.communication.warmup} is of the steps before codes travel, and there are "
-            "none",
+            f"communication.warmup: {config.communication.warmup} applies to the steps before compression starts, and "
+            "there are none",
             "set communication.warmup_steps",
         )
     if num and config.precision.gradients == "in_backward":
         yield (
             ("communication.warmup_steps", "precision.gradients"),
-            "under precision.gradients: in_backward codes travel from the first step on",
+            "precision.gradients: in_backward sends compressed values from the first step on",
             "leave communication.warmup_steps out",
         )
     if (name := config.optimizer.name) != "onebit_adam":
@@ -204,19 +202,19 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
     if sends_averages(config) and config.communication.gradients in AT_RANDOM:
         yield (
             ("optimizer.name", "optimizer.sends", "communication.gradients"),
-            f"optimizer.name: {name} has its running average travel, in codes that hold back what they lose",
+            f"optimizer.name: {name} sends its running average, which needs a codec with error feedback",
             "set communication.gradients to onebit, ternary, 2bit or topk, or optimizer.sends to gradients",
         )
     if not num:
         yield (
             ("optimizer.name", "communication.warmup_steps", "schedule.total_steps"),
             f"optimizer.name: {name} measures its second moment in a warm-up",
-            "set communication.warmup_steps, or schedule.total_steps, of which it is 15 %",
+            "set communication.warmup_steps, or schedule.total_steps (the warm-up is 15 % of it)",
         )
     if sends_averages(config) and config.zero.replicate != "none":
         yield (
             ("optimizer.name", "optimizer.sends", "zero.replicate"),
-            f"optimizer.name: {name} has all ranks know one running average; zero.replicate has one a node",
+            f"optimizer.name: {name} needs one running average for all ranks; zero.replicate has one per node",
             "leave zero.replicate out, or set optimizer.sends to gradients",
         )
     if config.precision.master == "split":
@@ -235,8 +233,8 @@ def _deltas(config: Config, compute: str) -> Iterator[Contradiction]:
             replicates = zero.replicate != "none"
             yield (
                 ("communication.parameters", "zero.stage", "zero.replicate" if replicates else "zero.hierarchical"),
-                f"communication.parameters: {codec} is too coarse to compute with: what travels at stage 3 are the "
-                "parameters themselves, at stages 1 and 2 and between the nodes of zero.hierarchical their changes",
+                f"communication.parameters: {codec} is too coarse to compute with: stage 3 sends the parameters "
+                "themselves; stages 1 and 2, and zero.hierarchical between nodes, send their deltas",
                 "set communication.parameters to int8"
                 if replicates
                 else "set zero.hierarchical to true, communication.parameters to int8, or zero.stage to 2",
@@ -247,13 +245,14 @@ def _deltas(config: Config, compute: str) -> Iterator[Contradiction]:
     if config.precision.master == "split" and compute == "bf16":
         yield (
             ("communication.parameters", "precision.master"),
-            "precision.master: split has its high halves in the parameters, which changes in codes make other ones",
+            "precision.master: split stores the high bits of master weights in the parameters, and quantized deltas "
+            "would change them",
             "set precision.master to fp32",
         )
     if zero.offload.parameters != "none":
         yield (
             ("communication.parameters", "zero.offload.parameters"),
-            "changes in codes are added to parameters on the device",
+            "quantized deltas are added to parameters on the device",
             "leave zero.offload.parameters out",
         )
 
@@ -264,16 +263,15 @@ def _deltas_between_nodes(config: Config) -> Iterator[Contradiction]:
     if sends_averages(config):
         yield (
             ("optimizer.name", "optimizer.sends", "zero.hierarchical", "communication.parameters"),
-            "optimizer.name: onebit_adam has its running average go back to all ranks at once; where "
-            f"communication.parameters: {asked.parameters} has changes pass between the nodes of zero.hierarchical, "
-            "what comes back goes from node to node first",
+            "optimizer.name: onebit_adam sends its running average to all ranks at once; with "
+            f"communication.parameters: {asked.parameters}, zero.hierarchical sends deltas between nodes first",
             "set communication.parameters to full, or optimizer.sends to gradients",
         )
     if config.precision.gradients == "in_backward":
         yield (
             ("communication.parameters", "zero.hierarchical", "precision.gradients"),
-            "precision.gradients: in_backward updates a unit as its gradients come, while others are gathered for "
-            f"backward: where communication.parameters: {asked.parameters} has changes pass between the nodes of "
-            "zero.hierarchical, ranks would meet in these and in gathers in different orders",
+            "precision.gradients: in_backward updates a unit while other units are unsharded for backward: with "
+            f"communication.parameters: {asked.parameters}, zero.hierarchical sends deltas between nodes, and ranks "
+            "would launch these and the all-gathers in different orders",
             "set precision.gradients to fp32, or communication.parameters to full",
         )

@@ -1,4 +1,4 @@
-"""The strategies of a row of the table whose states travel compressed, and the row that a configuration asks for."""
+"""The strategies of a row of the table whose states are sent compressed, and the row of a configuration."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -33,35 +33,34 @@ from partita.plan.strategies import KeptState, Operations, PublishPlan, Strategi
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of one phase: of the warm-up, or of all later steps.
+    """The communication formats of one phase: of the warm-up, or of all later steps.
 
     Attributes:
-        gradients: to where they are summed.
-        sums: of gradients, from there to where the optimizer works on more than one rank's part.
-        deltas: of parameters, from where they are updated to all that store them.
-        outer: of DiLoCo's outer gradients, to where they are summed.
-        outer_sums: of their sums, back to all.
+        gradients: the format in which gradients are summed.
+        sums: the format in which summed gradients are gathered, if the optimizer works on more than one rank's shard.
+        deltas: the format of parameter deltas.
+        diloco: the format in which DiLoCo's outer gradients are summed.
+        diloco_sums: the format in which their sums are gathered.
     """
 
     gradients: Format = FULL
     sums: Format = FULL
     deltas: Format = FULL
-    outer: Format = FULL
-    outer_sums: Format = FULL
+    diloco: Format = FULL
+    diloco_sums: Format = FULL
 
 
 @dataclass(frozen=True)
 class CompressedStrategies(Strategies):
-    """Strategies with formats of fewer bytes.
+    """Strategies with compressed formats.
 
     Attributes:
         later: the formats after the warm-up.
-        warmup: those of the warm-up; None: there is none.
+        warmup: the formats of the warm-up; None if there is none.
         parameters: the format of unsharded parameters.
-        momentum: what ranks send is the optimizer's running average, in which the last one counts so much (Tang et al.,
-            "1-bit Adam", 2021); 0: they send gradients.
-        rank: sums of matrices are low-rank factors of so many columns (Vogels et al., "PowerSGD", 2019); 0: they are
-            not.
+        momentum: if not 0, ranks send the optimizer's running average instead of gradients (Tang et al., "1-bit Adam",
+            2021), and this is the weight of the last average in the next one.
+        rank: if not 0, matrices are summed as low-rank factors of this many columns (Vogels et al., "PowerSGD", 2019).
     """
 
     later: Formats = field(default_factory=Formats)
@@ -86,7 +85,7 @@ class CompressedStrategies(Strategies):
         return (*warmup, self._with_states(gradients, later))
 
     def _with_states(self, gradients: PlannedGradients, plan: SyncPlan) -> SyncPlan:
-        """Return the plan that keeps what this plan's formats leave out."""
+        """Return the plan with the states that its formats need, such as error-feedback residuals."""
         exact, row = gradients.exact, gradients.row
         residual = Residence((), row.summed_axes, FP32, row.master.tier)
         if self.rank and gradients.reductions:
@@ -105,12 +104,12 @@ class CompressedStrategies(Strategies):
 
     def kept(self, segment: PlannedSegment) -> Iterator[KeptState]:
         if segment.row.separate_axes:
-            yield from kept_by_rounds(segment, self.later.outer)
+            yield from kept_by_rounds(segment, self.later.diloco)
 
     def of_round(self, segment: PlannedSegment, *, is_warming_up: bool) -> Iterator[Transfer]:
         if segment.row.separate_axes:
             formats = self._phases[0 if is_warming_up else -1]
-            yield from transfers_of_round(segment, formats.outer, formats.outer_sums)
+            yield from transfers_of_round(segment, formats.diloco, formats.diloco_sums)
 
 
 def _sync(gradients: PlannedGradients, formats: Formats) -> SyncPlan:
@@ -125,10 +124,10 @@ def _publish(segment: PlannedSegment, form: Format) -> PublishPlan:
 
 
 def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
-    """Return the row with the strategies that the configuration asks for.
+    """Return the row with the configured strategies.
 
-    Codes that are added up are right on average, or keep their errors; unsharded parameters are the same on all ranks.
-    Parameters that have no floating point of their own travel as they are.
+    Summed values use stochastic rounding or error feedback. Unsharded parameters are the same on all ranks. Parameters
+    that are not floating-point are sent uncompressed.
     """
     if config.communication.every is not None and mesh.node > 1:
         row = separate(row)
@@ -137,7 +136,7 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
     if config.communication.warmup != "full" and gradient_codec(config) != "full":
         warmup = _of_gradients(config.communication.warmup, row)
     if row.separate_axes:
-        later, warmup = (Formats(outer=each.gradients, outer_sums=each.sums) for each in (later, warmup))
+        later, warmup = (Formats(diloco=each.gradients, diloco_sums=each.sums) for each in (later, warmup))
     codec = codec_named(name) if row.param_compute.encoding.name in ENCODINGS else None
     parameters: Format = FULL if codec is None else Quantized(codec)
     if not (row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes):
@@ -154,8 +153,8 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
     is_needed = row.separate_axes or strategies != CompressedStrategies()
     if is_needed and row.copies.distinct:
         raise ConfigError(
-            "communication: parameters that differ between ranks of the data axis (experts) travel as they are: leave "
-            "out communication.gradients, communication.parameters and communication.every"
+            "communication: parameters that differ between data ranks (experts) cannot be compressed: leave out "
+            "communication.gradients, communication.parameters and communication.every"
         )
     return replace(row, strategies=strategies) if is_needed else row
 
@@ -171,5 +170,5 @@ def _of_gradients(name: str, row: StatePlan) -> Formats:
         summed = Quantized(codec, rounds_at_random=True)
     else:
         return Formats()
-    # Where nothing evens out what the sums lose, they take the finer codes.
+    # Sums have no error feedback here, so they use a finer codec.
     return Formats(summed, Quantized(CODECS["int8"], rounds_at_random=True))

@@ -1,4 +1,4 @@
-"""The micro-batches of one global batch: drawn on all ranks alike, passed to the model, with the loss of each."""
+"""Micro-batches of one global batch: draw them, pass them to the model, and find the loss."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -10,10 +10,10 @@ from partita.errors import PartitaError
 
 
 def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]) -> list[Any]:
-    """Draw ``num`` micro-batches, all before the first is used: no rank is left alone inside a batch.
+    """Draw ``num`` micro-batches before the first one is used, so that all ranks find a missing one at the same time.
 
     Args:
-        each: returns a number of every rank, in rank order; called on all ranks.
+        each: a collective that returns a number of every rank, in rank order.
 
     Raises:
         StopIteration: there are none, on any rank.
@@ -22,8 +22,8 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
     listed = isinstance(iterator, list | tuple) and len(iterator) <= num
     if not isinstance(iterator, Iterator) and not listed:
         raise PartitaError(
-            f"train_batch: a {type(iterator).__name__} is not an iterator over micro-batches, which goes on from "
-            "call to call: make `batches = iter(loader)` once, before the loop, and pass that"
+            f"train_batch: expected an iterator over micro-batches, which continues from call to call; got a "
+            f"{type(iterator).__name__}: make `batches = iter(loader)` once, before the loop, and pass that"
         )
     drawn = list(islice(iterator, num))
     counts = [int(number) for number in each(len(drawn))]
@@ -33,8 +33,8 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
         rank = counts.index(min(counts))
         raise PartitaError(
             f"train_batch: the iterator of rank {rank} ended after {counts[rank]} of {num} micro-batches "
-            "(batch.accumulate); nothing was trained on. Let every rank's data last for the same number of whole "
-            "batches, or begin it anew (itertools.cycle)"
+            "(batch.accumulate); no update was made. Give every rank data for the same number of complete batches, or "
+            "repeat the data (itertools.cycle)"
         )
     return drawn
 
@@ -42,7 +42,7 @@ def draw(iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[floa
 def draw_for_evaluation(
     iterator: Iterator[Any] | Sequence[Any], num: int, each: Callable[[float], list[float]]
 ) -> Sequence[Any]:
-    """Return a list as it is, or at most ``num`` micro-batches of an iterator; the same number on all ranks.
+    """Return all micro-batches of a list, or at most ``num`` of an iterator; the same number on all ranks.
 
     Raises:
         StopIteration: there are none, on any rank.
@@ -51,8 +51,8 @@ def draw_for_evaluation(
     is_list = isinstance(iterator, list | tuple)
     if not is_list and not isinstance(iterator, Iterator):
         raise PartitaError(
-            f"eval_batch: a {type(iterator).__name__} is no iterator over micro-batches and no list of them: pass "
-            "iter(loader), or a list"
+            f"eval_batch: expected an iterator over micro-batches, or a list of them; got a {type(iterator).__name__}: "
+            "pass iter(loader), or a list"
         )
     drawn = list(iterator if is_list else islice(iterator, num))
     counts = [int(number) for number in each(len(drawn))]
@@ -62,13 +62,13 @@ def draw_for_evaluation(
         rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
         raise PartitaError(
             f"eval_batch: rank 0 has {counts[0]} micro-batches and rank {rank} has {counts[rank]}; give every rank the "
-            "same number, of any sizes"
+            "same number (their sizes may differ)"
         )
     return drawn
 
 
 def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of the model for a micro-batch: a mapping as keywords, a tuple or list as arguments."""
+    """Return the model's arguments for a micro-batch: (positional, keyword). A mapping gives keyword arguments."""
     if isinstance(batch, Mapping):
         return (), batch
     return (batch if isinstance(batch, tuple | list) else (batch,)), {}
@@ -81,10 +81,10 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """Return the loss: that of ``loss_fn``, or the output itself, or its ``.loss``.
+    """Return the loss: the result of ``loss_fn``, the output itself, or its ``.loss``.
 
     Raises:
-        PartitaError: it is no scalar.
+        PartitaError: it is not a scalar.
     """
     loss = loss_fn(output, batch) if loss_fn else getattr(output, "loss", output)
     if isinstance(output, Mapping) and not loss_fn:
@@ -92,11 +92,11 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
     if is_scalar(loss):
         return loss
     if loss_fn:
-        said = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise PartitaError(f"loss_fn: expected a tensor of one number, the mean loss of a micro-batch; got {said}")
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise PartitaError(f"loss_fn: expected a scalar tensor, the mean loss of a micro-batch; got {got}")
     raise PartitaError(
         f"train_batch, eval_batch: the model returned a {type(output).__name__} without a scalar loss; return the "
-        "loss, an output with .loss (pass labels), or give loss_fn to partita.initialize"
+        "loss, an output with .loss (pass labels), or pass loss_fn to partita.initialize"
     )
 
 

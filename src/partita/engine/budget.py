@@ -1,4 +1,4 @@
-"""The memory budget that the ranks agree on, so that all place the states alike."""
+"""The memory budget that all ranks use, so that they choose the same tiers."""
 
 import socket
 from collections import Counter
@@ -12,21 +12,21 @@ from partita.planner.placement import leaves_a_choice
 
 
 def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | None:
-    """Return the minimum of all ranks' budgets, the same on all of them; None if the config names every tier.
+    """Return the minimum of all ranks' budgets, the same on all ranks; None if the config names every tier.
 
     Ranks on one node (with the same host name) share its memory and its disk evenly.
 
     Raises:
-        PartitaError: on every rank: a rank cannot determine its free memory.
+        PartitaError: on every rank, if one of them cannot determine its free memory.
     """
     if not leaves_a_choice(offload):
         return None
-    mine: MemoryBudget | str
+    budget: MemoryBudget | str
     try:
-        mine = free_budget(collectives.mesh.device, offload)
+        budget = free_budget(collectives.mesh.device, offload)
     except PartitaError as error:
-        mine = str(error)
-    every = collectives.all_ranks.exchange_objects((socket.gethostname(), mine), "partita.initialize")
+        budget = str(error)
+    every = collectives.all_ranks.exchange_objects((socket.gethostname(), budget), "partita.initialize")
     on_node = Counter(host for host, _ in every)
     budgets = []
     for rank, (host, found) in enumerate(every):

@@ -1,4 +1,4 @@
-"""The work on a batch's micro-batches on this rank, and the count of those that are done."""
+"""Forwards and backwards of a batch's micro-batches on this rank."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from partita.optim.step import StepResult
 from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.reducer import scaled_by
 
-BEFORE_ALL = -1  # no number of a micro-batch
+BEFORE_ALL = -1  # smaller than the number of any micro-batch
 _INVALID_GRADIENT = re.compile(
     r"Function (\w+) returned an invalid gradient at index \d+ - got \[.*\] but expected shape"
 )
@@ -24,10 +24,10 @@ LossFn = Callable[[Any, Any], Tensor] | None
 
 
 class MicroBatches:
-    """Runs forwards and backwards, and the update after the last of a batch.
+    """Runs forwards and backwards, and the update after the last backward of a batch.
 
-    Attributes: ``num``: micro-batches of a batch; ``done``: the number of the batch's backwards that are done (on each
-    of this rank's stages).
+    Attributes: ``num``: the micro-batches of a batch; ``done``: the backwards of the batch that are done (on each of
+    this rank's stages).
     """
 
     def __init__(self, parts: Parts, module: nn.Module, num: int, loss_fn: LossFn) -> None:
@@ -41,7 +41,7 @@ class MicroBatches:
         self.begin(0)
 
     def begin(self, done: int) -> None:
-        """Set the number of the batch's backwards that are done, and begin the next micro-batch."""
+        """Start the next micro-batch, after ``done`` backwards of the batch."""
         self.done = done
         if not done:
             self._parts.runtime.arguments.forget()
@@ -49,34 +49,34 @@ class MicroBatches:
         self._parts.runtime.reducer.begin_micro_batch(is_last=done + 1 == self._num_backwards)
 
     def restored(self) -> None:
-        """Note that a checkpoint was loaded: the next micro-batch is the first of the checkpoint's next step."""
+        """Start a new batch after a checkpoint was loaded."""
         self._schedule.note()
         self.begin(0)
 
     def drop(self) -> None:
-        """Forget the gradients collected so far: the next micro-batch is the first of a batch."""
+        """Discard the accumulated gradients, and start a new batch."""
         self._parts.updater.zero()
         self._has_failed = False
         self.begin(0)
 
     def check_between_batches(self, call: str, remedy: str) -> None:
-        """Check that ``call`` does not come inside a batch. What a failed :meth:`train` has collected is dropped first.
+        """Check that ``call`` is not inside a batch. Discard the gradients of a failed :meth:`train` first.
 
         Raises:
-            PartitaError: some micro-batches of a batch are done, and others are not.
+            PartitaError: a batch is in progress.
         """
         if self._has_failed:
             self.drop()
         if self.done:
             raise PartitaError(
-                f"{call}() after micro-batch {self.done} of {self.num}: the gradients collected so far would be lost; "
+                f"{call}() after micro-batch {self.done} of {self.num}: the accumulated gradients would be lost; "
                 f"{remedy}"
             )
 
     # ---------------------------------------------------------------- one micro-batch
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of ``roots``: of a loss (its gradient is None), or of outputs with their gradients."""
+        """Run the backward of ``roots``: of a loss, whose gradient is None, or of outputs with their ``gradients``."""
         if gradients == [None] and not self._parts.pipeline.is_cut:  # stages before the last one do not know the loss
             self._parts.updater.scale.carry(roots[0])
         with self._reduce_pass():
@@ -84,7 +84,7 @@ class MicroBatches:
 
     @contextmanager
     def _reduce_pass(self) -> Iterator[None]:
-        """Enclose the backward of a micro-batch; afterwards reduce its gradients if they have to be."""
+        """Enclose the backward of a micro-batch. Afterwards reduce its gradients if the backward has not."""
         reducer = self._parts.runtime.reducer
         num_passes = reducer.num_passes
         with scaled_by(self._parts.updater.scale.value):
@@ -107,19 +107,19 @@ class MicroBatches:
             if parts.runtime.collectives.mesh.shape.tensor > 1 and (found := _INVALID_GRADIENT.match(str(error))):
                 raise PartitaError(
                     f"backward: the autograd.Function '{found[1].removesuffix('Backward')}' computed the gradient of a "
-                    "whole parameter, of which parallel.tensor has a part on each rank; keep the module whose weight "
-                    'it is given whole (parallel.tensor_rules: {"lm_head": whole}, by class name or name pattern), or '
-                    f"compute with the module itself. Autograd: {error}"
+                    "full parameter, which parallel.tensor splits between the ranks; exclude its module from the split "
+                    '(parallel.tensor_rules: {"lm_head": whole}, by class name or name pattern), or compute with the '
+                    f"module itself. Autograd: {error}"
                 ) from error
             if "modified by an inplace operation" not in str(error):
                 raise
             raise PartitaError(
-                "backward needs values that were overwritten since its forward; after engine.step() run the forward "
-                f"again before the next backward. Autograd: {error}"
+                "backward: values of its forward were overwritten; after engine.step() run the forward again before "
+                f"the next backward. Autograd: {error}"
             ) from error
 
     def end(self) -> StepResult:
-        """End a backward; after the last of a batch clip gradients, update the parameters, and zero the gradients."""
+        """End a micro-batch. After the last one clip gradients, update the parameters, and zero the gradients."""
         parts = self._parts
         done = self.done + 1
         if done == self._num_backwards:
@@ -141,13 +141,14 @@ class MicroBatches:
         self.begin(done % self._num_backwards)
         return result
 
-    # -------------------------------------------------------------------- a whole batch
+    # ------------------------------------------------------------------------ a batch
 
     def train(self, drawn: Sequence[Any]) -> tuple[Tensor, StepResult]:
-        """Train on a batch's micro-batches; return the mean of their losses, the same on all stages, and the step's
-        result. What a batch that fails has collected is dropped later on (see :meth:`check_between_batches`).
+        """Train on a batch's micro-batches; return their mean loss, the same on all stages, and the step's result.
+
+        The gradients of a failed batch are discarded by the next call (see :meth:`check_between_batches`).
         """
-        pipeline, kept, unsharder = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.unsharder
+        pipeline, losses, unsharder = self._parts.pipeline, dict[int, Tensor](), self._parts.runtime.unsharder
         total = torch.zeros((), dtype=torch.float32, device=self._parts.runtime.device)
         micros = dict(enumerate(drawn))
         result: StepResult | None = None
@@ -160,17 +161,17 @@ class MicroBatches:
                     self._begin_forward(action)
                     if (loss := self._forward(action, micros)) is not None:
                         _check_trains(loss)
-                        kept[action.micro] = loss
+                        losses[action.micro] = loss
                         total += loss.detach()
                 elif action.work is Work.BACKWARD:
-                    self._backward(action, kept.pop(action.micro, None))
+                    self._backward(action, losses.pop(action.micro, None))
                 else:
-                    self._weights(action)
+                    self._weight_gradients(action)
                 if action.work is pipeline.schedule.last_work:
                     result = self.end()
                 del loss
         except BaseException:
-            self._has_failed = True  # reductions under way may need ranks that go on: nothing waits for them here
+            self._has_failed = True  # do not wait for pending reductions: they may need ranks that continue
             raise
         finally:
             unsharder.within_batch = False
@@ -200,27 +201,27 @@ class MicroBatches:
         )
 
     def _backward(self, action: Action, loss: Tensor | None) -> None:
-        """Run a stage's backward; if the schedule defers the weights' gradients, without those."""
+        """Run a stage's backward, without the weight gradients if the schedule defers them."""
         pipeline, reducer = self._parts.pipeline, self._parts.runtime.reducer
         if pipeline.weights is None:
             pipeline.backward(action, loss, self.backward)
             return
-        with pipeline.weights.apart(action.micro) as left:
-            reducer.aside = left.add_gradient
+        with pipeline.weights.apart(action.micro) as deferred:
+            reducer.aside = deferred.add_gradient
             try:
                 pipeline.backward(action, loss, self._run)
             finally:
                 reducer.aside = None
 
-    def _weights(self, action: Action) -> None:
-        """Compute the weights' gradients that a stage's backward has deferred."""
+    def _weight_gradients(self, action: Action) -> None:
+        """Compute the weight gradients that a stage's backward has deferred."""
         assert self._parts.pipeline.weights is not None
-        left = self._parts.pipeline.weights.take(action.micro)
+        deferred = self._parts.pipeline.weights.take(action.micro)
         with self._reduce_pass():
-            left.run()
+            deferred.run()
 
     def _begin_forward(self, action: Action) -> None:
-        """Select the random numbers of a stage's forward: those of the one forward that all stages together make up."""
+        """Select the random numbers of a stage's forward, which are those of the forward without pipeline stages."""
         step = self._parts.updater.steps
         if self._parts.pipeline.is_cut:
             self._parts.parallel.begin_micro_batch(step, BEFORE_ALL)
@@ -253,5 +254,5 @@ def _check_trains(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise PartitaError(
             "train_batch: expected a loss that depends on the parameters; got one with requires_grad False: is it "
-            "detached, are all parameters frozen, or is it called inside torch.no_grad()?"
+            "detached, are all parameters frozen, or is train_batch called inside torch.no_grad()?"
         )

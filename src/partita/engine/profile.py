@@ -1,4 +1,4 @@
-"""A profile of steps: what torch's profiler sees, with the engine's own work and waits on rows of their own."""
+"""A profile of training steps: the trace of torch.profiler, with rows for the engine's operations and waits."""
 
 import gzip
 import json
@@ -20,13 +20,16 @@ from partita.memory import accelerator
 from partita.memory.step_events import WAIT, Watcher, watched_by
 from partita.plan.traffic import TrafficKey
 
-# Rows of a trace are told apart by process and thread numbers: these are of no process.
+# Rows of a trace are identified by process and thread numbers. No process has these numbers.
 PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002
 
 
 @dataclass(frozen=True)
 class Span:
-    """Work or a wait (``what``) on what is called ``name``, in a ``lane`` (a thread), in nanoseconds since 1970."""
+    """An operation or a wait.
+
+    ``what``: its kind; ``name``: its object, such as a unit; ``lane``: its thread. Times are nanoseconds since 1970.
+    """
 
     what: str
     name: str
@@ -40,10 +43,10 @@ class ProfileReport:
     """Milliseconds of one step, averaged over ``num_steps``.
 
     Attributes:
-        step_ms: in all.
-        waited_ms: of waits, by the kind of work waited for (on an accelerator: while its main stream stood still).
-        busy_ms: of work that overlaps with the step's own, by kind.
-        sent_bytes: by purpose.
+        step_ms: the step.
+        waited_ms: waits, by the kind of operation (on an accelerator: while its main stream was idle).
+        busy_ms: operations that overlap with the step, by kind.
+        sent_bytes: sent bytes, by purpose.
     """
 
     num_steps: int
@@ -54,7 +57,7 @@ class ProfileReport:
 
     def __str__(self) -> str:
         lines = [f"{'a step':<24}{self.step_ms:>10.2f} ms  (mean of {self.num_steps})"]
-        for title, found in (("waited for", self.waited_ms), ("beside it", self.busy_ms)):
+        for title, found in (("waited for", self.waited_ms), ("overlapped", self.busy_ms)):
             for what, num_ms in sorted(found.items(), key=lambda item: -item[1]):
                 lines.append(f"{f'{title} {what}':<24}{num_ms:>10.2f} ms  {num_ms / self.step_ms:>6.1%}")
         for purpose, num in sorted(self.sent_bytes.items(), key=lambda item: -item[1]):
@@ -63,8 +66,10 @@ class ProfileReport:
 
 
 class Profile(Watcher):
-    """Watches this rank's steps inside a ``with`` block. At its end ``path`` is a trace for Perfetto (ui.perfetto.dev)
-    or chrome://tracing, compressed if it ends in ``.gz``, and :attr:`report` has the times of a step.
+    """A context manager that profiles this rank's steps.
+
+    On exit it writes a trace to ``path``, for Perfetto (ui.perfetto.dev) or chrome://tracing, compressed if the path
+    ends in ``.gz``. :attr:`report` has the times of a step.
 
     Args:
         steps: returns the number of optimizer steps taken so far.
@@ -81,7 +86,7 @@ class Profile(Watcher):
         self._spans = list[Span]()
         self._sent = Counter[str]()
         self._stalls = list[tuple[str, Any, Any]]()
-        self._num_steps = 0  # of the block, once it has ended
+        self._num_steps = 0  # steps in the block, after it has ended
         self._main = threading.get_ident()
         self._entered = ExitStack()
         self._torch: Any = None
@@ -116,11 +121,11 @@ class Profile(Watcher):
         self._write()
 
     def abandon(self) -> None:
-        """End without a trace."""
+        """End the profile without writing a trace."""
         self._entered.close()
         self._path.unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------- while it runs
+    # ------------------------------------------------------------- inside the block
 
     def span(self, what: str, name: str) -> AbstractContextManager[None]:
         return self._timed(what, name)
@@ -143,20 +148,20 @@ class Profile(Watcher):
     def sent(self, key: TrafficKey, num_bytes: int) -> None:
         self._sent[key.purpose] += num_bytes
 
-    # --------------------------------------------------------------------- when it ended
+    # ---------------------------------------------------------------- after the block
 
     @property
     def report(self) -> ProfileReport:
-        """The times and the waits of a step.
+        """The times and waits of a step.
 
         Raises:
-            PartitaError: no step was taken in the block, or it has not ended.
+            PartitaError: no optimizer step was taken inside the block, or it has not ended.
         """
         num = self._num_steps
         if not num:
             raise PartitaError(
-                "engine.profile: no optimizer step was taken inside the block, or it has not ended: take one, or "
-                "several, and read the report behind it"
+                "engine.profile: no optimizer step was taken inside the block, or it has not ended: take one or more "
+                "steps inside, and read the report after the block"
             )
         waited, busy = defaultdict[str, float](float), defaultdict[str, float](float)
         for each in self._spans:
@@ -186,7 +191,7 @@ class Profile(Watcher):
 
 
 def rows(spans: Sequence[Span], origin_ns: int, title: str, process: int = PROCESS) -> list[dict[str, Any]]:
-    """Return spans as events of a Chrome trace: a ``process`` of that title, with a row for each lane.
+    """Return spans as events of a Chrome trace: a ``process`` called ``title``, with a row for each lane.
 
     Source: Trace Event Format (Google, 2016): complete events, in microseconds.
     """
@@ -218,7 +223,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no trace.
+        ValueError: it is not a trace.
     """
     data = path.read_bytes()
     content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)

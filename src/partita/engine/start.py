@@ -1,4 +1,4 @@
-"""The start of an engine from the user's arguments: config, device, ranks, mesh."""
+"""Creation of an engine from the user's arguments: config, device, ranks, mesh."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -41,12 +41,12 @@ def initialize(
     mesh: Mesh | None = None,
     device: torch.device | str | None = None,
 ) -> Engine:
-    """Put a model under a plan, and return the engine that trains it.
+    """Create the engine that trains a model.
 
-    The model's parameters are taken out of it and stay the same objects; it is trained through the returned engine.
-    Every rank calls this with the same model; all start from rank 0's values (or from those of ``weights``). Random
-    generators (torch's, numpy's, Python's) are left as they are. Initial values of a model on ``meta`` are drawn from
-    the state of torch's generator: to start two models differently, seed it or draw from it between them.
+    Every rank calls this with the same model. All ranks start from rank 0's values, or from those of ``weights``. The
+    engine shards the model's parameters, which stay the same objects. The random generators of torch, numpy and Python
+    are not changed. A model on ``meta`` is initialized from the state of torch's generator: to initialize two models
+    differently, seed the generator or draw from it between them.
 
     Args:
         model: any module; on the ``meta`` device it is initialized (or loaded) unit by unit.
@@ -55,14 +55,14 @@ def initialize(
         scheduler: a scheduler on that optimizer, or a callable that makes one; None: the config's schedule.
         loss_fn: ``loss_fn(output, batch)`` for :meth:`Engine.train_batch`; None: the output is the loss, or has
             ``.loss``.
-        weights: a safetensors file or folder to take the values from, the same for all ranks.
-        mesh: the mesh of another engine in this process, to share its process groups and how they were set up
+        weights: a safetensors file or folder with the initial values, the same for all ranks.
+        mesh: the mesh of another engine in this process, to share its process groups and their settings
             (``communication.timeout_s``, ``within_node``); None: a new one.
         device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
-            rank's own accelerator where there is one.
+            rank's own accelerator if there is one.
 
     Raises:
-        ConfigError: the config, the model or the optimizer do not fit together; the model can be initialized again.
+        ConfigError: the config, the model and the optimizer do not match. The model can be initialized again.
     """
     settings = load_config(config)
     launch = launch_environment(running=world.running())
@@ -79,7 +79,7 @@ def initialize(
         raise ConfigError(f"model: {type(model).__name__} has no parameters to train")
     if not accelerator.is_host(device):
         accelerator.set_device(device)
-        # Launchers give each rank one thread: updates on the host would leave most of its cores idle.
+        # Launchers set one thread per rank, which would leave most cores idle in updates on the host.
         torch.set_num_threads(max(1, usable_cores() // launch.local_world_size))
     if launch.rank == 0:
         _announce(resolved)
@@ -95,7 +95,9 @@ def initialize(
     else:
         mesh.check_open()
     try:
-        with generators_kept(device):  # first values and checks draw, on some ranks more than on others
+        with generators_kept(
+            device
+        ):  # initialization and checks draw random numbers, more on some ranks than on others
             engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:
         if owned:
@@ -110,18 +112,18 @@ def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: in
     """Return the device that this rank computes on.
 
     Raises:
-        ConfigError: it is no device to train on, or another one than the mesh's.
+        ConfigError: it is not a device to train on, or differs from the mesh's.
     """
     if wanted is None:
         return mesh.device if mesh is not None else accelerator.own_device(local_rank)
     device = accelerator.chosen_device(wanted, local_rank)
     if mesh is not None and mesh.device != device:
-        raise ConfigError(f"device: '{device}' is not that of the given mesh, '{mesh.device}'; leave device out")
+        raise ConfigError(f"device: '{device}' is not the device of the given mesh, '{mesh.device}'; leave device out")
     return device
 
 
 def _announce(resolved: Resolved) -> None:
-    """Log what will be run, through the logger ``partita``: on standard error where no logging is set up."""
+    """Log the configuration to the logger ``partita``, or to standard error if logging is not configured."""
     if not (_log.hasHandlers() or _log.level):
         _log.addHandler(logging.StreamHandler())
         _log.setLevel(logging.INFO)

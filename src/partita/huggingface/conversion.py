@@ -22,7 +22,7 @@ from partita.plan.box import Box
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is a ``PreTrainedModel``. This does not import transformers."""
+    """Return True if a model is a ``PreTrainedModel``. This does not import transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
@@ -40,15 +40,15 @@ def _library(model: nn.Module) -> tuple[Any, Any] | None:
 
 @dataclass
 class _Conversion:
-    """One of transformers' conversions, and the tensors that it takes together.
+    """One of transformers' conversions, and its input tensors.
 
-    ``title``: the name of the first resulting tensor; ``taken``: (pattern that matched, name) of each tensor.
+    ``title``: the name of the first resulting tensor; ``inputs``: (pattern that matched, name) of each input tensor.
     """
 
     title: str
     transform: Any
     model: nn.Module
-    taken: list[tuple[str, str]] = field(default_factory=list)
+    inputs: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def is_by_row(self) -> bool:
@@ -63,7 +63,7 @@ class _Conversion:
     def rows(self, start: int, stop: int) -> list[tuple[str, str]]:
         """Return the tensors from which rows ``[start, stop)`` of the result come."""
         by_pattern = dict[str, list[tuple[str, str]]]()
-        for pattern, name in self.taken:
+        for pattern, name in self.inputs:
             by_pattern.setdefault(pattern, []).append((pattern, name))
         return [tensor for tensors in by_pattern.values() for tensor in tensors[start:stop]]
 
@@ -79,24 +79,22 @@ class _Conversion:
 def _conversions(
     matched: Iterable[tuple[str, str, str]], converters: Sequence[Any], model: nn.Module
 ) -> list[_Conversion]:
-    """Return the conversions of ``matched`` tensors, each given as (name of the first result, matching pattern, own
-    name).
-    """
+    """Return the conversions of ``matched`` tensors: (name of the first result, matching pattern, tensor name)."""
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     found = dict[str, _Conversion]()
     for target, pattern, name in matched:
         conversion = found.setdefault(target, _Conversion(target, by_pattern[pattern], model))
-        conversion.taken.append((pattern, name))
+        conversion.inputs.append((pattern, name))
     return list(found.values())
 
 
 class ConvertedWeights:
-    """The tensors of files, converted to the parameters of a transformers model and named as these.
+    """The tensors of files, converted to the parameters of a transformers model, with the names of the parameters.
 
     If a parameter is made of several tensors row by row, reading a box of it reads only the tensors of the box's rows.
 
     Raises:
-        ConfigError: tensors cannot be converted together.
+        ConfigError: tensors cannot be converted.
     """
 
     def __init__(self, weights: Weights, model: nn.Module, library: tuple[Any, Any]) -> None:
@@ -104,8 +102,8 @@ class ConvertedWeights:
         self.folder = weights.folder
         self._weights = weights
         mapping, loading = library
-        own: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
-        own.update(model.named_buffers(remove_duplicate=False))
+        known: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
+        known.update(model.named_buffers(remove_duplicate=False))
         transforms = mapping.get_model_conversion_mapping(model)
         converters = [entry for entry in transforms if isinstance(entry, loading.WeightConverter)]
         renamings = [entry for entry in transforms if not isinstance(entry, loading.WeightConverter)]
@@ -113,10 +111,10 @@ class ConvertedWeights:
         self._unused = list[str]()
         matched, prefix = list[tuple[str, str, str]](), str(getattr(model, "base_model_prefix", ""))
         for name in sorted(weights.names, key=loading.dot_natural_key):
-            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, own)
-            if target not in own and name in own:
+            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+            if target not in known and name in known:
                 target, pattern = name, None
-            if target not in own:
+            if target not in known:
                 self._unused.append(name)
             elif pattern is None:
                 self._renamed[target] = name
@@ -135,13 +133,13 @@ class ConvertedWeights:
 
     def _shapes(self, conversion: _Conversion) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the resulting tensors, without computing values."""
-        empty = ((taken, torch.empty(self._weights.shape(taken[1]), device="meta")) for taken in conversion.taken)
+        empty = ((each, torch.empty(self._weights.shape(each[1]), device="meta")) for each in conversion.inputs)
         try:
             found = conversion.run(empty)
         except Exception as error:  # transformers' operations raise what torch does
-            first, last = conversion.taken[0][1], conversion.taken[-1][1]
+            first, last = conversion.inputs[0][1], conversion.inputs[-1][1]
             raise ConfigError(
-                f"{self.title}: the tensors '{first}' to '{last}' do not become '{conversion.title}': {error}"
+                f"{self.title}: the tensors '{first}' to '{last}' cannot be converted to '{conversion.title}': {error}"
             ) from error
         for name, value in found.items():
             yield name, tuple(value.shape)
@@ -163,14 +161,14 @@ class ConvertedWeights:
             return self._weights.read(self._renamed[name], box)
         conversion, shape = self._converted[name]
         box = Box.whole(shape) if box is None else box
-        taken, start = conversion.taken, 0
+        inputs, start = conversion.inputs, 0
         if box.sizes and conversion.is_by_row:
             start = box.offsets[0]
-            taken = conversion.rows(start, start + box.sizes[0])
-        if self._last[0] != (conversion.title, taken):
+            inputs = conversion.rows(start, start + box.sizes[0])
+        if self._last[0] != (conversion.title, inputs):
             self._last = (None, {})  # freed before the next tensors are read
-            read = [(tensor, self._weights.read(tensor[1])) for tensor in taken]
-            self._last = ((conversion.title, taken), conversion.run(read))
+            read = [(tensor, self._weights.read(tensor[1])) for tensor in inputs]
+            self._last = ((conversion.title, inputs), conversion.run(read))
         first = Box((start, *(0 for _ in shape[1:])), shape) if shape else box
         return self._last[1][name][box.within(first).slices]
 
@@ -182,10 +180,10 @@ def open_weights(weights: Weights, model: nn.Module) -> Weights | ConvertedWeigh
 
 
 class FileTensors:
-    """A model's tensors in the form that its files have: of a transformers model, what ``save_pretrained`` writes.
+    """A model's tensors in the form of its files. For a transformers model, these are what ``save_pretrained`` writes.
 
     Args:
-        names: the names of all tensors that :meth:`of` is called with, one after the other.
+        names: the names of all tensors that :meth:`of` will be called with.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -197,7 +195,7 @@ class FileTensors:
             return
         mapping, self._loading = library
         transforms = getattr(model, "_weight_conversions", None)
-        if transforms is None:  # not loaded from files: leave out prefixes that only some files have
+        if transforms is None:  # not loaded from files: omit prefixes that only some files have
             known = mapping.get_model_conversion_mapping(model, add_legacy=False)
             transforms = [entry for entry in known if not isinstance(entry, self._loading.PrefixChange)]
         back = [entry.reverse_transform() for entry in reversed(transforms)]
@@ -206,26 +204,26 @@ class FileTensors:
         found = ((*self._loading.apply_converters(name, converters), name) for name in names)
         matched = [(target, pattern, name) for target, pattern, name in found if pattern is not None]
         for conversion in _conversions(matched, converters, model):
-            waiting = dict[tuple[str, str], Tensor]()
-            self._groups.update((name, (conversion, waiting)) for _, name in conversion.taken)
+            pending = dict[tuple[str, str], Tensor]()
+            self._groups.update((name, (conversion, pending)) for _, name in conversion.inputs)
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors for files that ``tensor`` completes.
 
-        These are the tensor itself, the results of its conversion, or nothing while other tensors are missing for it.
+        These are the tensor itself, or the results of its conversion, or none while the conversion still lacks tensors.
         """
         if name in self._ignored:
             return
         if name not in self._groups:
             yield self._renamed(name), tensor
             return
-        conversion, waiting = self._groups[name]
-        taken = next(taken for taken in conversion.taken if taken[1] == name)
-        waiting[taken] = tensor if len(conversion.taken) == 1 else tensor.detach().clone()
-        if len(waiting) == len(conversion.taken):
-            found = conversion.run((taken, waiting[taken]) for taken in conversion.taken)
-            waiting.clear()
-            yield from ((self._renamed(key), value) for key, value in found.items())
+        conversion, pending = self._groups[name]
+        key = next(each for each in conversion.inputs if each[1] == name)
+        pending[key] = tensor if len(conversion.inputs) == 1 else tensor.detach().clone()
+        if len(pending) == len(conversion.inputs):
+            found = conversion.run((each, pending[each]) for each in conversion.inputs)
+            pending.clear()
+            yield from ((self._renamed(result), value) for result, value in found.items())
 
     def _renamed(self, name: str) -> str:
         return str(self._loading.apply_renamings(name, self._renamings)) if self._renamings else name

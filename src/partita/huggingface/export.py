@@ -38,11 +38,11 @@ FILE_BYTES = 4 * 2**30
 LOCK = "lock"
 
 # Files next to weights in a Hugging Face folder: configuration, tokenizer, chat template, the model's own code.
-BESIDE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
+COMPANION_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
 def export(
-    whole: Whole,
+    full: Whole,
     model: nn.Module,
     folder: Path,
     beside: Path | None = None,
@@ -51,34 +51,35 @@ def export(
     """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
 
     Configuration and tokenizer files in the folder ``beside`` are copied. A Hugging Face model's own ``config`` and
-    ``generation_config`` replace the copies. These files cannot hold modules' extra states (``get_extra_state``); a
-    warning says so.
+    ``generation_config`` replace the copies. Modules' extra states (``get_extra_state``) cannot be exported; there is a
+    warning.
 
     Raises:
         PartitaError: the folder cannot be written, or parameters are quantized.
     """
     if quantized := find_quantized(model):
         raise PartitaError(
-            f"engine.export: '{quantized[0].fqns[0]}' is quantized, which an export does not write; write what trains: "
-            "engine.state_dict(trainable=True), or the model's own save_pretrained after engine.close(whole=True)"
+            f"engine.export: '{quantized[0].fqns[0]}' is quantized, and quantized parameters cannot be exported: save "
+            "the trainable ones by engine.state_dict(trainable=True), or all of them by the model's own "
+            "save_pretrained after engine.close(whole=True)"
         )
-    others = whole.others()
-    names = {id(holding): _kept_name(model, holding.fqns) for holding in whole.holdings}
+    entries = full.buffers_and_extra_states()
+    names = {id(holding): _kept_name(model, holding.fqns) for holding in full.holdings}
     tensors = FileTensors(model, [*names.values(), *(name for name, _ in persistent_buffers(model))])
-    with WeightsWriter(folder, file_bytes) if whole.is_first else nullcontext() as writer:
-        for holding, weight in whole.weights(master=False):
+    with WeightsWriter(folder, file_bytes) if full.is_first else nullcontext() as writer:
+        for holding, weight in full.weights(master=False):
             if writer is not None:
                 writer.add_all(tensors.of(names[id(holding)], weight))
         if writer is not None:
             for name, _ in persistent_buffers(model):
-                writer.add_all(tensors.of(name, others[name]))
-            say_left_out(name for name, _ in extra_states(model))
+                writer.add_all(tensors.of(name, entries[name]))
+            warn_about_extra_states(name for name, _ in extra_states(model))
             writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
-    whole.raise_together(writer.problem if writer is not None else None)
+    full.raise_together(writer.problem if writer is not None else None)
 
 
 def _kept_name(model: nn.Module, fqns: Sequence[str]) -> str:
-    """Return the name under which a tied parameter is written: for a transformers model, the one that it keeps."""
+    """Return the name under which a tied parameter is written. A transformers model may define it."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((fqn for fqn in fqns if fqn not in tied), fqns[0])
 
@@ -108,16 +109,16 @@ def export_checkpoint(
     """
     names = model_keys(stored, prefix)
     aliases = {other for others in stored.manifest.get("aliases", {}).values() for other in others}
-    own = {name: key for name, key in names.items() if key not in aliases}
+    untied = {name: key for name, key in names.items() if key not in aliases}
     with WeightsWriter(folder) as writer:
-        for name, key in own.items():
+        for name, key in untied.items():
             value = stored.value(key)
             writer.add(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
-        say_left_out(name for name in stored.values if is_extra_state(name))
+        warn_about_extra_states(name for name in stored.values if is_extra_state(name))
         writer.finish(config)
     if writer.problem is not None:
         raise PartitaError(writer.problem)
-    return len(own)
+    return len(untied)
 
 
 def files_of_weights(folder: Path) -> list[Path]:
@@ -126,13 +127,13 @@ def files_of_weights(folder: Path) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
-def say_left_out(names: Iterable[str]) -> None:
-    """Warn that extra states are left out, because safetensors cannot hold them."""
+def warn_about_extra_states(names: Iterable[str]) -> None:
+    """Warn that extra states are not exported, because safetensors files only hold tensors."""
     modules = [name.removesuffix(EXTRA_STATE).rstrip(".") for name in names]
     if modules:
         warnings.warn(
-            f"export: the extra state of {some_of(repr(module) for module in modules)} is left out, as safetensors "
-            "hold tensors alone; checkpoints and engine.state_dict() have it",
+            f"export: the extra state of {some_of(repr(module) for module in modules)} is not exported, as "
+            "safetensors files hold only tensors; checkpoints and engine.state_dict() contain it",
             stacklevel=3,
         )
 
@@ -151,26 +152,26 @@ class WeightsWriter:
         self._files: list[tuple[Path, list[str]]] = []
         self._total = self._num_bytes = 0
         self.problem: str | None = None
-        self._aside = folder / f".export-{secrets.token_hex(4)}"
+        self._temporary = folder / f".export-{secrets.token_hex(4)}"
         self._lock: Lock | None = None
-        with self._noting("make the folder"):
+        with self._recording("make the folder"):
             folder.mkdir(parents=True, exist_ok=True)
             for stale in folder.glob(".export-*"):
                 if not is_locked(stale / LOCK):
                     shutil.rmtree(stale, ignore_errors=True)
-            self._aside.mkdir()
-            self._lock = Lock(self._aside / LOCK)
+            self._temporary.mkdir()
+            self._lock = Lock(self._temporary / LOCK)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._aside, ignore_errors=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
         if self._lock is not None:
             self._lock.release()
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _recording(self, what: str) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError, PartitaError) as error:
@@ -188,9 +189,9 @@ class WeightsWriter:
             self.add(name, tensor)
 
     def _flush(self) -> None:
-        path = self._aside / f"{len(self._files)}.safetensors"
+        path = self._temporary / f"{len(self._files)}.safetensors"
         if self.problem is None:
-            with self._noting("write into"):
+            with self._recording("write into"):
                 save_file(self._pending, path, metadata={"format": "pt"})
                 path.chmod(0o666 & ~_umask())
                 with path.open("rb") as file:
@@ -204,7 +205,7 @@ class WeightsWriter:
         """Write the remaining tensors and the files next to weights, and give all files their final names."""
         self._flush()
         if self.problem is None:
-            with self._noting("write into"):
+            with self._recording("write into"):
                 self._name_files()
                 if beside is not None:
                     self._copy(beside)
@@ -216,7 +217,7 @@ class WeightsWriter:
         if beside.resolve() == self._folder.resolve():
             return
         for path in beside.iterdir():
-            if path.suffix in BESIDE_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
+            if path.suffix in COMPANION_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
                 shutil.copyfile(path, self._folder / path.name)  # without its mode: the copy must be writable
 
     def _save(self, config: Any) -> None:
@@ -236,15 +237,15 @@ class WeightsWriter:
         )
         earlier = {SINGLE, *read_index(self._folder).values()}
         if num > 1:
-            where = {tensor: name for name, (_, held) in zip(names, self._files, strict=True) for tensor in held}
+            where = {tensor: name for name, (_, tensors) in zip(names, self._files, strict=True) for tensor in tensors}
             content = {"metadata": {"total_size": self._total}, "weight_map": where}
-            write_small(self._aside / INDEX, (json.dumps(content, indent=2) + "\n").encode())
+            write_small(self._temporary / INDEX, (json.dumps(content, indent=2) + "\n").encode())
             if not earlier.isdisjoint(names):
                 index.unlink(missing_ok=True)
         for name, (path, _) in zip(names, self._files, strict=True):
             path.rename(self._folder / name)
         if num > 1:
-            (self._aside / INDEX).rename(index)
+            (self._temporary / INDEX).rename(index)
         else:
             index.unlink(missing_ok=True)
         for stale in earlier.difference(names):

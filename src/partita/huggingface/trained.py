@@ -1,4 +1,4 @@
-"""The model in a folder of ``transformers.Trainer``, which gives names to its optimizer's parameters."""
+"""The model in a folder of ``transformers.Trainer``. It provides the names of the optimizer's parameters."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -12,25 +12,26 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 
 
 def read_model(folder: Path) -> Model:
-    """Load the weights into memory; return them with the groups that the Trainer may have made.
+    """Load the weights into memory; return them with the possible optimizer groups of the Trainer.
 
     These are one group with and one without weight decay, or a single group of all parameters.
 
     Raises:
-        PartitaError: transformers is not installed, or the folder holds no complete model of it or cannot be read.
+        PartitaError: transformers is not installed, or the folder holds no complete transformers model or cannot be
+        read.
     """
     try:
         import transformers
         from transformers.trainer import Trainer
     except ImportError as error:
         raise PartitaError(
-            f"convert: '{folder}' takes transformers to be read ({error}): pip install 'partita[hf]'"
+            f"convert: reading '{folder}' needs transformers ({error}): pip install 'partita[hf]'"
         ) from None
     if not (folder / CONFIG).is_file() or (folder / ADAPTER).is_file():
         raise PartitaError(
-            f"convert: '{folder}' holds an optimizer that numbers its parameters, and no {CONFIG} of a whole model, "
-            f"which would say what they are: put the model's {CONFIG} beside its weights; of adapters, load the "
-            "optimizer in the run's own script, and call engine.save there"
+            f"convert: '{folder}' holds an optimizer that numbers its parameters, and no {CONFIG} of a full model to "
+            f"name them: put the model's {CONFIG} next to its weights; for adapters, load the optimizer in the run's "
+            "own script, and call engine.save there"
         )
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -42,7 +43,7 @@ def read_model(folder: Path) -> Model:
         names[id(param)].append(name)
     params = dict(model.named_parameters())
     decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
-    apart = [[name for name in params if name in decayed], [name for name in params if name not in decayed]]
+    by_decay = [[name for name in params if name in decayed], [name for name in params if name not in decayed]]
     weights = {name: value.detach() for name, value in (*params.items(), *persistent_buffers(model))}
     aliases = {first: others for first, *others in names.values() if others}
-    return Model(weights, aliases, [apart, [list(params)]])
+    return Model(weights, aliases, [by_decay, [list(params)]])

@@ -80,7 +80,9 @@ def read_index(folder: Path) -> Mapping[str, str]:
             return dict(where)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    raise PartitaError(f"weights: '{path}' is no index of safetensors files: bring a whole one, or remove it")
+    raise PartitaError(
+        f"weights: '{path}' is not an index of safetensors files: replace it by a complete one, or remove it"
+    )
 
 
 def _only_file(path: Path) -> Path:
@@ -93,10 +95,10 @@ def _only_file(path: Path) -> Path:
     if len(files) > 1:
         raise PartitaError(
             f"weights: '{path}' holds {len(files)} safetensors files ('{files[0].name}', '{files[1].name}', ...) and "
-            f"no {INDEX} that says which of them belong together: name one of the files, or bring the index"
+            f"no {INDEX} that lists the ones of one model: name one of the files, or add the index"
         )
     if not files or not files[0].is_file():
-        raise PartitaError(f"weights: '{path}' is no safetensors file and no folder that holds any")
+        raise PartitaError(f"weights: '{path}' is not a safetensors file, nor a folder that holds any")
     return files[0]
 
 

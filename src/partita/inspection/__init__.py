@@ -1,1 +1,1 @@
-"""Unsharded tensors by name, assembled from what the ranks hold."""
+"""Full tensors of a running engine by name: parameters, gradients and optimizer states."""

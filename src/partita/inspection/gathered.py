@@ -1,4 +1,4 @@
-"""Parameters that are unsharded while the user reads or modifies them."""
+"""Contexts in which parameters are unsharded, so that the user can read or modify them."""
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,9 +22,9 @@ from partita.transforms.modules import ModuleTransforms, Order
 
 
 class Gathered:
-    """The blocks of :meth:`Engine.gathered`, of which ``num_open`` are open.
+    """The contexts of :meth:`Engine.gathered`. ``num_open`` of them are active.
 
-    ``transforms``: the changes to modules. Those of the parallel axes are suspended in a block, where parameters are
+    ``transforms``: the changes to modules. Those of the parallel axes are suspended in a context, where parameters are
     unsharded.
     """
 
@@ -34,21 +34,21 @@ class Gathered:
         self._whole = whole
         self._transforms = transforms
         self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # always unsharded
-        self._made_whole = set[int]()  # ids of parameters that open blocks have unsharded
-        self._in_fp32 = set[int]()  # ids of those of them that have the values of their master weights
-        # Autograd's nodes of split parameters that are now unsharded, kept alive because they have the part's shape.
+        self._unsharded = set[int]()  # ids of parameters that active contexts have unsharded
+        self._in_fp32 = set[int]()  # ids of unsharded parameters with the values of their master weights
+        # Autograd's nodes of split parameters that are now unsharded, kept alive because they have the shard's shape.
         self._nodes = dict[int, Any]()
         self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
         self.num_open = 0
 
     @contextmanager
     def hold(self, items: tuple[nn.Module | nn.Parameter, ...], modify: bool) -> Iterator[None]:
-        """Unshard the units of the given modules and parameters inside the block (see :meth:`Engine.gathered`)."""
+        """Unshard the units of the given modules and parameters in a context (see :meth:`Engine.gathered`)."""
         self._updater.take_written()
         if modify and any(listener.differs_between_replicas for listener in self._updater.listeners):
             raise PartitaError(
-                "engine.gathered(modify=True) while replicas that train apart have other values each "
-                "(communication.every): modify after the step that ends a round, or after engine.save"
+                "engine.gathered(modify=True): replicas that train separately (communication.every) have different "
+                "values inside a round: modify them after the step that ends a round, or after engine.save"
             )
         wanted = self._parameters_of(items)
         units = [unit for unit in self._runtime.units if any(id(m.param) in wanted for m in unit.members)]
@@ -58,50 +58,50 @@ class Gathered:
         members = [member for unit in units for member in unit.members]
         holdings = [each for each in self._whole.holdings if id(each.param) in wanted]
         if not self._whole.shares:
-            holdings = [each for each in holdings if modify and self._has_digits(each)]
-        made_whole = list[Holding]()
+            holdings = [each for each in holdings if modify and self._has_fp32_master(each)]
+        unsharded = list[Holding]()
         try:
-            made_whole += self._make_whole(holdings, modify)
+            unsharded += self._unshard(holdings, modify)
             watched = {id(each.param): (each.fqns[0], each.param) for each in [m.holding for m in members] + holdings}
             before = {key: param._version for key, (_, param) in watched.items()}
-            copied = [] if modify else [holding for holding in made_whole if self._is_apart(holding)]
+            copied = [] if modify else [holding for holding in unsharded if self._is_copied(holding)]
             sums = [checksum(holding.param.detach().flatten()) for holding in copied]
             with self._transforms.suspended(items, through=Order.SEQUENCE):
                 yield
             written = {key for key, (_, param) in watched.items() if param._version != before[key]}
             written |= {id(member.param) for member in self._runtime.written.through_data(members)}
-            for holding, own in zip(copied, sums, strict=True):
-                if not torch.equal(checksum(holding.param.detach().flatten()), own):
+            for holding, before_sum in zip(copied, sums, strict=True):
+                if not torch.equal(checksum(holding.param.detach().flatten()), before_sum):
                     written.add(id(holding.param))
             for key, (name, _) in watched.items():
                 if key in written and not (modify and key in wanted):
                     raise PartitaError(
-                        f"parameter '{name}' was written inside engine.gathered(...) without being given to it "
-                        "with modify=True: the ranks and the optimizer would not learn of it"
+                        f"parameter '{name}' was written inside engine.gathered(...) without being passed to it "
+                        "with modify=True: the other ranks and the optimizer would not get the change"
                     )
             if modify:
-                self._take_first(holdings)
+                self._broadcast_first(holdings)
                 self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
         finally:
             self.num_open -= 1
-            self._cut(made_whole)
+            self._reshard(unsharded)
             self._runtime.written.forget([member for unit in sharded for member in unit.members])
             self._runtime.unsharder.let_go(sharded)
 
-    def _make_whole(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
-        """Give parameters their full values. Return those that no enclosing block has already unsharded.
+    def _unshard(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
+        """Give parameters their full values. Return those that no enclosing context has already unsharded.
 
-        The values are in separate memory if the unit does not have them: if ranks hold different parts, or, to
-        ``modify`` parameters, if master weights have more digits.
+        The values are in separate memory if the unit does not have them: if ranks hold different shards, or, to
+        ``modify`` parameters, if master weights have a higher precision.
         """
-        asked = {id(each.param) for each in holdings if id(each.param) not in self._made_whole}
-        if not asked:
+        requested = {id(each.param) for each in holdings if id(each.param) not in self._unsharded}
+        if not requested:
             return []
-        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=modify, only=asked)]
+        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=modify, only=requested)]
         for holding, weight in found:
-            if modify and self._has_digits(holding):
+            if modify and self._has_fp32_master(holding):
                 self._in_fp32.add(id(holding.param))
-            if self._is_apart(holding):
+            if self._is_copied(holding):
                 member = self._whole.member_of(holding)
                 kind = nn.Parameter if member is None else member.whole_kind
                 if kind is not nn.Parameter:
@@ -109,37 +109,37 @@ class Gathered:
                 holding.param.__class__ = kind
                 replace_data(holding.param, weight)
                 self._runtime.structure.elsewhere.add(id(holding.param))
-        self._made_whole |= asked
+        self._unsharded |= requested
         return [holding for holding, _ in found]
 
-    def _has_digits(self, holding: Holding) -> bool:
-        """Return whether this rank has master weights of the parameter with more digits than the compute values."""
+    def _has_fp32_master(self, holding: Holding) -> bool:
+        """Return True if this rank has master weights of the parameter with a higher precision than compute."""
         member = self._whole.member_of(holding)
         return member is not None and member.segment.keeps_digits
 
-    def _is_apart(self, holding: Holding) -> bool:
-        """Return whether the unsharded parameter is in separate memory.
+    def _is_copied(self, holding: Holding) -> bool:
+        """Return True if the unsharded parameter is in separate memory.
 
-        That is the case if this rank holds a part of it, or nothing, or if it has the master weights' values.
+        That is the case if this rank holds a shard of it, or nothing, or if it has the master weights' values.
         """
         member = self._whole.member_of(holding)
         return member is None or member.span.place.is_part or id(holding.param) in self._in_fp32
 
-    def _take_first(self, holdings: Sequence[Holding]) -> None:
-        """Broadcast rank 0's full values to all ranks. Each rank stores its own part."""
+    def _broadcast_first(self, holdings: Sequence[Holding]) -> None:
+        """Broadcast rank 0's full values to all ranks. Each rank stores its shard."""
         all_ranks = self._runtime.collectives.all_ranks
         for holding in holdings:
             all_ranks.broadcast([holding.param.detach()], "parameters")
             member = self._whole.member_of(holding)
-            if member is not None and self._is_apart(holding):
-                own = member.flat(member.span.place.take(holding.param.detach()))
-                member.values.copy_(member.segment.rounded(own))
+            if member is not None and self._is_copied(holding):
+                shard = member.flat(member.span.place.take(holding.param.detach()))
+                member.values.copy_(member.segment.rounded(shard))
 
-    def _cut(self, holdings: Sequence[Holding]) -> None:
-        """Restore this rank's parts of the parameters."""
+    def _reshard(self, holdings: Sequence[Holding]) -> None:
+        """Restore this rank's shards of the parameters."""
         for holding in holdings:
-            self._made_whole.discard(id(holding.param))
-            if not self._is_apart(holding):
+            self._unsharded.discard(id(holding.param))
+            if not self._is_copied(holding):
                 continue
             self._in_fp32.discard(id(holding.param))
             self._nodes.pop(id(holding.param), None)
@@ -159,8 +159,8 @@ class Gathered:
         """
         if self._nodes:
             raise PartitaError(
-                "engine.backward inside engine.gathered(...), where parameters that parallel.tensor splits are whole, "
-                "and gradients are those of parts: call it after the block (a penalty may be computed inside)"
+                "engine.backward inside engine.gathered(...): parameters that parallel.tensor splits are unsharded "
+                "there, but gradients are sharded: call it after the block (a penalty may be computed inside)"
             )
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
@@ -172,13 +172,11 @@ class Gathered:
                 raise PartitaError(f"engine.gathered: expected modules and parameters; got a {type(item).__name__}")
             wanted.update(id(param) for param in (item.parameters() if isinstance(item, nn.Module) else (item,)))
         if not wanted <= known:
-            raise PartitaError("engine.gathered: a given module or parameter is no part of the engine's model")
+            raise PartitaError("engine.gathered: a given module or parameter does not belong to the engine's model")
         return wanted
 
     def _write_back(self, units: Sequence[Unit], names: AbstractSet[str]) -> None:
-        """Broadcast rank 0's values, and store them as parameters; also as master weights for the parameters in
-        ``names``.
-        """
+        """Broadcast rank 0's values, and store them as parameters and, for those in ``names``, as master weights."""
         for unit in units:
             for segment in unit.segments:
                 alike_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")

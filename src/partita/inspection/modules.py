@@ -32,19 +32,21 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Return whether a module itself has extra state (``get_extra_state``)."""
+    """Return True if a module itself has extra state (``get_extra_state``)."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[[str], int]:
-    """Return a function that maps the name of a buffer or an extra state to the rank whose values count.
+    """Return a function that maps the name of a buffer or an extra state to the rank whose values are used.
 
     That is the first rank that runs the module. A collective, unless every rank runs all modules (``shared``).
     """
     if shared:
         return lambda name: 0
     here = modules_here(model)
-    every = all_ranks.exchange_objects([name for name in _kept_beside(model) if _module_of(name) in here], "buffers")
+    every = all_ranks.exchange_objects(
+        [name for name in _buffers_and_extra_states(model) if _module_of(name) in here], "buffers"
+    )
     first = dict[str, int]()
     for rank, names in enumerate(every):
         for name in names:
@@ -52,7 +54,7 @@ def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[
     return lambda name: first.get(name, 0)
 
 
-def _kept_beside(model: nn.Module) -> Iterator[str]:
+def _buffers_and_extra_states(model: nn.Module) -> Iterator[str]:
     """Yield the names of buffers and extra states."""
     yield from (name for name, _ in persistent_buffers(model))
     yield from (name for name, _ in extra_states(model))
@@ -69,14 +71,14 @@ def further_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     """
     first = dict[tuple[int, str], str]()
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in _kept_beside_of(module):
+        for name in _buffers_and_extra_state_of(module):
             full = f"{path}.{name}" if path else name
             known = first.setdefault((id(module), name), full)
             if full != known:
                 yield full, known
 
 
-def _kept_beside_of(module: nn.Module) -> list[str]:
+def _buffers_and_extra_state_of(module: nn.Module) -> list[str]:
     return [name for name, _ in persistent_buffers_of(module)] + [EXTRA_STATE] * has_extra_state(module)
 
 
@@ -84,10 +86,10 @@ def state_dict_names(model: nn.Module) -> Iterator[str]:
     """Yield the names in a state dict, in order, with every name of a tied parameter."""
     for path, module in model.named_modules(remove_duplicate=False):
         names = [name for name, param in module._parameters.items() if param is not None]
-        names += _kept_beside_of(module)
+        names += _buffers_and_extra_state_of(module)
         yield from (f"{path}.{name}" if path else name for name in names)
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is that of an extra state (``get_extra_state``)."""
+    """Return True if a name in a state dict is that of an extra state (``get_extra_state``)."""
     return name.rpartition(".")[2] == EXTRA_STATE

@@ -1,4 +1,4 @@
-"""Unsharded tensors by name, assembled from what the ranks hold.
+"""Full tensors by name, gathered from all ranks.
 
 Every method is a collective: call it on all ranks.
 """
@@ -35,8 +35,8 @@ from partita.sharding.segment import Segment
 class Whole:
     """Parameters, gradients and optimizer states of a running engine, unsharded, after all pending updates.
 
-    Attributes: ``shares``: True if ranks hold different parts of parameters; ``holdings``: every parameter of the model
-    once.
+    Attributes: ``shares``: True if ranks hold different shards of parameters; ``holdings``: every parameter of the
+    model once.
     """
 
     def __init__(self, runtime: Runtime, updater: Updater) -> None:
@@ -52,11 +52,11 @@ class Whole:
         self._unit_of = {id(member.param): unit for unit, member in runtime.members()}
 
     def member_of(self, holding: Holding) -> Member | None:
-        """Return this rank's part of a parameter; None if it has none."""
+        """Return this rank's shard of a parameter; None if it has none."""
         return self._members.get(id(holding.param))
 
     def _find(self, name: str) -> tuple[Holding, Member | None]:
-        """Return the parameter called ``name``, and this rank's part of it.
+        """Return the parameter called ``name``, and this rank's shard of it.
 
         Raises:
             PartitaError: there is no such parameter; the message suggests the nearest name.
@@ -78,10 +78,10 @@ class Whole:
         if member is not None and bucket is not None:
             reducer.join()
             reducer.drain()
-            is_first = self._is_first_part(member)
-            held = bucket.held_of(member, self._collectives.mesh.device, is_first=is_first)
+            is_first = self._is_first_replica(member)
+            reduced = bucket.held_of(member, self._collectives.mesh.device, is_first=is_first)
             flat = self._group_of(member).all_reduce(
-                torch.cat([held, held.new_tensor([id(member) in bucket.arrivals.used])])
+                torch.cat([reduced, reduced.new_tensor([id(member) in bucket.arrivals.used])])
             )
             factor = 1.0 if bucket.has_all_copies else bucket.copies.factor
             if flat[-1] > 0:
@@ -90,18 +90,16 @@ class Whole:
             return local
         if not any(self._all_ranks.exchange_objects(local is not None, "engine.gradient")):
             return None
-        counts = bucket is not None and (bucket.layout.is_saved or not bucket.has_all_copies)
-        return self._whole(holding, local if counts else None, torch.float32)
+        is_counted = bucket is not None and (bucket.layout.is_saved or not bucket.has_all_copies)
+        return self._full(holding, local if is_counted else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer state of a parameter, unsharded and in the parameter's shape; empty before its first
-        update.
-        """
+        """Return the full optimizer state of a parameter, in the parameter's shape; empty before its first update."""
         self._updater.wait_for_updates()
         holding, member = self._find(name)
         view = None if member is None else self._updater.views.of(member.param)
         state = self._updater.states.of(view) if view is not None else {}
-        own = {key: _spread_dtype(view, value) for key, value in state.items()}
+        own = {key: _elementwise_dtype(view, value) for key, value in state.items()}
         dtypes = dict[str, torch.dtype | None]()
         for of_rank in self._all_ranks.exchange_objects(own, "engine.optimizer_state"):
             dtypes = of_rank | dtypes
@@ -114,48 +112,50 @@ class Whole:
             local = None if view is None else self._gather_state(view, dtype, state.get(key))
             if self.shares:
                 is_first = member is not None and member.segment.is_first_copy
-                found[key] = self._whole(holding, local if is_first else None, dtype)
+                found[key] = self._full(holding, local if is_first else None, dtype)
             else:
                 assert local is not None
                 found[key] = local
         return found
 
     def _gather_state(self, view: View, dtype: torch.dtype, value: object) -> Tensor:
-        """Return a state for the part of a parameter that the group holds, assembled over the group."""
+        """Return a state of the group's shard of a parameter, gathered over the group."""
         member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
         is_whole = member.segment.holds_whole_master
-        if isinstance(value, Tensor) and (self._group_of(member).is_first if is_whole else self._is_first_part(member)):
+        if isinstance(value, Tensor) and (
+            self._group_of(member).is_first if is_whole else self._is_first_replica(member)
+        ):
             values[view.start : view.start + view.num_elements] = member.flat(value) if is_whole else value
         return self._shaped(member, self._group_of(member).all_reduce(values))
 
     def _group_of(self, member: Member) -> SeveralAxes:
-        """Return the group of ranks that together hold the same part of a parameter and sum its gradients."""
+        """Return the group of ranks that sum the gradients of the same shard of a parameter."""
         plan = member.segment.plan
         return SeveralAxes(self._collectives, plan.hops(plan.summed_axes, member.segment.mesh)[::-1])
 
-    def _is_first_part(self, member: Member) -> bool:
-        """Return whether this rank's part counts, i.e. is the first of identical parts in the group."""
+    def _is_first_replica(self, member: Member) -> bool:
+        """Return True if this rank's shard is the first of identical shards in the group."""
         return self._collectives.mesh.index(member.segment.plan.replica_axes) == 0
 
     def _shaped(self, member: Member, flat: Tensor) -> Tensor:
         return member.shaped(flat.clone()).contiguous()
 
-    def _whole(self, holding: Holding, local: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the global tensor, the sum of the groups' parts at their places.
+    def _full(self, holding: Holding, local: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the full tensor, assembled from the groups' shards.
 
-        ``local`` is this group's part (None: it does not count).
+        ``local`` is this group's shard; None if another group has the same.
         """
         member = self.member_of(holding)
         shape = self.shape_of(holding)
-        whole = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
+        full = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
         if member is not None and local is not None and self._group_of(member).is_first:
-            member.span.place.put(local, whole)
-        self._all_ranks.all_reduce(whole.view(-1))
-        return whole
+            member.span.place.put(local, full)
+        self._all_ranks.all_reduce(full.view(-1))
+        return full
 
     def shape_of(self, holding: Holding) -> tuple[int, ...]:
-        """Return the shape of the global parameter."""
+        """Return the shape of the full parameter."""
         member = self.member_of(holding)
         return tuple(holding.param.shape) if member is None else member.span.place.shape
 
@@ -167,13 +167,13 @@ class Whole:
         """Yield every parameter once, unsharded, unit by unit. Each one is valid until the next.
 
         Args:
-            master: yield the values that the optimizer updates, if they have more digits than the compute values.
-            trainable: only the parameters that require gradients; units without any are not gathered.
-            only: ids of the requested parameters (None: all).
+            master: yield the values that the optimizer updates, if they have a higher precision than the compute
+            values. trainable: only the parameters that require gradients; units without any are not gathered. only: ids
+            of the requested parameters (None: all).
         """
         self._updater.take_written()
-        for turn in self._turns():
-            wanted = [(h, dtypes) for h, dtypes in turn if h.param.requires_grad or not trainable]
+        for of_unit in self._by_unit():
+            wanted = [(h, dtypes) for h, dtypes in of_unit if h.param.requires_grad or not trainable]
             wanted = [pair for pair in wanted if only is None or id(pair[0].param) in only]
             members = [member for holding, _ in wanted if (member := self.member_of(holding)) is not None]
             units = {id(unit): unit for member in members for unit in [self._unit_of[id(member.param)]]}
@@ -184,38 +184,38 @@ class Whole:
             try:
                 for holding, dtypes in wanted:
                     if (member := self.member_of(holding)) is None:
-                        yield holding, self._whole(holding, None, dtypes[master])
+                        yield holding, self._full(holding, None, dtypes[master])
                         continue
                     full = separate.get(id(member.segment))
                     local = member.within(member.segment.full if full is None else full)
-                    if self._is_cut(member):
+                    if self._is_split(member):
                         counted = local if member.segment.is_first_copy else None
-                        yield holding, self._whole(holding, counted, dtypes[master])
+                        yield holding, self._full(holding, counted, dtypes[master])
                     else:
                         yield holding, local
             finally:
                 self._runtime.unsharder.let_go(sharded)
 
-    def _is_cut(self, member: Member) -> bool:
-        """Return whether some rank does not hold the full parameter; the same on all ranks."""
+    def _is_split(self, member: Member) -> bool:
+        """Return True if some rank does not hold the full parameter; the same on all ranks."""
         return self.shares and (member.span.place.is_part or not self._runtime.runs_all)
 
-    def _turns(self) -> list[list[tuple[Holding, tuple[torch.dtype, torch.dtype]]]]:
-        """Return lists of parameters to gather together, the same on all ranks.
+    def _by_unit(self) -> list[list[tuple[Holding, tuple[torch.dtype, torch.dtype]]]]:
+        """Return the parameters of each unit of each pipeline stage, with their dtypes in compute and in the update.
 
-        Each list has the parameters of one unit of a pipeline stage, with their dtypes in compute and in the update.
+        They are gathered unit by unit, in the same order on all ranks.
         """
         own = [tuple((member.fqn, _dtypes(member)) for member in unit.members) for unit in self._runtime.units]
-        every = [own] if self._runtime.runs_all else self._all_ranks.exchange_objects(own, "whole parameters")
-        known, turns = set[str](), []
+        every = [own] if self._runtime.runs_all else self._all_ranks.exchange_objects(own, "full parameters")
+        known, units = set[str](), []
         for unit in dict.fromkeys(unit for of_rank in every for unit in of_rank):
-            turns.append([(self._named[fqn], dtypes) for fqn, dtypes in unit if fqn not in known])
+            units.append([(self._named[fqn], dtypes) for fqn, dtypes in unit if fqn not in known])
             known.update(fqn for fqn, _ in unit)
-        return turns
+        return units
 
     def raise_together(self, problem: str | None) -> None:
         """Raise a ``problem`` of any rank on every rank."""
-        for found in self._all_ranks.exchange_objects(problem, "whole parameters"):
+        for found in self._all_ranks.exchange_objects(problem, "full parameters"):
             if found is not None:
                 raise PartitaError(found)
 
@@ -232,15 +232,15 @@ class Whole:
         short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
         if short is not None:
             raise PartitaError(
-                f"{call}: {short.memory} needs {short.needed} bytes for whole parameters and has {short.free} bytes "
-                "free; the engine stays open: engine.export or engine.save writes the parameters without holding them "
-                "whole, engine.close() leaves them as they are"
+                f"{call}: {short.memory} needs {short.needed} bytes for full parameters and has {short.free} bytes "
+                "free; the engine stays open: engine.export or engine.save writes the parameters unit by unit, and "
+                "engine.close() leaves them sharded"
             )
         found, error = list[tuple[Holding, Tensor]](), None
         for holding, weight in self.weights(master=False):
             try:
                 found += [(holding, weight.detach().clone())] if error is None else []
-            except RuntimeError as raised:  # out of memory after all: other ranks need this rank for every unit
+            except RuntimeError as raised:  # out of memory nevertheless: the other ranks need this rank for every unit
                 error = raised
         with shared_errors(all_ranks):
             if error is not None:
@@ -248,7 +248,7 @@ class Whole:
         return found
 
     def leave(self, copies: Sequence[tuple[Holding, Tensor]]) -> None:
-        """Detach parameters from their units, and give them these unsharded values."""
+        """Detach parameters from their units, and give them these full values."""
         for holding, values in copies:
             if (member := self.member_of(holding)) is not None:
                 member.leave(values)
@@ -261,27 +261,27 @@ class Whole:
         if segment.master is None:
             return None
         device = self._collectives.mesh.device
-        whole = part = segment.master.state.load().to(device)
+        full = shard = segment.master.state.load().to(device)
         if not segment.holds_whole_master:
-            whole, held = part.new_empty(segment.layout.padded), replace(segment.plan.master, tier=Tier.DEVICE)
-            ops = steps(held, replace(held, shard_axes=()), segment.mesh)
-            Interpreter(self._collectives).run(ops, part, whole)
-        return segment.master.joined(segment.full, whole)
+            full, sharded = shard.new_empty(segment.layout.padded), replace(segment.plan.master, tier=Tier.DEVICE)
+            ops = steps(sharded, replace(sharded, shard_axes=()), segment.mesh)
+            Interpreter(self._collectives).run(ops, shard, full)
+        return segment.master.joined(segment.full, full)
 
-    def others(self) -> dict[str, Any]:
+    def buffers_and_extra_states(self) -> dict[str, Any]:
         """Return the buffers of the model's state dict, on the host, and its modules' extra states.
 
         They come from the ranks that run the modules, and are complete on the first rank.
         """
         model, rank = self._runtime.model, self._collectives.mesh.rank
-        keepers = keepers_of(model, self._all_ranks, shared=self._runtime.runs_all)
+        rank_of = keepers_of(model, self._all_ranks, shared=self._runtime.runs_all)
         own: dict[str, Any] = {
-            name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model) if keepers(name) == rank
+            name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model) if rank_of(name) == rank
         }
-        own |= {name: module.get_extra_state() for name, module in extra_states(model) if keepers(name) == rank}
+        own |= {name: module.get_extra_state() for name, module in extra_states(model) if rank_of(name) == rank}
         if self._runtime.runs_all:
             return own
-        every = self._all_ranks.exchange_objects(own, "whole parameters")
+        every = self._all_ranks.exchange_objects(own, "full parameters")
         return {name: value for of_rank in every for name, value in of_rank.items()}
 
     def state_dict(self, *, trainable: bool = False, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -297,20 +297,20 @@ class Whole:
             PartitaError: the model has no entry with one of these names; the message suggests the nearest name.
         """
         values, known = dict[str, Any](), list(state_dict_names(self._runtime.model))
-        asked = None if names is None else frozenset(names)
-        for name in sorted((asked or frozenset()).difference(known)):
+        requested = None if names is None else frozenset(names)
+        for name in sorted((requested or frozenset()).difference(known)):
             raise _unknown("parameter or buffer", name, known)
-        only = None if asked is None else {id(h.param) for h in self.holdings if not asked.isdisjoint(h.fqns)}
+        only = None if requested is None else {id(h.param) for h in self.holdings if not requested.isdisjoint(h.fqns)}
         for holding, weight in self.weights(master=True, trainable=trainable, only=only):
             if self.is_first:
-                whole = weight.detach().cpu().clone().contiguous()
-                values.update((fqn, whole) for fqn in holding.fqns)
+                full = weight.detach().cpu().clone().contiguous()
+                values.update((fqn, full) for fqn in holding.fqns)
         model = self._runtime.model
         if not trainable:
-            others = self.others()
-            values.update(others if self.is_first else {})
+            entries = self.buffers_and_extra_states()
+            values.update(entries if self.is_first else {})
             values.update((name, values[first]) for name, first in further_names(model) if first in values)
-        wanted = values.keys() if asked is None else asked & values.keys()
+        wanted = values.keys() if requested is None else requested & values.keys()
         return {name: values[name] for name in known if name in wanted}
 
 
@@ -320,7 +320,7 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> PartitaError:
     return PartitaError(f"the model has no {what} '{name}'{hint}")
 
 
-def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:
+def _elementwise_dtype(view: View | None, value: object) -> torch.dtype | None:
     """Return the dtype of a state tensor with one element per element of the parameter; None for any other state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
@@ -331,5 +331,5 @@ def _spread_dtype(view: View | None, value: object) -> torch.dtype | None:
 def _dtypes(member: Member) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of a parameter's values in compute and in the update."""
     segment = member.segment
-    is_apart = segment.master is not None and not segment.master_is_parameter
-    return segment.dtype, torch.float32 if is_apart else segment.dtype
+    has_fp32_master = segment.master is not None and not segment.master_is_parameter
+    return segment.dtype, torch.float32 if has_fp32_master else segment.dtype

@@ -1,4 +1,4 @@
-"""Rows of metrics, written as they come to ``metrics.jsonl`` and to the sinks that show them.
+"""Rows of metrics, written immediately to ``metrics.jsonl`` and to the sinks that show them.
 
 A row is complete in itself (each has its step and token count), so a truncated file is readable up to its end.
 """
@@ -66,8 +66,8 @@ class HeldOutRow:
 class MetricsWriter:
     """A writer of rows to a run's folder and to sinks.
 
-    Rows of steps after the one that this run resumes from, which an earlier run left in the folder, are replaced. A
-    sink that fails later is dropped with a warning.
+    Rows of an earlier run after the step that this run resumes from are replaced. A sink that fails later is removed
+    with a warning.
 
     Args:
         run: the folder, and the step that the run resumes from.
@@ -92,7 +92,7 @@ class MetricsWriter:
         """Remove the rows after ``step``, the step that training has rewound to."""
         self._file.close()
         self._begin(step, is_evaluated=True)
-        self._tell(lambda sink: sink.go_back(step))
+        self._notify(lambda sink: sink.go_back(step))
 
     def _begin(self, after: int, *, is_evaluated: bool) -> None:
         folder = self._folder
@@ -115,13 +115,13 @@ class MetricsWriter:
         kind = "train" if isinstance(row, TrainRow) else "held_out"
         self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
         self._file.flush()
-        self._tell(lambda sink: sink.write(row.step, row.figures))
+        self._notify(lambda sink: sink.write(row.step, row.figures))
 
     def close(self) -> None:
         self._file.close()
-        self._tell(lambda sink: sink.close())
+        self._notify(lambda sink: sink.close())
 
-    def _tell(self, call: Callable[[MetricsSink], None]) -> None:
+    def _notify(self, call: Callable[[MetricsSink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)

@@ -72,7 +72,7 @@ class TrainingProgress:
         self.say(line)
 
     def say(self, line: str) -> None:
-        """Print one line, above the bar if there is one. The text is printed as it is: no markup, no highlighting."""
+        """Print one line verbatim (no markup, no highlighting), above the bar if there is one."""
         self._console.print(Text(line), soft_wrap=True)
 
     def _remaining_s(self, step: int) -> float:

@@ -117,7 +117,7 @@ class MLflow(MetricsSink):
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run_id)
 
     def go_back(self, step: int) -> None:
-        """Do nothing. Both values of a step stay, because MLflow keeps every value that it was given."""
+        """Do nothing. Both values of a step stay, because MLflow keeps every value that was logged."""
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -139,7 +139,7 @@ SINKS: dict[SinkName, _Known] = {
 
 
 def installed(name: SinkName) -> bool:
-    """Return whether the library of this sink is installed."""
+    """Return True if the library of this sink is installed."""
     return importlib.util.find_spec(SINKS[name].package) is not None
 
 
@@ -152,7 +152,7 @@ def check_installed(names: Sequence[SinkName], key: str) -> None:
     for name in names:
         if not installed(name):
             package = SINKS[name].package
-            raise ConfigError(f"{key}: {name} is not installed: pip install {package}, or take it out of the list")
+            raise ConfigError(f"{key}: {name} is not installed: pip install {package}, or remove it from the list")
 
 
 def open_sink(name: SinkName, run: Run) -> MetricsSink:

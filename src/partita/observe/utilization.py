@@ -1,10 +1,10 @@
-"""Model FLOPs utilization (MFU): the FLOPs that training the model takes, over what the device could have computed.
+"""Model FLOPs utilization (MFU): the FLOPs of training divided by the peak FLOPs of the device in the same time.
 
 torch.utils.flop_counter counts the matrix products, convolutions and attention of one forward, so a model needs no
 change and no formula. Attention counts as the full square, even if its mask is causal. Training takes three times as
 many FLOPs, because backward has two products for each; with frozen weights the factor is 2 + the share of the
-parameters that train. Recomputed activations count once, and kernels that PyTorch does not know count nothing. This is
-the definition of Chowdhery et al., PaLM (2022), Appendix B.
+parameters that train. Recomputed activations count once, and kernels that PyTorch does not know are not counted. This
+is the definition of Chowdhery et al., PaLM (2022), Appendix B.
 """
 
 import re
@@ -78,7 +78,7 @@ def peak_flops_by_name(name: str) -> float | None:
 def training_flops(model: nn.Module, forward: Callable[[], object]) -> float:
     """Return the FLOPs of forward and backward for ``forward``, a call of the model, which is made here once.
 
-    Under the engine, all ranks call this together.
+    With an engine, this is a collective.
     """
     parameters = list(model.parameters())
     num_all = sum(parameter.numel() for parameter in parameters)

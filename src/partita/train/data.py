@@ -1,4 +1,4 @@
-"""Text as one row of tokens, with a held-out part, and batches cut from it.
+"""A text as one sequence of tokens, split into a training and a held-out text, and batches of it.
 
 Invariants: the held-out regions are never trained on. The split depends only on the text, the share and the seed. The
 batch of a step is a pure function of (seed, step, data rank), so the data position needs no state. The samples of a
@@ -27,7 +27,7 @@ Encode = Callable[[bytes], Tensor]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two rows of tokens, [length] each: the training text and the held-out text."""
+    """Two sequences of tokens, [length] each: the training text and the held-out text."""
 
     train: Tensor
     held_out: Tensor
@@ -35,8 +35,8 @@ class Corpus:
     @property
     def digest(self) -> str:
         """A hash that identifies this text and its split."""
-        parts = (self.train, self.held_out)
-        return " ".join(xxhash.xxh3_64(part.contiguous().view(torch.uint8).numpy().data).hexdigest() for part in parts)
+        texts = (self.train, self.held_out)
+        return " ".join(xxhash.xxh3_64(text.contiguous().view(torch.uint8).numpy().data).hexdigest() for text in texts)
 
 
 def bytes_to_tokens(text: bytes) -> Tensor:
@@ -61,7 +61,7 @@ def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
     if shortest <= data.sequence:
         raise ConfigError(
             f"data.corpus '{data.corpus}': {len(corpus.train)} tokens to train on and {len(corpus.held_out)} held out, "
-            f"but one sample is data.sequence + 1 = {data.sequence + 1} tokens; give more text, a shorter "
+            f"but one sample is data.sequence + 1 = {data.sequence + 1} tokens; use more text, a shorter "
             "data.sequence or another data.held_out"
         )
     return corpus
@@ -112,7 +112,7 @@ class Batches:
         return self._micro_batches(text, starts)
 
     def held_out(self, num_batches: int) -> Iterator[Tensor]:
-        """Yield this rank's part of ``num_batches`` full batches: windows spread evenly over the held-out text.
+        """Yield this rank's micro-batches of ``num_batches`` full batches: evenly spread windows of the held-out text.
 
         They are the same every time, and for every micro x accumulate x ranks with the same total.
         """

@@ -1,6 +1,6 @@
 """A compact decoder-only transformer in plain PyTorch: RMSNorm, rotary positions, SwiGLU, grouped queries.
 
-It does not depend on partita. Every module with parameters of its own has ``reset_parameters``, which draws from
+It does not depend on partita. Every module that directly holds parameters has ``reset_parameters``, which draws from
 torch's global generator, so the model can be built on the ``meta`` device and initialized later.
 """
 

@@ -1,4 +1,4 @@
-"""Signals as requests: the step in progress is finished first, and all ranks act after the same step."""
+"""Signal handling: the step in progress is finished first, and all ranks react after the same step."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class Wish(IntEnum):
-    """A request to the training loop; the greater one wins."""
+    """A request to the training loop. The greater one has priority."""
 
     NOTHING = 0
     SAVE = 1
@@ -20,7 +20,7 @@ class Interruption:
     """A context in which a first SIGINT only sets ``wish`` to STOP; a second one raises Python's KeyboardInterrupt.
 
     With checkpoints (``saves``), SIGTERM also stops, and SIGUSR1, which job schedulers send before a preemption, asks
-    for a checkpoint. The loop sets ``agreed``: the greatest wish of any rank.
+    for a checkpoint. The loop sets ``agreed``: the greatest request of any rank.
 
     Outside the main thread, signals cannot be handled, and nothing is changed.
     """
@@ -39,7 +39,7 @@ class Interruption:
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
-                # A handler that another language has set (None) cannot be given back by Python.
+                # Python cannot restore a handler that was not set from Python (None).
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -81,8 +81,8 @@ class TrainSection(Section):
     eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
     metrics: Auto | Sinks = Field(
         "auto",
-        description="what shows metrics beside metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if "
-        "it is installed",
+        description="metrics sinks besides metrics.jsonl: any of tensorboard, wandb, mlflow; auto: TensorBoard, if it "
+        "is installed",
     )
     profile: CountOrZero = Field(
         0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"
@@ -93,7 +93,7 @@ class TrainSection(Section):
 
 
 class Job(Section):
-    """A full job. Build one with :func:`load_job`, which also says where a wrong key was written."""
+    """A complete job. Build one with :func:`load_job`, whose errors also show where a wrong key was written."""
 
     model: ModelSection = Field(ModelSection(), description="what to train")
     data: DataSection = Field(DataSection(), description="what to train on")
@@ -146,8 +146,8 @@ def _engine_config(engine: object, steps: int, where: Where) -> Config:
     sections = dict(engine or {})
     schedule = sections.get("schedule")
     if isinstance(schedule, Mapping) and schedule.get("name", "constant") != "constant":
-        given = schedule.get("total_steps")
-        sections["schedule"] = {**schedule, "total_steps": steps if given is None else given}
+        configured = schedule.get("total_steps")
+        sections["schedule"] = {**schedule, "total_steps": steps if configured is None else configured}
     return Config.located(sections, lambda path: where(("engine", *path)))
 
 

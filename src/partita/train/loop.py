@@ -1,9 +1,9 @@
-"""The training loop of a job, and everything it writes to ``job.out``.
+"""The training loop of a job, and everything that it writes to ``job.out``.
 
-All ranks run the same loop in step: each evaluates, stops and exports after the same steps. Only the first rank writes.
-``metrics.jsonl``, and what the sinks of ``train.metrics`` show, grow during training; ``job.yaml``, ``loss.png``,
-``sample.txt`` and the weights in ``model/`` are written when it ends, by itself or (without the sample) by Ctrl-C. With
-``engine.checkpoint.dir`` a run that was stopped resumes from its newest checkpoint.
+All ranks run the same loop: they evaluate, stop and export after the same steps. Only the first rank writes.
+``metrics.jsonl`` and the sinks of ``train.metrics`` are written during training; ``job.yaml``, ``loss.png``,
+``sample.txt`` and the weights in ``model/`` at its end, or (without the sample) after Ctrl-C. With
+``engine.checkpoint.dir``, a run that was stopped resumes from its newest checkpoint.
 """
 
 import math
@@ -37,8 +37,8 @@ from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.watched_steps import WatchedSteps
 
-# Key in a checkpoint: the number of batches left out so far, by which a step's batch is later than the step.
-LEFT_OUT = "batches_left_out"
+# Key in a checkpoint: the number of batches skipped so far. A step's batch is this number after the step's own.
+SKIPPED_BATCHES = "batches_left_out"
 # Key in a checkpoint: the digest of the text.
 CORPUS = "corpus"
 
@@ -117,11 +117,11 @@ class _Run:
             except PartitaError as raised:
                 error = raised
         if self._engine.any(error is not None):
-            raise error or PartitaError("rank 0 cannot write the metrics: its own error says why")
+            raise error or PartitaError("rank 0 cannot write the metrics: see its error")
         return writer
 
     def run(self, num_parameters: int) -> Outcome:
-        self._say_start(num_parameters)
+        self._print_start(num_parameters)
         try:
             with self._progress, collector_spared(), Interruption(saves=self._saves) as interruption:
                 steps = self._train(interruption)
@@ -147,8 +147,8 @@ class _Run:
         self._progress.say(str(restored))
         if self._engine.extra.get(CORPUS, digest) != digest:
             self._progress.say(
-                f"data: the text, or its split, is not that of the run that saved '{restored.path}': training goes on "
-                "with this one, and what was trained on may be held out now"
+                f"data: the text or its split has changed since '{restored.path}' was saved: training continues with "
+                "the new one, and the held-out text may contain text that was trained on"
             )
         self._engine.extra[CORPUS] = digest
         self._progress.go_on(restored.step)
@@ -164,7 +164,7 @@ class _Run:
         while step < plan.steps and interruption.agreed is not Wish.STOP:
             step += 1
             self._watched.before(step)
-            step = self._take_step(step, meter)
+            step = self._train_step(step, meter)
             if (report := self._watched.after(step)) is not None:
                 self._progress.say(f"{report}\ntimelines: {self._job.out}/trace-*.json.gz (ui.perfetto.dev)")
             self._progress.step(step)
@@ -183,18 +183,18 @@ class _Run:
         return step
 
     def _was_due(self, step: int) -> bool:
-        """Return whether the engine itself has saved the step that was just done."""
+        """Return True if the engine itself has saved the last step."""
         every_steps = self._job.engine.checkpoint.every_steps
         return every_steps is not None and step % every_steps == 0 and self._engine.last_step.stepped
 
-    def _take_step(self, step: int, meter: _Meter) -> int:
-        """Train on the next batch; return the step that is done, an earlier one if training was rewound."""
+    def _train_step(self, step: int, meter: _Meter) -> int:
+        """Train on the next batch; return the step that is done. It is an earlier one if training was rewound."""
         extra = self._engine.extra
-        number = step + extra.get(LEFT_OUT, 0)
+        number = step + extra.get(SKIPPED_BATCHES, 0)
         loss = self._engine.train_batch(self._micro_batches(self._batches.train(number)))
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
-            extra[LEFT_OUT] = number - rewound_to
+            extra[SKIPPED_BATCHES] = number - rewound_to
             num_undone = step - 1 - rewound_to
             del meter.losses[max(0, len(meter.losses) - num_undone) :]
             if self._writer is not None:
@@ -253,8 +253,8 @@ class _Run:
     def _memory_of_ranks(self) -> tuple[int, ...]:
         """Return the peak bytes of each rank: of the device's allocator if there is one, else of the process."""
         report = self._engine.memory_report()
-        mine = report.device_peak_bytes or report.process_peak_bytes
-        return tuple(round(num_bytes) for num_bytes in self._engine.each(mine))
+        peak = report.device_peak_bytes or report.process_peak_bytes
+        return tuple(round(num_bytes) for num_bytes in self._engine.each(peak))
 
     def _evaluate(self, step: int) -> None:
         inputs = list(self._micro_batches(self._batches.held_out(self._job.train.eval_batches)))
@@ -267,7 +267,7 @@ class _Run:
         if self._writer is not None:
             self._writer.write(row)
 
-    def _say_start(self, num_parameters: int) -> None:
+    def _print_start(self, num_parameters: int) -> None:
         job, corpus = self._job, self._batches.corpus
         token = self._ready.token
         self._progress.say(
@@ -301,7 +301,7 @@ class _Run:
         if not sample.tokens:
             return None
         if self._engine.mesh.size("pipeline") > 1:
-            self._progress.say("no sample of text: the stages of a pipeline have no whole model to write it with")
+            self._progress.say("no sample of text: with pipeline stages, no rank has the full model to write it")
             return None
-        with self._engine.gathered(self._engine.module):  # one gather for the whole text
+        with self._engine.gathered(self._engine.module):  # one all-gather for the entire text
             return write_sample(self._ready, sample, self._job.data.sequence)

@@ -1,4 +1,4 @@
-"""The models that a job can name: their inputs, and how text becomes tokens and back."""
+"""The models of jobs: how they are built, their inputs, and the conversion between text and tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _NO_CODE = {"trust_remote_code": False}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-class OwnDecoder:
+class ByteDecoder:
     """The decoder of :mod:`partita.train.decoder`, on bytes."""
 
     token = "byte"
@@ -41,7 +41,7 @@ class OwnDecoder:
         return bytes(tokens).decode(errors="replace")
 
     def save_config(self, folder: Path) -> None:
-        """Do nothing: the job that the loop writes has all sizes."""
+        """Do nothing, because the job file that the loop writes has all sizes."""
 
 
 class HuggingFaceModel:
@@ -53,7 +53,7 @@ class HuggingFaceModel:
         self.token = "token" if tokenizer else "byte"
 
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
-        return {"input_ids": windows, "labels": windows}  # the model shifts them against each other
+        return {"input_ids": windows, "labels": windows}  # the model shifts the labels
 
     def logits(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
@@ -79,7 +79,7 @@ class HuggingFaceModel:
 # A causal language model. `inputs` turns windows, tokens [micro, sequence + 1], into arguments with which the forward
 # returns the mean loss of micro x sequence predictions; `logits` turns tokens [batch, length] into
 # [batch, length, vocab].
-ReadyModel = OwnDecoder | HuggingFaceModel
+ReadyModel = ByteDecoder | HuggingFaceModel
 
 
 def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool = True) -> ReadyModel:
@@ -92,7 +92,7 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
     """
     torch.manual_seed(model.seed)
     return (
-        OwnDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data, reads_weights)
+        ByteDecoder(model) if model.huggingface is None else _build_huggingface(model.huggingface, data, reads_weights)
     )
 
 

@@ -1,4 +1,4 @@
-"""Files that a run writes to its folder, and the check that no other run replaces them unasked."""
+"""Files that a run writes to its folder, and the check that no other run replaces them by accident."""
 
 from partita.config.launchers import launch_environment
 from partita.errors import ConfigError
@@ -10,7 +10,7 @@ WEIGHTS, JOB_FILE = "model", "job.yaml"
 
 
 def check_out(job: Job, *, resumes: bool) -> None:
-    """Refuse a folder that holds the results of another run.
+    """Check that the folder does not hold the results of another run.
 
     A run that resumes from a checkpoint keeps its folder. So does one that is restarted before its first checkpoint: by
     its launcher, or by hand if it has a folder for checkpoints and has not ended.

@@ -23,7 +23,7 @@ TRAINER_STATE = "trainer_state.json"
 SCHEDULERS, SCALERS = ("scheduler.pt", "scheduler.bin"), ("scaler.pt",)
 # The Trainer's random states, of a single process or of a rank.
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
-# Functions and classes that the pickled state of numpy's generator names, under the names of all numpy versions.
+# The functions and classes in the pickled state of numpy's generator, under the names of all numpy versions.
 _RECONSTRUCT = numpy.zeros(0).__reduce__()[0]
 _ADMITTED: list[Any] = [
     *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -46,7 +46,7 @@ def with_what_is_beside(library: str, stored: Stored, folder: Path) -> Foreign:
         values[ENGINE] = {"loss_scale": float(scaler["scale"]), "good_steps": int(scaler["_growth_tracker"])}
     values |= {f"{RANDOM}{rank}": state for rank, state in _random_states(folder)}
     if others := sorted(path.name for path in folder.glob("random_states_*.pkl")):
-        notices.append(f"{others[0]} is not taken: dropout and the like go on from the new run's random state")
+        notices.append(f"{others[0]} is not converted: random numbers continue from the new run's random state")
     return Foreign(library, stored, _step(folder, stored), values, notices=notices)
 
 

@@ -31,10 +31,10 @@ def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
         return open_trainer(folder, optimizer, read_model)
     if (folder / METADATA).exists() or complete(folder):
         raise PartitaError(
-            f"convert: '{folder}' is a checkpoint of partita or torch.distributed.checkpoint, which engine.load takes "
-            "as it is"
+            f"convert: '{folder}' is a checkpoint of partita or torch.distributed.checkpoint, which engine.load reads "
+            "without conversion"
         )
     raise PartitaError(
-        f"convert: '{folder}' is no checkpoint that is known: expected a universal one of DeepSpeed (zero/), one of "
-        "FSDP (pytorch_model_fsdp_0/ or pytorch_model_fsdp.bin), or the Trainer's ('optimizer.pt' beside the weights)"
+        f"convert: '{folder}' is not a known checkpoint: expected DeepSpeed's universal format (zero/), FSDP's "
+        "(pytorch_model_fsdp_0/ or pytorch_model_fsdp.bin), or the Trainer's ('optimizer.pt' next to the weights)"
     )

@@ -33,22 +33,22 @@ def open_fsdp(folder: Path) -> Stored | None:
         if (folder / optimizer).exists():
             stored.add_optimizer(optimizer)
         return stored
-    if own := sorted(folder.glob("pytorch_model_fsdp*_rank*.bin")):
+    if shards := sorted(folder.glob("pytorch_model_fsdp*_rank*.bin")):
         raise PartitaError(
-            f"checkpoint: '{own[0]}' is one rank's shard, which only FSDP on as many ranks can read: save with "
-            "fsdp_state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT"
+            f"checkpoint: '{shards[0]}' is one rank's shard, which only FSDP on the same number of ranks can read: "
+            "save with fsdp_state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     return None
 
 
-def _sharded(folder: Path, parts: list[str]) -> StoredFiles:
+def _sharded(folder: Path, subfolders: list[str]) -> StoredFiles:
     from partita.checkpoint.format.metadata import add_metadata, read_metadata
 
     stored = StoredFiles(folder)
-    for part in parts:
-        index = folder / part / METADATA
+    for name in subfolders:
+        index = folder / name / METADATA
         try:
-            add_metadata(stored, read_metadata(index), part)
+            add_metadata(stored, read_metadata(index), name)
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise damaged(index) from error
     return stored

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint folder, whichever library wrote it."""
+"""Opening of a checkpoint folder of partita, torch.distributed.checkpoint or FSDP."""
 
 from pathlib import Path
 

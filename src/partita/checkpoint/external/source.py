@@ -29,7 +29,8 @@ class Foreign:
     """Another library's checkpoint after ``step`` updates.
 
     ``stored``: weights and optimizer states, under partita's keys. ``values``: all other values, also under partita's
-    keys. ``aliases``: further names of tied parameters, by key. ``notices``: messages about content that is not taken.
+    keys. ``aliases``: further names of tied parameters, by key. ``notices``: messages about content that is not
+    converted.
     """
 
     library: str
@@ -51,30 +52,30 @@ class Foreign:
         return [key for key in self.stored.tensors if key.startswith((MODEL, STATE))]
 
 
-def write(foreign: Foreign, folder: Path) -> Path:
+def write(external: Foreign, folder: Path) -> Path:
     """Write a partita checkpoint to ``folder/step-N``, with at most one tensor in memory at a time.
 
     Raises:
         PartitaError: the checkpoint holds no weights, holds a value that could not be loaded again, or cannot be read
             or written.
     """
-    keys = foreign.tensors()
+    keys = external.tensors()
     if not any(key.startswith(MODEL) for key in keys):
-        raise PartitaError(f"checkpoint: '{foreign.stored.folder}' holds no weights")
+        raise PartitaError(f"checkpoint: '{external.stored.folder}' holds no weights")
     about = {
         "versions": versions(),
         "ranks": 1,
         "config": {},
-        "converted": {"library": foreign.library, "from": str(foreign.stored.folder)},
+        "converted": {"library": external.library, "from": str(external.stored.folder)},
     }
-    request = Request(folder.absolute(), foreign.step, _KEEP_ALL, False, about, foreign.aliases)
+    request = Request(folder.absolute(), external.step, _KEEP_ALL, False, about, external.aliases)
     draft = FileBackend(Alone()).draft(request, secrets.token_hex(4))
-    boxes = [value for key in keys for value, _ in _boxes(foreign.stored, key)]
-    others = [Value(key, value=plain(value, f"'{key}'")) for key, value in sorted(foreign.values.items())]
+    boxes = [value for key in keys for value, _ in _boxes(external.stored, key)]
+    others = [Value(key, value=plain(value, f"'{key}'")) for key, value in sorted(external.values.items())]
     try:
         draft.begin(boxes, others)
         draft.join()
-        draft.write(_batches(foreign.stored, keys))
+        draft.write(_batches(external.stored, keys))
         draft.commit()
     except BaseException:
         draft.leave()

@@ -18,21 +18,21 @@ from partita.plan.box import Box
 
 # Limit on files that stay memory-mapped: a checkpoint may have more files than a process may map.
 MOST_FILES = 8
-# The file name of values that are held in memory.
-HELD = ""
+# The file name of values that are in memory.
+IN_MEMORY = ""
 # Settings that select an implementation in torch.optim and do not change results. The new optimizer has its own.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass
 class TorchFiles(Stored):
-    """The values in files of one folder, and values ``held`` in memory.
+    """The values in files of one folder, and values that are ``in_memory``.
 
     ``within``: the path of each key's value in the nested containers of its file.
     """
 
     within: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    held: dict[str, Any] = field(default_factory=dict, repr=False)
+    in_memory: dict[str, Any] = field(default_factory=dict, repr=False)
     content: Callable[[str], Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -49,8 +49,8 @@ class TorchFiles(Stored):
 
     def hold(self, key: str, value: Any) -> None:
         """Register a value that is in no file, and keep it in memory."""
-        self.held[key] = value
-        self.add(key, value, HELD, key)
+        self.in_memory[key] = value
+        self.add(key, value, IN_MEMORY, key)
 
     def add_weights(self, file: str) -> None:
         """Register the values of a file that is a model's state dict."""
@@ -85,8 +85,8 @@ class TorchFiles(Stored):
         name = known if names is None else names.get(known)
         if not isinstance(name, str):
             raise PartitaError(
-                f"checkpoint: '{self.folder / file}' numbers the optimizer's parameters, and nothing says the name of "
-                f"number {known}: convert it with the model's configuration beside it (partita convert checkpoint)"
+                f"checkpoint: '{self.folder / file}' numbers the optimizer's parameters, and the name of number "
+                f"{known} is unknown: convert it with the model's configuration next to it (partita convert checkpoint)"
             )
         return name
 
@@ -111,9 +111,9 @@ class TorchFiles(Stored):
         yield (self._at(chunk) for chunk in chunks)
 
     def _at(self, chunk: Chunk) -> Any:
-        found: Any = self.held if chunk.file == HELD else self.content(chunk.file)
-        for part in self.within[chunk.key]:
-            found = found[part]
+        found: Any = self.in_memory if chunk.file == IN_MEMORY else self.content(chunk.file)
+        for key in self.within[chunk.key]:
+            found = found[key]
         return found if chunk.box is None else found.reshape(chunk.box.sizes)
 
 
@@ -122,7 +122,7 @@ def load_mapped(path: Path) -> Any:
 
     Raises:
         PartitaError: the file cannot be read, is damaged, or names classes other than plain values, containers and
-            tensors, which could run any code.
+            tensors. Loading other classes could run any code.
     """
     try:
         with explained(path):
@@ -132,7 +132,7 @@ def load_mapped(path: Path) -> Any:
     except Exception as error:  # invalid archives and refused classes raise exceptions of any type
         reason = next(iter(str(error).strip().splitlines()), "")
         raise PartitaError(
-            f"checkpoint: '{path}' cannot be loaded, as it is damaged or holds more than numbers, text, tensors and "
-            f"containers of them, which could run any code ({type(error).__name__}: {reason}); save it again as plain "
-            "state dicts (torch.save(model.state_dict(), ...))"
+            f"checkpoint: '{path}' cannot be loaded: it is damaged, or contains other classes than numbers, text, "
+            f"tensors and containers of them, which could run any code ({type(error).__name__}: {reason}); save it "
+            "again as plain state dicts (torch.save(model.state_dict(), ...))"
         ) from error

@@ -39,7 +39,7 @@ def find_optimizer(folder: Path) -> str | None:
 
 
 def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Model]) -> Foreign:
-    """Open a Trainer's checkpoint. Its weights are held in memory.
+    """Open a Trainer's checkpoint. Its weights are kept in memory.
 
     Raises:
         PartitaError: a file is damaged, the optimizer is of another model, or it groups the parameters in an unknown
@@ -52,11 +52,11 @@ def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Mode
     found = stored.mapping(optimizer)
     groups = _groups(folder / optimizer, found, model)
     stored.add_optimizer(optimizer, dict(enumerate(name for group in groups for name in group)))
-    foreign = with_what_is_beside(LIBRARY, stored, folder)
+    external = with_what_is_beside(LIBRARY, stored, folder)
     for number, names in enumerate(groups):
-        foreign.values[f"{GROUPS}{number}.params"] = list(names)
-    foreign.aliases = {f"{MODEL}{name}": [MODEL + other for other in others] for name, others in model.aliases.items()}
-    return foreign
+        external.values[f"{GROUPS}{number}.params"] = list(names)
+    external.aliases = {f"{MODEL}{name}": [MODEL + other for other in others] for name, others in model.aliases.items()}
+    return external
 
 
 def _groups(path: Path, optimizer: Mapping[str, Any], model: Model) -> Sequence[Sequence[str]]:
@@ -67,9 +67,9 @@ def _groups(path: Path, optimizer: Mapping[str, Any], model: Model) -> Sequence[
             return groups
     known = " or ".join(str([len(group) for group in groups]) for groups in model.groupings)
     raise PartitaError(
-        f"checkpoint: '{path}' has groups of {sizes} parameters, which are not those that the Trainer makes of this "
-        f"model ({known}, with other shapes or sizes): where the run's own script builds model and optimizer, load it "
-        "into them, pass both to partita.initialize, and call engine.save"
+        f"checkpoint: '{path}' has groups of {sizes} parameters, but the Trainer would make other groups for this "
+        f"model ({known}, with other shapes or sizes): in the run's own script, load it into the model and optimizer "
+        "that the script builds, pass both to partita.initialize, and call engine.save"
     )
 
 

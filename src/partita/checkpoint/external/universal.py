@@ -38,7 +38,7 @@ _OWN = frozenset(
     "data_sampler random_ltd dp_world_size mp_world_size ds_config ds_version universal_checkpoint_info "
     "checkpoint_parallel_dimensions sparse_tensor_module_names".split()
 ) | set(COUNTED)
-# Entries of an optimizer's group that are no settings: counters and switches of DeepSpeed's own classes.
+# Entries of an optimizer's group that are not settings: counters and switches of DeepSpeed's own classes.
 _NOT_SETTINGS = IMPLEMENTATION | {"params", "step", "bias_correction"}
 
 
@@ -55,8 +55,9 @@ _ADMITTED: list[Any] = [
 
 
 def find_universal(folder: Path) -> Path | None:
-    """Return ``folder`` if it is a universal checkpoint, else the one that it names as its latest; None if there is
-    none.
+    """Return ``folder`` if it is a universal checkpoint, or else the one that its ``latest`` file names.
+
+    Return None if there is none.
 
     Raises:
         PartitaError: the folder holds the shards of single ranks.
@@ -70,8 +71,8 @@ def find_universal(folder: Path) -> Path | None:
         return folder
     if shards := [path for pattern in _SHARDS for path in sorted(folder.glob(pattern))]:
         raise PartitaError(
-            f"checkpoint: '{shards[0]}' is a shard of one rank of DeepSpeed, a pickle that could run any code: make a "
-            "universal checkpoint of it where DeepSpeed is installed, and convert that: python -m "
+            f"checkpoint: '{shards[0]}' is one rank's shard of a DeepSpeed checkpoint, a pickle that could run any "
+            "code: make a universal checkpoint of it where DeepSpeed is installed, and convert that: python -m "
             f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder {folder}_universal"
         )
     return None
@@ -94,14 +95,14 @@ def open_universal(folder: Path) -> Foreign:
             stored.add(f"{MODEL}{name}", run["module"][name], file, "module", name)
     if frozen := [name for name in run.get("frozen_param_shapes") or () if f"{MODEL}{name}" not in stored.tensors]:
         notices.append(
-            f"{len(frozen)} frozen parameters ({some_of(frozen)}) are in the ranks' shards, and not taken: load with "
-            "strict=False, which leaves those of the model as they are"
+            f"{len(frozen)} frozen parameters ({some_of(frozen)}) are only in the ranks' shards, and not converted: "
+            "load with strict=False, which keeps the model's values"
         )
     updates = int(run.get("global_steps", 0)) - int(run.get("skipped_steps", 0))
-    foreign = Foreign(LIBRARY, stored, updates or latest_step(stored), _extra(run), notices=notices)
-    _count_updates(stored, foreign.step)
-    _add_optimizer(foreign, folder, run)
-    return foreign
+    external = Foreign(LIBRARY, stored, updates or latest_step(stored), _extra(run), notices=notices)
+    _count_updates(stored, external.step)
+    _add_optimizer(external, folder, run)
+    return external
 
 
 def _run(folder: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
@@ -113,7 +114,7 @@ def _run(folder: Path, notices: list[str]) -> tuple[str, dict[str, Any]]:
         try:
             return path.name, load_mapped(path)
         except PartitaError as error:
-            notices.append(f"buffers, counters, scheduler and client state are not taken: {error}")
+            notices.append(f"buffers, counters, scheduler and client state are not converted: {error}")
             break
     return "", {}
 
@@ -131,8 +132,9 @@ def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[
             continue
         if not within and name not in shapes:
             raise PartitaError(
-                f"checkpoint: '{path}' is flat, and nothing says its shape: the file '{MODEL_STATES}' beside '{ZERO}' "
-                "is missing, or holds more than tensors and plain values; save again with a client_state of plain ones"
+                f"checkpoint: '{path}' is flat, and its shape is unknown: the file '{MODEL_STATES}' next to '{ZERO}' "
+                "is missing, or contains other classes than tensors and plain values; save again with a client_state "
+                "of plain values"
             )
         key = f"{MODEL}{name}" if path.name == WEIGHT else f"{STATE}{name}.{path.stem}"
         stored.add(key, value, file, *within, shape=None if within else shapes.get(name))
@@ -152,34 +154,36 @@ def _extra(run: Mapping[str, Any]) -> dict[str, Any]:
     return {EXTRA: {CLIENT_STATE: client, COUNTERS: {name: run[name] for name in COUNTED if name in run}}}
 
 
-def _add_optimizer(foreign: Foreign, folder: Path, run: Mapping[str, Any]) -> None:
-    """Add the settings of the optimizer's groups, the scheduler and the loss scale to ``foreign``."""
+def _add_optimizer(external: Foreign, folder: Path, run: Mapping[str, Any]) -> None:
+    """Add the settings of the optimizer's groups, the scheduler and the loss scale to ``external``."""
     path = folder / ZERO / OPTIMIZER
     try:
         with torch.serialization.safe_globals(_ADMITTED):
             found = load_mapped(path)
     except PartitaError as error:
-        foreign.notices.append(f"settings of the optimizer's groups are not taken, those configured hold: {error}")
+        external.notices.append(
+            f"settings of the optimizer's groups are not converted, the configured ones apply: {error}"
+        )
         return
     if isinstance(scaler := found.get("loss_scaler"), _Inert):
-        seen = vars(scaler)
-        good_steps = seen.get("cur_iter", 0) - seen.get("last_overflow_iter", -1) - 1
-        foreign.values[ENGINE] |= {"loss_scale": float(seen["cur_scale"]), "good_steps": int(good_steps)}
+        state = vars(scaler)
+        good_steps = state.get("cur_iter", 0) - state.get("last_overflow_iter", -1) - 1
+        external.values[ENGINE] |= {"loss_scale": float(state["cur_scale"]), "good_steps": int(good_steps)}
     groups, names = found["param_groups"], [list(shapes) for shapes in run.get("param_shapes") or ()]
     if len(groups) == 1:  # stage 3 may have split it into several of these
         names = [[name for group in names for name in group]]
     if len(groups) != len(names):
-        foreign.notices.append(
-            f"settings of the optimizer's {len(groups)} groups are not taken, those configured hold: the checkpoint "
-            f"does not say which of {len(names)} groups of parameters each is of"
+        external.notices.append(
+            f"settings of the optimizer's {len(groups)} groups are not converted, the configured ones apply: the "
+            f"checkpoint has {len(names)} groups of parameters, and does not say which group has which settings"
         )
         return
     settings = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in groups]
     for number, found in enumerate(settings):
         for key, value in {**found, "params": names[number]}.items():
-            foreign.values[f"{GROUPS}{number}.{key}"] = value
+            external.values[f"{GROUPS}{number}.{key}"] = value
     # The configured learning rate is not stored, so the rate at the time of saving applies.
-    foreign.values[CONFIGURED] = [{key: value for key, value in found.items() if key != "lr"} for found in settings]
+    external.values[CONFIGURED] = [{key: value for key, value in found.items() if key != "lr"} for found in settings]
     if (schedule := run.get("lr_scheduler")) is not None:
-        own = schedule_of(foreign.step, [float(group["lr"]) for group in groups])
-        foreign.values[SCHEDULER] = schedule if "last_epoch" in schedule else own
+        derived = schedule_of(external.step, [float(group["lr"]) for group in groups])
+        external.values[SCHEDULER] = schedule if "last_epoch" in schedule else derived

@@ -80,7 +80,7 @@ class FileBackend(Backend):
         self.writers = writers
         self.snapshots = Snapshots(writers.device)
         self._boxes = BoxLayout([])
-        self.noticed = False  # True once a warning about the folder was given
+        self.warned = False  # True once a warning about the folder was given
 
     def draft(self, request: Request, token: str) -> "FileDraft":
         return FileDraft(self, request, token)
@@ -91,7 +91,7 @@ class FileBackend(Backend):
             raise damaged(stored.folder / METADATA)
         return stored
 
-    def lay_out(self, boxes: Sequence[Value]) -> BoxLayout:
+    def box_layout(self, boxes: Sequence[Value]) -> BoxLayout:
         """Return the layout of ``boxes``. The same object is returned as long as the boxes are the same."""
         if self._boxes.values != boxes:
             self._boxes = BoxLayout(boxes)
@@ -113,12 +113,12 @@ class FileDraft(Draft):
         self._seen = set[int]()  # ranks that were seen to write
 
     def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
-        self._layout = FileLayout(self._backend.lay_out(boxes), others)
+        self._layout = FileLayout(self._backend.box_layout(boxes), others)
         if self._rank == 0:
-            said = notice(self._request.folder, self._request.step) if not self._backend.noticed else None
-            if said is not None:
-                self._backend.noticed = True
-                warnings.warn(said, stacklevel=6)
+            warning = notice(self._request.folder, self._request.step) if not self._backend.warned else None
+            if warning is not None:
+                self._backend.warned = True
+                warnings.warn(warning, stacklevel=6)
             start_partial(self._partial)
 
     def join(self) -> None:
@@ -177,36 +177,36 @@ class FileDraft(Draft):
         """Wait for the tables of all ranks. Each rank writes its table after its data file."""
         partial, timeout_s = self._partial, self._backend.writers.timeout_s
         end = time.monotonic() + timeout_s
-        left = set(range(self._num_ranks))
-        while left:
-            gone = {rank for rank in left & self._seen if not is_locked(partial / _lock_name(rank))}
-            with explained(partial):  # after the locks, to see what a rank wrote before it released its lock
-                there = {path.name: path for path in partial.iterdir()}
-            for failed in (path for path in there.values() if path.suffix == FAILED_SUFFIX):
+        missing = set(range(self._num_ranks))
+        while missing:
+            ended = {rank for rank in missing & self._seen if not is_locked(partial / _lock_name(rank))}
+            with explained(partial):  # after the locks: a rank writes its table before it releases its lock
+                files = {path.name: path for path in partial.iterdir()}
+            for failed in (path for path in files.values() if path.suffix == FAILED_SUFFIX):
                 raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")
-            left = {rank for rank in left if _table_name(rank) not in there}
-            if gone & left:
+            missing = {rank for rank in missing if _table_name(rank) not in files}
+            if ended & missing:
                 raise PartitaError(
-                    f"checkpoint: rank {min(gone & left)} ended before its file in '{partial}' was written: look at "
-                    "its output first"
+                    f"checkpoint: rank {min(ended & missing)} ended before its file in '{partial}' was written: "
+                    "look at its output first"
                 )
-            if left and time.monotonic() > end:
+            if missing and time.monotonic() > end:
                 raise PartitaError(
-                    f"checkpoint: rank {min(left)} has not written its file in '{partial}' within {timeout_s:g} s "
+                    f"checkpoint: rank {min(missing)} has not written its file in '{partial}' within {timeout_s:g} s "
                     "(communication.timeout_s): look at its output; all ranks need the folder"
                 )
-            time.sleep(POLL_S if left else 0)
+            time.sleep(POLL_S if missing else 0)
 
     def leave(self, error: Exception | None = None) -> None:
         if error is not None and self._rank:
-            with contextlib.suppress(PartitaError):  # if this cannot be written either, the released lock tells
+            with contextlib.suppress(PartitaError):  # otherwise the released lock shows the failure
                 write_small(self._partial / f"__{self._rank}{FAILED_SUFFIX}", str(error).encode())
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # the next save removes what is left
+        with contextlib.suppress(OSError):  # the next save removes the rest
             discard(self._partial)
 
 

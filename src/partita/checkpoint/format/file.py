@@ -129,7 +129,7 @@ class _Sums:
         self._hash = xxhash.xxh3_64()
         self.digests = list[str]()
 
-    def feed(self, start: int, block: Tensor) -> None:
+    def update(self, start: int, block: Tensor) -> None:
         view, stop = block.numpy().data, start + block.numel()
         while self._number < len(self._records):
             record = self._records[self._number]
@@ -169,20 +169,20 @@ class _Writer:
         The block's memory must not change until the returned event.
         """
         offset, self._offset = self._offset, self._offset + block.numel()
-        self.sums.feed(offset, block)
+        self.sums.update(offset, block)
         self._events.append(self._workers.run(offset, [partial(self._write, block, offset)]))
         return self._events[-1]
 
     def _write(self, block: Tensor, offset: int) -> None:
         view = block.numpy().data
-        whole = len(view) // PAGE_BYTES * PAGE_BYTES if self._direct else len(view)
+        num_direct = len(view) // PAGE_BYTES * PAGE_BYTES if self._direct else len(view)
         done = 0
-        while done < whole:
-            done += os.pwrite(self._file, view[done:whole], offset + done)
-        if rest := view[whole:]:
+        while done < num_direct:
+            done += os.pwrite(self._file, view[done:num_direct], offset + done)
+        if rest := view[num_direct:]:
             page = allocate_host(PAGE_BYTES, torch.uint8, HOST)
             page[: len(rest)] = torch.frombuffer(rest, dtype=torch.uint8)
-            os.pwrite(self._file, page.numpy().data, offset + whole)
+            os.pwrite(self._file, page.numpy().data, offset + num_direct)
 
     def __enter__(self) -> "_Writer":
         return self

@@ -1,8 +1,8 @@
 """A folder of checkpoints. ``step-N`` is a complete checkpoint; one that is being written or removed has a hidden name.
 
 A checkpoint becomes visible by one rename, after all its files are durable. If its step already exists, the earlier
-checkpoint is first moved aside, and counts until the new one is visible. Leftovers of a crash are hidden, and the next
-save removes them.
+checkpoint is first renamed to a hidden name, and stays valid until the new one is visible. Leftovers of a crash are
+hidden, and the next save removes them.
 
 Each save writes into its own hidden folder, named by a ``token``. The lock files of live processes in that folder keep
 other runs from removing it. A sequence number in the manifest tells which checkpoint is newest: steps start again in a
@@ -23,7 +23,7 @@ from partita.errors import PartitaError
 LOCK_SUFFIX = ".lock"
 
 _STEP = re.compile(r"step-(\d+)")
-_ASIDE = re.compile(r"\.step-(\d+)\.[\w-]+\.replaced")
+_REPLACED = re.compile(r"\.step-(\d+)\.[\w-]+\.replaced")
 _HIDDEN = re.compile(r"\.step-(\d+)\.([\w-]+\.)?(partial|replaced|removed|old)")
 _NUMBER = re.compile(rb'"%b": (\d+)' % SEQUENCE.encode())
 _HEAD_BYTES = 4096
@@ -37,7 +37,7 @@ def complete(folder: Path) -> dict[int, Path]:
 def _found(folder: Path) -> dict[int, Path]:
     found = dict[int, Path]()
     with explained(folder):
-        for pattern in (_ASIDE, _STEP):
+        for pattern in (_REPLACED, _STEP):
             for path in folder.iterdir() if folder.is_dir() else ():
                 if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
                     found[int(match[1])] = path
@@ -65,7 +65,7 @@ def next_sequence(folder: Path) -> int:
 def chosen(folder: Path) -> Path:
     """Return ``folder`` if it is a checkpoint, or else the checkpoint in it that was published last.
 
-    A checkpoint that is moved aside while it is replaced is found by its own name.
+    A checkpoint that has a hidden name while it is replaced is found by its original name.
 
     Raises:
         PartitaError: there is none.
@@ -73,14 +73,14 @@ def chosen(folder: Path) -> Path:
     with explained(folder):
         if (folder / MANIFEST).exists() or (folder / METADATA).exists():
             return folder
-    if (match := _STEP.fullmatch(folder.name)) and (aside := _found(folder.parent).get(int(match[1]))):
-        return aside
+    if (match := _STEP.fullmatch(folder.name)) and (replaced := _found(folder.parent).get(int(match[1]))):
+        return replaced
     found = list(complete(folder).values())
     if not found:
         if not folder.exists():
-            raise PartitaError(f"checkpoint: '{folder}' does not exist: no complete one (step-N) was saved there")
+            raise PartitaError(f"checkpoint: '{folder}' does not exist: it has no complete checkpoint (step-N)")
         raise PartitaError(
-            f"checkpoint: '{folder}' is no checkpoint, and holds no complete one (step-N): name the folder that a run "
+            f"checkpoint: '{folder}' is not a checkpoint, and has no complete one (step-N): name the folder that a run "
             "saved into"
         )
     return found[-1]
@@ -111,38 +111,38 @@ def notice(folder: Path, step: int) -> str | None:
     last = max(_found(folder), default=step)
     if last > step:
         return (
-            f"checkpoint: '{folder}' holds later steps than step-{step}, which is saved now (to step-{last}): "
-            "engine.load() takes the one saved last, and checkpoint.keep removes those saved first; give each run a "
-            "folder of its own to keep both"
+            f"checkpoint: '{folder}' holds later steps (to step-{last}) than step-{step}, which is saved now: "
+            "engine.load() loads the checkpoint saved last, and checkpoint.keep removes those saved first; give each "
+            "run its own folder to keep both"
         )
     busy = [path for path in folder.iterdir() if _HIDDEN.fullmatch(path.name) and _is_busy(path)]
     if busy:
         return (
             f"checkpoint: '{busy[0]}' is being written by another run (or was left by one that crashed, where the "
-            "filesystem has no locks): give each run a folder of its own"
+            "filesystem has no locks): give each run its own folder"
         )
     return None
 
 
 def _is_busy(partial: Path) -> bool:
-    """Return whether a live process writes into a hidden folder."""
+    """Return True if a live process writes into a hidden folder."""
     return any(map(is_locked, partial.glob(f"*{LOCK_SUFFIX}")))
 
 
 def _clear(folder: Path) -> None:
-    """Remove leftovers of crashes, and restore a checkpoint that was moved aside but not replaced."""
+    """Remove leftovers of crashes, and restore a checkpoint that was renamed but not replaced."""
     for path in folder.iterdir():
         if (match := _HIDDEN.fullmatch(path.name)) is None or _is_busy(path):
             continue
         if match[3] == "replaced" and not (folder / f"step-{match[1]}" / MANIFEST).exists():
-            with contextlib.suppress(OSError):  # the run that moved it aside has finished after all
+            with contextlib.suppress(OSError):  # the run that renamed it has finished after all
                 path.rename(folder / f"step-{match[1]}")
         else:
             discard(path)
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint or a hidden folder. It is renamed first, so that it is never taken for a complete one."""
+    """Remove a checkpoint or a hidden folder. It is renamed first, so that it never looks complete."""
     shutil.rmtree(_hide(path, "removed"), ignore_errors=True)
 
 
@@ -168,8 +168,8 @@ def publish(partial: Path, step: int, keep: int) -> Path:
         sync_folder(folder)
         for lock in final.glob(f"*{LOCK_SUFFIX}"):
             lock.unlink()
-        for aside in folder.glob(f".step-{step}.*.replaced"):
-            discard(aside)
+        for replaced in folder.glob(f".step-{step}.*.replaced"):
+            discard(replaced)
         others = [path for other, path in complete(folder).items() if other != step]
         for path in others[: max(0, len(others) - keep + 1)]:
             discard(path)

@@ -94,6 +94,6 @@ def read_manifest(stored: Stored) -> None:
 
 
 def has_own_metadata(stored: Stored) -> bool:
-    """Return whether the ``.metadata`` file is unchanged; True if the manifest has no checksum for it."""
+    """Return True if the ``.metadata`` file is unchanged, or the manifest has no checksum for it."""
     expected = stored.manifest.get("metadata")
     return expected is None or checksum(read_small(stored.folder / METADATA)) == expected

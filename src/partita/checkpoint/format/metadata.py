@@ -70,8 +70,8 @@ _ADMITTED = {
     }.items()
 }
 _SIZE = ("torch", "Size")
-# Types of the path at which the checkpoint was written. It is not used, so a pure path, which cannot touch the disk,
-# replaces it.
+# Types of the path at which the checkpoint was written. The path is not used, so a pure path, which has no access to
+# the disk, replaces it.
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
@@ -91,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
             return _as_callable(PurePath)
         raise PartitaError(
             f"checkpoint: '{self._path}' names '{module}.{name}', which torch.distributed.checkpoint does not write "
-            "and which could run any code: nothing of it was loaded; use checkpoints of those whom you trust"
+            "and which could run any code: nothing was loaded; use only checkpoints from sources that you trust"
         )
 
 
@@ -108,7 +108,9 @@ def read_metadata(path: Path) -> Metadata:
     except PartitaError:
         raise
     except Exception as error:  # invalid pickles raise exceptions of any type
-        raise PartitaError(f"checkpoint: '{path}' is damaged: it is no index ({error}); load an earlier one") from error
+        raise PartitaError(
+            f"checkpoint: '{path}' is damaged: it is not an index ({error}); load an earlier checkpoint"
+        ) from error
     if not isinstance(found, Metadata):
         raise PartitaError(
             f"checkpoint: '{path}' holds a {type(found).__name__}: expected an index of torch.distributed.checkpoint"
@@ -141,7 +143,7 @@ def add_metadata(stored: Stored, metadata: Metadata, below: str = "") -> None:
 
 def metadata_of(stored: Stored) -> bytes:
     """Return the index of a partita checkpoint in the format of torch.distributed.checkpoint."""
-    # Equal parts are one object, which pickle writes once.
+    # Equal values are the same object, which pickle writes once.
     properties, size = lru_cache(maxsize=None)(TensorProperties), lru_cache(maxsize=None)(torch.Size)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

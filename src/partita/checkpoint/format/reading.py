@@ -1,4 +1,4 @@
-"""Reading of many checkpoint chunks ahead of their use. Adjacent chunks share a request, which bypasses the page cache.
+"""Read-ahead of many checkpoint chunks. Adjacent chunks share a request, which bypasses the page cache.
 
 The order is known before the first request, so the disk is kept busy with a bounded number of bytes in flight.
 """
@@ -38,8 +38,8 @@ class _Run:
     def num_bytes(self) -> int:
         return self.stop - self.start
 
-    def takes(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is close enough to be read with this run, and fits into it."""
+    def can_add(self, chunk: Chunk) -> bool:
+        """Return True if a chunk is close enough to be read with this run, and fits into it."""
         begin, end = _pages(chunk)
         follows = chunk.file == self.file and self.stop - PAGE <= begin <= self.stop + GAP_BYTES
         return follows and end - self.start <= RUN_BYTES
@@ -84,17 +84,17 @@ class Reading:
         self._tensors = self._ahead(_runs(chunks))
 
     def _ahead(self, runs: Iterator[_Run]) -> Iterator[Tensor]:
-        under_way, num_bytes = deque[tuple[_Run, Future[Tensor]]](), 0
+        in_flight, num_bytes = deque[tuple[_Run, Future[Tensor]]](), 0
         for run in runs:
-            under_way.append((run, self._pool.submit(self._read, run)))
+            in_flight.append((run, self._pool.submit(self._read, run)))
             num_bytes += run.num_bytes
             while num_bytes > BYTES_AHEAD:
-                num_bytes -= under_way[0][0].num_bytes
-                yield from self._take(*under_way.popleft())
-        while under_way:
-            yield from self._take(*under_way.popleft())
+                num_bytes -= in_flight[0][0].num_bytes
+                yield from self._decoded(*in_flight.popleft())
+        while in_flight:
+            yield from self._decoded(*in_flight.popleft())
 
-    def _take(self, run: _Run, reading: Future[Tensor]) -> Iterator[Tensor]:
+    def _decoded(self, run: _Run, reading: Future[Tensor]) -> Iterator[Tensor]:
         memory = reading.result()
         for chunk, content in run.parts(memory.numpy().data):
             yield self._decode(chunk, content)
@@ -137,7 +137,7 @@ class Reading:
 def _runs(chunks: Sequence[Chunk]) -> Iterator[_Run]:
     run: _Run | None = None
     for chunk in chunks:
-        if run is None or not run.takes(chunk):
+        if run is None or not run.can_add(chunk):
             if run is not None:
                 yield run
             run = _Run(chunk.file, *_pages(chunk))

@@ -56,7 +56,7 @@ class _Recorder:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
-    """Return the frame of a contiguous tensor; of an empty tensor, the tail is the full archive.
+    """Return the frame of a contiguous tensor. If the tensor is empty, the tail is the full archive.
 
     The frame has no CRC of the values, because the checkpoint has its own checksums.
     """
@@ -117,13 +117,13 @@ class BoxLayout:
 
 
 class FileLayout:
-    """The layout of a complete file: boxes, followed by all other values."""
+    """The layout of a complete file: boxes, then all other values."""
 
     def __init__(self, boxes: BoxLayout, others: Sequence[Value]) -> None:
         self.boxes = boxes
         self.records = list(boxes.records)
         self.num_bytes = boxes.num_bytes
-        self.others = list[Part]()  # what comes after the boxes
+        self.others = list[Part]()  # the values after the boxes
         for value in others:
             content = object_bytes(value.value)
             self.records.append(Record(value, _aligned(self.num_bytes), len(content), 0))

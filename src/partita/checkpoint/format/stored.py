@@ -28,11 +28,11 @@ class StoredFiles(Stored):
         if key in self.values:
             return self.loaded(self.values[key], self.record(self.values[key]))
         found = self.tensors[key]
-        whole = torch.empty(found.shape, dtype=found.dtype, device="cpu")
+        full = torch.empty(found.shape, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
             assert chunk.box is not None
-            whole[chunk.box.slices].copy_(self.decoded(chunk, self.record(chunk)))
-        return whole
+            full[chunk.box.slices].copy_(self.decoded(chunk, self.record(chunk)))
+        return full
 
     def read(self, chunks: Sequence[Chunk]) -> Reading:
         return Reading(self.folder, chunks, self.check, self.decoded)
@@ -48,7 +48,7 @@ class StoredFiles(Stored):
         return content
 
     def check(self, chunk: Chunk, content: memoryview) -> None:
-        """Check a chunk's bytes against its checksum. Raises as :meth:`record` does."""
+        """Check a chunk's bytes against its checksum. Raises the errors of :meth:`record`."""
         if chunk.checksum is not None and checksum(content) != chunk.checksum:
             raise PartitaError(
                 f"checkpoint: '{self.folder / chunk.file}' is damaged: bytes {chunk.offset} to "
@@ -67,9 +67,9 @@ class StoredFiles(Stored):
         except Exception as error:  # invalid archives and refused classes raise exceptions of any type
             reason = next(iter(str(error).strip().splitlines()), "")
             raise PartitaError(
-                f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded, as it is damaged or "
-                f"holds more than numbers, text, tensors and containers of them ({type(error).__name__}: {reason}); "
-                "load an earlier checkpoint, or this one's weights alone with only_model=True"
+                f"checkpoint: '{chunk.key}' in '{self.folder / chunk.file}' cannot be loaded: it is damaged, or "
+                f"contains other classes than numbers, text, tensors and containers of them ({type(error).__name__}: "
+                f"{reason}); load an earlier checkpoint, or only this one's weights with only_model=True"
             ) from error
 
     def decoded(self, chunk: Chunk, content: memoryview) -> Tensor:
@@ -81,7 +81,7 @@ class StoredFiles(Stored):
         return read_tensor(content, chunk.head_bytes, self.tensors[chunk.key].dtype, chunk.box.sizes)
 
     def problem(self, chunk: Chunk) -> str | None:
-        """Return what is wrong with a chunk (missing, cut off, damaged, cannot be loaded); None if it is intact."""
+        """Return the problem of a chunk (missing, cut off, damaged, cannot be loaded); None if it is intact."""
         try:
             content = self.record(chunk)
             if chunk.box is None or chunk.head_bytes is None:
@@ -97,12 +97,10 @@ class StoredFiles(Stored):
 
 
 def open_stored(folder: Path) -> StoredFiles:
-    """Open the checkpoint that ``folder`` is, or the one in it that was saved last.
-
-    It is partita's, or one that torch.distributed.checkpoint wrote.
+    """Open a checkpoint of partita or torch.distributed.checkpoint: ``folder``, or the one in it that was saved last.
 
     Raises:
-        PartitaError: there is none, or its index is damaged or names something that no index does.
+        PartitaError: there is none, or its index is damaged or names classes that do not belong in an index.
     """
     stored = StoredFiles(chosen(folder))
     index = stored.folder / (MANIFEST if (stored.folder / MANIFEST).exists() else METADATA)

@@ -13,15 +13,15 @@ import xxhash
 from partita.errors import PartitaError
 
 REMEDIES = {
-    errno.ENOSPC: "make room there, lower checkpoint.keep, or name a folder on a larger disk",
-    errno.EDQUOT: "make room in this user's quota, or name a folder on another disk",
+    errno.ENOSPC: "free disk space, lower checkpoint.keep, or name a folder on a larger disk",
+    errno.EDQUOT: "free disk space in this user's quota, or name a folder on another disk",
     errno.EACCES: "name a folder in which this user may write",
     errno.EPERM: "name a folder in which this user may write",
     errno.EROFS: "name a folder on a filesystem that is not read-only",
     errno.ENOTDIR: "name a folder",
     errno.ENAMETOOLONG: "name a folder with a shorter name",
-    errno.EEXIST: "another run writes into the folder: give each run one of its own",
-    errno.ENOENT: "it was removed: keep others out of the folder, or load an earlier checkpoint",
+    errno.EEXIST: "another run writes into the folder: give each run its own folder",
+    errno.ENOENT: "it was removed: keep other programs out of the folder, or load an earlier checkpoint",
 }
 
 
@@ -40,7 +40,9 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path) -> PartitaError:
-    return PartitaError(f"checkpoint: '{path}' is damaged: it is not what was written; load an earlier checkpoint")
+    return PartitaError(
+        f"checkpoint: '{path}' is damaged: it has changed since it was written; load an earlier checkpoint"
+    )
 
 
 def inside_folder(folder: Path, name: str) -> str:
@@ -51,8 +53,8 @@ def inside_folder(folder: Path, name: str) -> str:
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
         raise PartitaError(
-            f"checkpoint: the index of '{folder}' names '{name}', which is outside the folder: nothing of it was "
-            "loaded; use checkpoints of those whom you trust"
+            f"checkpoint: the index of '{folder}' names '{name}', which is outside the folder: nothing was loaded; "
+            "use only checkpoints from sources that you trust"
         )
     return name
 
@@ -73,13 +75,13 @@ def sync_folder(folder: Path) -> None:
 
 def write_small(path: Path, content: bytes) -> None:
     """Write a new small file atomically. Its content is durable on return."""
-    aside = path.with_name(f"{path.name}.new")
+    temporary = path.with_name(f"{path.name}.new")
     with explained(path):
-        with open(aside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        aside.rename(path)
+        temporary.rename(path)
 
 
 def read_small(path: Path) -> bytes:
@@ -88,7 +90,7 @@ def read_small(path: Path) -> bytes:
 
 
 def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file without the page cache; return it, and whether the filesystem supports that."""
+    """Open a file without the page cache. Return it, and True if the filesystem supports that."""
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666), hasattr(os, "O_DIRECT")
     except OSError as error:
@@ -112,7 +114,7 @@ def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
 
 
 def read_into(memory: memoryview, num_bytes: int, file: int, path: Path, offset: int) -> None:
-    """Read at least ``num_bytes`` from an offset in an open file. Raises as :func:`read_range` does."""
+    """Read at least ``num_bytes`` from an offset in an open file. Raises the errors of :func:`read_range`."""
     done = 0
     while done < num_bytes:
         moved = os.preadv(file, [memory[done:]], offset + done)
@@ -144,7 +146,7 @@ class Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock, or this cannot be determined. False if there is no such file."""
+    """Return True if a process holds the lock, or if this cannot be determined; False if there is no such file."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-// A buffer in blocks: which thread takes which, and what is fetched ahead.
+// Iteration over a buffer in blocks: distribution to threads, and prefetching.
 #pragma once
 
 #include <omp.h>
@@ -10,14 +10,14 @@
 namespace partita {
 namespace PARTITA_LEVEL {
 
-// Smaller buffers stay in the caches, where the next reader finds them.
+// Smaller buffers are written to the caches, where the next reader finds them.
 constexpr std::int64_t WRITE_THROUGH_FROM = std::int64_t(1) << 20;
 
 PARTITA_INLINE bool aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 64 == 0; }
 
 constexpr int AHEAD = 2048;  // bytes
 
-// Asks for the lines that a later block will read: hardware asks for none beyond a 4 KiB page.
+// Prefetches the lines of a later block: the hardware does not prefetch beyond a 4 KiB page.
 template <int bytes>
 PARTITA_INLINE void prefetch(const void* data) {
     const char* at = static_cast<const char*>(data) + AHEAD;
@@ -40,11 +40,11 @@ PARTITA_INLINE void prefetch_weights(const Weights& w, std::int64_t at) {
     }
 }
 
-// Runs `block(at, length, full)` over the buffer, each thread one run of neighbours; true where every block said so.
+// Runs `block(at, length, full)` over the buffer, each thread on a contiguous range; true if all calls return true.
 template <class Block>
 PARTITA_INLINE bool for_blocks(Launch launch, const Block& block) {
     const std::int64_t whole = launch.n / BLOCK, blocks = (launch.n + BLOCK - 1) / BLOCK;
-    int unfinished = 0;  // blocks with what is not finite
+    int unfinished = 0;  // blocks with non-finite values
 #pragma omp parallel num_threads(launch.threads) if (launch.threads > 1)
     {
         const std::int64_t team = omp_get_num_threads(), own = omp_get_thread_num();

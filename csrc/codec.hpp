@@ -1,4 +1,4 @@
-// From what rests to float32 and back, a block at a time: loops that the compiler vectorizes.
+// Conversion of stored values to float32 and back, a block at a time: loops that the compiler vectorizes.
 #pragma once
 
 #include "kernels.hpp"
@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-// The same code is compiled for several instruction sets: whatever is not inlined must be private to its source.
+// The same code is compiled for several instruction sets: functions that are not inlined must be private to the source.
 #define PARTITA_INLINE static inline __attribute__((always_inline))
 
 namespace partita {
@@ -23,12 +23,12 @@ constexpr std::uint32_t INFINITE = 0x7F800000u;
 
 PARTITA_INLINE float from_bf16(std::uint16_t x) { return float_of(std::uint32_t(x) << 16); }
 
-// To nearest, ties away from zero: the one rounding from whose result 16 bits lead back (see `split`).
+// To nearest, ties away from zero: the only rounding that 16 more bits can undo (see `split`).
 PARTITA_INLINE std::uint16_t to_bf16(float x) { return std::uint16_t((bits_of(x) + 0x8000u) >> 16); }
 
 PARTITA_INLINE float from_fp16(std::uint16_t x) {
     const std::uint32_t magnitude = x & 0x7FFFu;
-    // Below the smallest normal number: 0.5's last bit has the weight of fp16's last one.
+    // Subnormal numbers: the last bit of 0.5 has the weight of the last bit of fp16.
     const float small = float_of(magnitude | 0x3F000000u) - 0.5f;
     const std::uint32_t rebias = magnitude >= 0x7C00u ? 224u << 23 : 112u << 23;
     const std::uint32_t large = (magnitude << 13) + rebias;
@@ -47,7 +47,7 @@ PARTITA_INLINE std::uint16_t to_fp16(float x) {
     return std::uint16_t(out | (bits_of(x) >> 16 & 0x8000u));
 }
 
-// A full block's length is a constant where the loops are compiled for it.
+// The length of a full block is a compile-time constant.
 template <bool full>
 PARTITA_INLINE int length(int n) { return full ? BLOCK : n; }
 
@@ -91,7 +91,7 @@ PARTITA_INLINE void encode_param(std::uint16_t* __restrict out, const float* __r
     for (int i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
 }
 
-// Writes past the caches: the line is not read first. Both are aligned to 64 bytes, a whole block.
+// Writes a full block, bypassing the caches, so that the line is not read first. Both are aligned to 64 bytes.
 PARTITA_INLINE void write_through(std::uint16_t* out, const std::uint16_t* in) {
 #if defined(__AVX512F__)
     for (int i = 0; i < BLOCK; i += 32)
@@ -108,7 +108,7 @@ PARTITA_INLINE void write_through(std::uint16_t* out, const std::uint16_t* in) {
 #endif
 }
 
-// Orders what was written past the caches before what other threads are told next.
+// Orders the writes that bypass the caches before later synchronization with other threads.
 PARTITA_INLINE void fence() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -118,8 +118,8 @@ PARTITA_INLINE void fence() {
 // ---------------------------------------------------------------- split master
 
 // master bits = (param bits << 16) + low, modulo 2^32, with param the bf16 number nearest to the master and low the
-// signed rest. 2^32 masters are 2^16 params times 2^16 rests, so each param must have as many: a master half-way
-// between two goes to the one away from zero (to the even one, even params would have 65537 and odd ones 65535).
+// signed remainder. 2^32 masters are 2^16 params times 2^16 remainders, so each param must have the same number of
+// masters: ties round away from zero (rounded to even, even params would have 65537 masters and odd ones 65535).
 template <bool full>
 PARTITA_INLINE void join(float* __restrict out, const std::uint16_t* __restrict param,
                          const std::int16_t* __restrict low, int n) {
@@ -141,15 +141,15 @@ PARTITA_INLINE void split(std::uint16_t* __restrict param, std::int16_t* __restr
 
 // ---------------------------------------------------------------- 8-bit moments
 
-// A magnitude x of a block of scale s becomes u = 1 + x / s * RANGE, and u's floating-point representation, cut after 4
-// bits of mantissa, is the code: 16 even steps in each of 8 (signed) or 16 (unsigned) octaves. Before the cut a dither of
-// less than a step is added, so that the decoded value is right on average. The ranges lie a little below u's last code,
-// so that the dither leads there but not beyond it.
+// A magnitude x of a block of scale s becomes u = 1 + x / s * RANGE. The code is u's floating-point representation,
+// truncated to 4 bits of mantissa: 16 even steps in each of 8 (signed) or 16 (unsigned) octaves. Before truncation a
+// dither of less than a step is added, so that the decoded value is unbiased. The ranges are slightly below u's last
+// code, so that the dither cannot exceed it.
 constexpr float SIGNED_RANGE = 246.999f;     // u < 248 = 31/16 * 2^7: code 127
 constexpr float UNSIGNED_RANGE = 63486.5f;   // u < 63488 = 31/16 * 2^15: code 255
 constexpr int CUT = 19;
 constexpr std::uint32_t ONE = 0x3F800000u;
-constexpr float LEAST_SCALE = 0x1p-100f;     // smaller ones' steps and inverses would leave float32's range
+constexpr float LEAST_SCALE = 0x1p-100f;     // steps and inverses of smaller scales would leave float32's range
 
 // A signed code is its sign bit and the magnitude's code.
 PARTITA_INLINE float decode_signed(std::int8_t code, float unit) {
@@ -168,7 +168,7 @@ PARTITA_INLINE std::int32_t encode_signed(float x, float inverse, std::uint32_t 
     return std::int32_t(code | (bits_of(x) >> 24 & 0x80u));
 }
 
-// What is not zero (or below the smallest normal number) never becomes zero: it is divided by.
+// Nonzero (normal) values never become zero, because updates divide by their root.
 PARTITA_INLINE std::int32_t encode_unsigned(float x, float inverse, std::uint32_t dither) {
     const float u = x * inverse + 1.0f;
     const std::uint32_t bits = bits_of(u) + dither - ONE, first = 1u << CUT;
@@ -176,7 +176,7 @@ PARTITA_INLINE std::int32_t encode_unsigned(float x, float inverse, std::uint32_
     return std::int32_t((bits < least ? least : bits) >> CUT);
 }
 
-// The low 8 bits of each; they hold all there is.
+// The low 8 bits of each number; the other bits are zero.
 template <bool full>
 PARTITA_INLINE void narrow(void* data, const std::int32_t* __restrict in, int n) {
     std::uint8_t* __restrict out = static_cast<std::uint8_t*>(data);
@@ -186,7 +186,7 @@ PARTITA_INLINE void narrow(void* data, const std::int32_t* __restrict in, int n)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
                          _mm512_maskz_cvtepi32_epi8(0xFFFF, _mm512_load_si512(in + i)));
 #elif defined(__AVX2__)
-    // Packing works in each half of a vector; the permutation puts the quarters in order again.
+    // Packing works within each half of a vector; the permutation restores the order of the quarters.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i* from = reinterpret_cast<const __m256i*>(in);
     for (; full && i < BLOCK; i += 32, from += 4) {
@@ -201,7 +201,7 @@ PARTITA_INLINE void narrow(void* data, const std::int32_t* __restrict in, int n)
 
 PARTITA_INLINE float scale_of(float largest) { return largest < LEAST_SCALE ? LEAST_SCALE : largest; }
 
-// The random numbers of a step, one for each place in a block.
+// The random numbers of a step, one for each index in a block.
 PARTITA_INLINE void fill_dither(std::uint32_t* out, std::uint32_t salt) {
     for (std::uint32_t i = 0; i < std::uint32_t(BLOCK); ++i) {
         std::uint32_t hash = (salt * std::uint32_t(BLOCK) + i) * 0x9E3779B1u;
@@ -211,7 +211,7 @@ PARTITA_INLINE void fill_dither(std::uint32_t* out, std::uint32_t salt) {
     }
 }
 
-// Other numbers for other blocks: the moments' own last bits, each added to the other's dither.
+// Different numbers for different blocks: the last bits of each moment are mixed into the dither of the other.
 PARTITA_INLINE std::uint32_t mix(std::uint32_t random, float first, float second) {
     return (random + bits_of(first)) ^ (bits_of(second) << 16);
 }

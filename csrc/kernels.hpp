@@ -1,16 +1,16 @@
-// What the kernels take and which there are. Every source of csrc/ includes this file and nothing else of the project's
-// but what level.hpp brings; it must not define functions, for it is compiled for several instruction sets.
+// The kernels and their arguments. Every source of csrc/ includes only this file and level.hpp. It must not define
+// functions, because it is compiled for several instruction sets.
 //
-// A buffer is flat and contiguous, `n` elements long. All arithmetic is IEEE float32, one rounding an operation and no
-// fused multiply-add, so results are the same bits on every instruction set. Threads take whole blocks, so results are
-// the same for any number of them.
+// A buffer is flat and contiguous, `n` elements long. All arithmetic is IEEE float32, with one rounding per operation
+// and no fused multiply-add, so results have the same bits on every instruction set. Threads process full blocks, so
+// results are the same for any number of threads.
 #pragma once
 
 #include <cstdint>
 
 namespace partita {
 
-// Elements that share an int8 scale; also the cut of all shards. partita.plan.span.QUANTUM has the same value.
+// Elements that share an int8 scale; shards start at multiples of it. partita.plan.span.QUANTUM has the same value.
 constexpr int BLOCK = 256;
 
 enum class Dtype : int { none = 0, fp32 = 1, bf16 = 2, fp16 = 3 };
@@ -20,8 +20,8 @@ struct Launch {
     int threads;
 };
 
-// The weights' forms: `master` alone; `master` and the 16-bit `param` written from it; `low` and the bf16 `param`, which
-// together are the fp32 master. What is not there is null.
+// Three forms of weights: only `master`; `master` and the 16-bit `param` rounded from it; `low` and the bf16 `param`,
+// which together are the fp32 master. Missing pointers are null.
 struct Weights {
     float* master;
     std::uint16_t* param;
@@ -29,7 +29,7 @@ struct Weights {
     std::int16_t* low;
 };
 
-// What is added to the weights is a function of `data[i] * factor`.
+// Updates use the gradient `data[i] * factor`.
 struct Grad {
     const void* data;
     Dtype dtype;
@@ -50,8 +50,8 @@ struct Adam {
     float step_size;          // lr / (1 - beta1^step)
     float inv_sqrt_bias2;     // 1 / sqrt(1 - beta2^step)
     float eps;
-    float keep;               // 1 - lr * weight_decay where it is decoupled, else 1
-    float l2;                 // weight_decay where it is not decoupled, else 0
+    float keep;               // 1 - lr * weight_decay if it is decoupled, else 1
+    float l2;                 // weight_decay if it is not decoupled, else 0
     std::uint32_t salt;       // of the dither of 8-bit moments
 };
 
@@ -66,7 +66,7 @@ struct Lion {
     float keep;
 };
 
-// What a block of values becomes on its way between ranks (wire.hpp).
+// Encodings of a block of values for communication between ranks (wire.hpp).
 enum class Codec : int { int8, int4, two_bits, ternary, sign, top8 };
 
 struct Values {
@@ -74,15 +74,15 @@ struct Values {
     Dtype dtype;
 };
 
-// To the nearest level, or to one of the two beside the value, at `random`, so that it is right on average. The numbers
-// depend on the seed, the place in the block and the block's number, counted from `first_block`.
+// Rounding to the nearest level, or (`random`) stochastically to one of the two adjacent levels, which is unbiased. The
+// random numbers depend on the seed, the index in the block and the block's number, counted from `first_block`.
 struct Rounding {
     bool random;
     std::uint32_t seed;
     std::uint32_t first_block;
 };
 
-// The kernels as compiled for one instruction set.
+// The kernels, compiled for one instruction set.
 struct Kernels {
     bool (*adam)(Launch, Weights, Moments, Grad, Adam);
     bool (*sgd)(Launch, Weights, float* buffer, Grad, Sgd);

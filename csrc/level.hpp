@@ -1,4 +1,4 @@
-// All kernels for one instruction set: a source names it in PARTITA_LEVEL, includes this, and is compiled for it.
+// All kernels for one instruction set: a source defines PARTITA_LEVEL, includes this file, and is compiled for it.
 #pragma once
 
 #include "chunks.hpp"
@@ -21,7 +21,7 @@ PARTITA_INLINE bool load_grad(float* __restrict out, const Grad& grad, std::int6
     return largest < INFINITE;
 }
 
-// One block of any rule: weights and gradient to float32, `apply(p, grad)`, weights back.
+// Updates one block: converts weights and gradient to float32, calls `apply(p, grad)`, and stores the weights.
 template <bool full, class Apply>
 PARTITA_INLINE bool step_block(const Weights& w, const Grad& g, bool through, std::int64_t at, int n,
                                const Apply& apply) {

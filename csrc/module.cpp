@@ -1,4 +1,4 @@
-// partita.kernels._native: addresses and counts from Python, checked there, to the kernels of an instruction set.
+// partita.kernels._native: calls the kernels of an instruction set with addresses and counts, which Python has checked.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -24,7 +24,7 @@ using WeightArgs = std::tuple<Address, Address, int, Address>;
 // data, dtype, factor
 using GradArgs = std::tuple<Address, int, float>;
 
-// From the narrowest to the widest that this machine has.
+// The instruction sets of this machine, from the narrowest to the widest.
 std::vector<std::string> levels() {
     std::vector<std::string> names{"baseline"};
 #ifdef PARTITA_X86

@@ -6,8 +6,8 @@
 namespace partita {
 namespace PARTITA_LEVEL {
 
-// Moments of elements without gradients decay for ever; below the smallest normal number every product with them would
-// take a hundred times as long, and there rounding stops the decay. So they become zero.
+// Moments of elements without gradients decay towards zero. Products with subnormal numbers take a hundred times as
+// long, and rounding stops their decay, so they become zero.
 PARTITA_INLINE float flush(float x) { return (bits_of(x) & ~SIGN) < 0x00800000u ? 0.0f : x; }
 
 PARTITA_INLINE float next_first(const Adam& c, float m, float g) { return m * c.beta1 + g * c.one_minus_beta1; }
@@ -41,8 +41,9 @@ PARTITA_INLINE void update(const Adam& rule, float* __restrict p, float* __restr
     }
 }
 
-// The block of 8-bit moments at `first`, `second`. Two passes, for the scales must be known before the first code; roots
-// go on beside the decoding and divisions beside the encoding: together they would hold up either.
+// Updates a block with the 8-bit moments `first` and `second`. There are two passes, because the scales must be known
+// before the first code. Roots overlap with the decoding and divisions with the encoding, so neither pass is limited by
+// both.
 template <bool full>
 PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict random, float* __restrict p,
                            std::int8_t* __restrict first, std::uint8_t* __restrict second, float& first_scale,
@@ -55,7 +56,7 @@ PARTITA_INLINE void update(const Adam& rule, const std::uint32_t* __restrict ran
     alignas(64) std::int32_t first_codes[BLOCK];
     alignas(64) std::int32_t second_codes[BLOCK];
     add_decay<full>(grad, c.l2, p, n);
-    // The decoded moments are only met times their betas.
+    // The decoded moments are only used multiplied by their betas.
     const float first_unit = first_scale * (1.0f / SIGNED_RANGE) * c.beta1;
     const float second_unit = second_scale * (1.0f / UNSIGNED_RANGE) * c.beta2;
     std::int32_t largest_first = 0, largest_second = 0;
@@ -105,7 +106,7 @@ PARTITA_INLINE void update(const Lion& rule, float* __restrict p, float* __restr
     const Lion c = rule;
     for (int i = 0; i < n; ++i) {
         const float direction = exp_avg[i] * c.beta1 + grad[i] * c.one_minus_beta1;
-        // lr with the sign of the direction; 0 of 0, and of what is not a number that.
+        // lr with the sign of the direction; 0 for 0, and NaN for NaN.
         const float signed_lr = float_of(bits_of(c.lr) | (bits_of(direction) & SIGN));
         const float step = direction == 0.0f ? 0.0f : direction != direction ? direction : signed_lr;
         p[i] = p[i] * c.keep - step;

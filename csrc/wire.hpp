@@ -1,4 +1,4 @@
-// What travels between ranks in place of floats, block by block: a record of the block's step (float32) and its codes.
+// Encoding of floats for communication, block by block: a record has the block's step (float32) and its codes.
 // partita/kernels/codec_reference.py defines every bit of it.
 #pragma once
 
@@ -9,8 +9,8 @@
 namespace partita {
 namespace PARTITA_LEVEL {
 
-// Codes 0 ... 2 * center stand for (code - center) * step. The largest magnitude is the last level, or, where `width` is
-// not 0 and codes are rounded to nearest, the step is so many mean magnitudes, and what lies beyond is cut.
+// Codes 0 ... 2 * center represent (code - center) * step. The largest magnitude is the last level; but if `width` is
+// not 0 and codes are rounded to nearest, the step is `width` mean magnitudes, and larger values are clamped.
 template <Codec codec> struct Levels;
 // clang-format off
 template <> struct Levels<Codec::int8>     { static constexpr float center = 127.0f, width = 0.0f;  static constexpr int digits = 1; };
@@ -21,9 +21,9 @@ template <> struct Levels<Codec::sign>     { static constexpr float center = 0.5
 // clang-format on
 
 constexpr int STEP_BYTES = 4;
-constexpr int TOP = 8;  // values that top8 sends of a block
+constexpr int TOP = 8;  // number of values per block that top8 sends
 
-// A byte holds `digits` codes, those that lie `code_bytes` apart, as the digits of a number.
+// A byte holds `digits` codes with a stride of `code_bytes`, as the digits of a number.
 template <Codec codec> constexpr int code_bytes = (BLOCK + Levels<codec>::digits - 1) / Levels<codec>::digits;
 template <Codec codec> constexpr unsigned base = unsigned(2.0f * Levels<codec>::center) + 1u;
 template <> constexpr unsigned base<Codec::int8> = 256u;
@@ -40,7 +40,7 @@ PARTITA_INLINE std::uint32_t hash(std::uint32_t x) {
     return x ^ (x >> 16);
 }
 
-// Of a place in any block, and of a block: each number is one product of both.
+// Hashes of the indices in a block. `fraction` combines them with the hash of the block's number.
 PARTITA_INLINE void fill_places(std::uint32_t* out, std::uint32_t seed) {
     const std::uint32_t start = hash(seed + 1u);
     for (std::uint32_t i = 0; i < std::uint32_t(BLOCK); ++i) out[i] = hash(start + i);
@@ -50,7 +50,7 @@ PARTITA_INLINE std::uint32_t number_of_block(std::uint32_t seed, std::uint32_t b
     return hash(block + hash(seed ^ 0x9E3779B1u));
 }
 
-// In [0, 1), multiples of 2^-16: added to a whole code they leave it what it is.
+// A multiple of 2^-16 in [0, 1): an integer plus it rounds down to the integer.
 PARTITA_INLINE float fraction(std::uint32_t place, std::uint32_t block) {
     const std::uint32_t word = (place ^ block) * 0x9E3779B1u;
     return float(std::int32_t(word >> 16)) * 0x1p-16f;
@@ -58,7 +58,7 @@ PARTITA_INLINE float fraction(std::uint32_t place, std::uint32_t block) {
 
 // ---------------------------------------------------------------- one block
 
-// The sum of BLOCK numbers, in an order of its own: sixteen lanes, then halves of them.
+// The sum of BLOCK numbers in a fixed order: sixteen lanes, then halves of them.
 PARTITA_INLINE float sum_of(const float* __restrict in) {
     alignas(64) float lanes[16];
     for (int j = 0; j < 16; ++j) lanes[j] = in[j];
@@ -71,14 +71,14 @@ PARTITA_INLINE float sum_of(const float* __restrict in) {
 
 PARTITA_INLINE float magnitude(float x) { return float_of(bits_of(x) & ~SIGN); }
 
-// 2^-8 of each magnitude, so that no sum of them overflows.
+// Sums 2^-8 of each magnitude, so that the sum cannot overflow.
 PARTITA_INLINE float mean_magnitude(const float* __restrict in) {
     alignas(64) float shares[BLOCK];
     for (int i = 0; i < BLOCK; ++i) shares[i] = magnitude(in[i]) * 0x1p-8f;
     return sum_of(shares);
 }
 
-// How much larger the mean is without the zeros at the end, which fill the last record of a parameter.
+// The factor by which the mean grows without the zeros at the end, which are the padding of a parameter's last block.
 template <Codec codec>
 PARTITA_INLINE float without_filling(const float* __restrict in) {
     if constexpr (codec != Codec::two_bits) return 1.0f;
@@ -109,7 +109,7 @@ PARTITA_INLINE void unpack(std::uint8_t* __restrict codes, const std::uint8_t* _
     }
 }
 
-// The step of codes that were rounded to nearest with width `width`: of ternary ones the mean of what is not zero.
+// The step of codes that were rounded to nearest: `width`, or for ternary codes the mean of the nonzero magnitudes.
 template <Codec codec>
 PARTITA_INLINE float best_step(const float* __restrict in, const std::uint8_t* __restrict codes, float width) {
     if constexpr (codec != Codec::ternary) return width;
@@ -122,7 +122,7 @@ PARTITA_INLINE float best_step(const float* __restrict in, const std::uint8_t* _
     return sum_of(shares) / float(count < 1 ? 1 : count) * 256.0f;
 }
 
-// `places` are null where codes are rounded to nearest.
+// `places` is null if codes are rounded to nearest.
 template <Codec codec>
 PARTITA_INLINE void encode_levels(std::uint8_t* __restrict out, const float* __restrict in,
                                   const std::uint32_t* __restrict places, std::uint32_t block) {
@@ -133,7 +133,7 @@ PARTITA_INLINE void encode_levels(std::uint8_t* __restrict out, const float* __r
         largest_bits = bits > largest_bits ? bits : largest_bits;
     }
     const float largest = float_of(std::uint32_t(largest_bits));
-    if (largest_bits == 0 || std::uint32_t(largest_bits) >= INFINITE) {  // zeros, or nothing that is a number
+    if (largest_bits == 0 || std::uint32_t(largest_bits) >= INFINITE) {  // only zeros, or a non-finite value
         const std::uint32_t step = largest_bits == 0 ? 0u : 0x7FC00000u;
         std::memcpy(out, &step, STEP_BYTES);
         std::memset(out + STEP_BYTES, 0, std::size_t(code_bytes<codec>));
@@ -173,11 +173,11 @@ PARTITA_INLINE void decode_levels(float* __restrict out, const std::uint8_t* __r
     for (int i = 0; i < BLOCK; ++i) out[i] = (float(std::int32_t(codes[i])) - Levels<codec>::center) * step;
 }
 
-// The TOP largest magnitudes (of equal ones the first): their values in the order of their places, then the places.
+// The TOP largest magnitudes (the first of equal ones): their values in the order of their indices, then the indices.
 PARTITA_INLINE void encode_top(std::uint8_t* __restrict out, const float* __restrict in) {
     std::int32_t bits[BLOCK];
     for (int i = 0; i < BLOCK; ++i) bits[i] = std::int32_t(bits_of(in[i]) & ~SIGN);
-    std::int32_t least = 0;  // a number that at least TOP of them reach, and TOP at most exceed, a bit at a time
+    std::int32_t least = 0;  // at least TOP magnitudes reach it and at most TOP exceed it; found bit by bit
     for (int bit = 30; bit >= 0; --bit) {
         const std::int32_t wanted = least | (std::int32_t(1) << bit);
         std::int32_t count = 0;
@@ -187,7 +187,7 @@ PARTITA_INLINE void encode_top(std::uint8_t* __restrict out, const float* __rest
     }
     int above = 0, taken = 0;
     for (int i = 0; i < BLOCK; ++i) above += bits[i] > least;
-    int equal = TOP - above;  // of those that are equal to the least, the first
+    int equal = TOP - above;  // number of values equal to `least` that are chosen
     for (int i = 0; i < BLOCK && taken < TOP; ++i) {
         const bool chosen = bits[i] > least || (bits[i] == least && equal-- > 0);
         if (!chosen) continue;
@@ -220,7 +220,7 @@ PARTITA_INLINE void decode_block(float* out, const std::uint8_t* in) {
         decode_levels<codec>(out, in);
 }
 
-// With `held`, what is encoded is the sum of the values and of what was held back before; the rest is held back.
+// With `held`, the residual of error feedback: it is added to the values, and overwritten with the encoding error.
 template <Codec codec>
 static void encode_with(Launch launch, Values values, float* held, std::uint8_t* out, Rounding rounding) {
     alignas(64) std::uint32_t places[BLOCK];

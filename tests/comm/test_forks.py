@@ -121,4 +121,4 @@ def trained_in_child(stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_in_no_forked_child(stage: int) -> None:
     for said in pool.run(2, trained_in_child, stage, timeout=30):
-        assert "this process was forked from the one that made the engine" in said
+        assert "this process was forked from the one that created the engine" in said

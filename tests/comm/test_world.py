@@ -22,5 +22,5 @@ def port() -> Iterator[int]:
 
 def test_a_port_that_is_taken_is_named(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
-    with pytest.raises(PartitaError, match=f"rank 0 of 2 did not meet the others at {url} .*MASTER_PORT"):
+    with pytest.raises(PartitaError, match=f"rank 0 of 2 did not reach the others at {url} .*MASTER_PORT"):
         world.join(Rendezvous(0, 2, 5.0, url=url), torch.device("cpu"))

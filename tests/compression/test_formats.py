@@ -24,7 +24,7 @@ def test_bytes_of_a_format() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="int8 encodes whole blocks of 256 values; got 257"):
+    with pytest.raises(ValueError, match="int8 encodes full blocks of 256 values; got 257"):
         Quantized(CODECS["int8"]).num_bytes(257)
     with pytest.raises(ValueError, match="top8 does not round at random"):
         Quantized(CODECS["top8"], rounds_at_random=True)

@@ -243,7 +243,7 @@ def test_quantized_weights_of_a_second_shard_are_of_changes(partition: int) -> N
     zero = {"stage": 3, "zero_hpz_partition_size": partition, "zero_quantized_weights": True}
     notices = deepspeed.read({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}, 4).notices
     (text,) = (notice.text for notice in notices if notice.key == "zero_optimization.zero_quantized_weights")
-    assert ("changes, between nodes" in text) == (partition > 1), text
+    assert ("parameter deltas, between nodes" in text) == (partition > 1), text
 
 
 OTHERS = [(key, rule) for key, rule in RULES.items() if rule.kind is not KeyClass.MAPPED]
@@ -353,7 +353,7 @@ def test_auto_is_filled_in_from_the_trainers_arguments() -> None:
 
 
 def test_auto_is_refused_where_there_is_no_trainer() -> None:
-    with pytest.raises(ConfigError, match="which are not known") as raised:
+    with pytest.raises(ConfigError, match="which is not known") as raised:
         deepspeed.read(AUTO, 4)
     for key in ("gradient_clipping", "bf16.enabled", "optimizer.params.lr", "scheduler.params.total_num_steps"):
         assert f"{key}: " in str(raised.value)
@@ -384,7 +384,7 @@ def test_what_is_shown_at_the_start() -> None:
     converted = deepspeed.read({"steps_per_print": 1, "aio": {}, "max_grad_norm": 1, "log_level": "info"}, 1)
     assert list(converted.summary()) == [
         "the given mapping: max_grad_norm: unknown key, without effect; did you mean gradient_clipping?",
-        "the given mapping: ignored, as partita needs none of them: steps_per_print, aio, log_level",
+        "the given mapping: ignored, because partita does not need: steps_per_print, aio, log_level",
     ]
 
 

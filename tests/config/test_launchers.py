@@ -97,11 +97,11 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     [
         (
             without(TORCHRUN, "MASTER_ADDR"),
-            "environment variable MASTER_ADDR is missing: 8 ranks meet at rank 0's host",
+            "environment variable MASTER_ADDR is missing: 8 ranks connect to rank 0's host",
         ),
         (
             without(TORCHRUN, "MASTER_PORT"),
-            "environment variable MASTER_PORT is missing: 8 ranks meet at a port of 10.0.0.1; set it",
+            "environment variable MASTER_PORT is missing: 8 ranks connect to a port of 10.0.0.1; set",
         ),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT: expected a whole number from 1 to 65535; got '65536'"),
         ({"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a"}, "environment variable WORLD_SIZE is missing"),
@@ -116,7 +116,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         ),
         (
             {"RANK": "0"},
-            "environment variable WORLD_SIZE is missing although others of the launcher are set; start the",
+            "environment variable WORLD_SIZE is missing, but other variables of the launcher are set; start the",
         ),
         ({"WORLD_SIZE": "2"}, "environment variable RANK is missing"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, "environment variable SLURM_NTASKS is missing"),

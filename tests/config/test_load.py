@@ -202,7 +202,7 @@ def test_overriding_a_config() -> None:
         (["zero.stag=5"], "zero.stag: unknown key; did you mean zero.stage? (from override 'zero.stag=5')"),
         (["zro.stage=5"], "zro: unknown key; did you mean zero? (from override 'zro.stage=5')"),
         (["zero=3"], "zero: expected a section with the keys"),
-        (["clip_grad_norm.x=3"], "'clip_grad_norm' is 1.0, not a section; set it whole"),
+        (["clip_grad_norm.x=3"], "'clip_grad_norm' is 1.0, not a section; set that key"),
         (["zero.stage=[1"], "override 'zero.stage=[1': not valid YAML"),
         (["zero={stage: 1, stage: 2}"], "the key 'stage' is given twice"),
         (["..=3"], "'': unknown key"),

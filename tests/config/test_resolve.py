@@ -125,7 +125,7 @@ def test_codes_of_changes_between_nodes() -> None:
     assert resolved(coded, 8, per_node=4).notices == ()
     assert resolved(coded, 8, per_node=8).notices == (
         "ignored: zero.hierarchical (all data ranks are on one node)",
-        "ignored: communication.parameters (changes pass between nodes, and there is one)",
+        "ignored: communication.parameters (parameter deltas are sent between nodes: there is one)",
     )
 
 
@@ -161,7 +161,7 @@ def test_replicas_are_nodes() -> None:
     assert (alone.mesh.node, alone.notices) == (1, ("ignored: zero.replicate (all data ranks are on one node)",))
     with pytest.raises(ConfigError, match="zero.replicate needs the same number of data ranks on every node"):
         resolved(replicated, 8, per_node=3)
-    with pytest.raises(ConfigError, match="over the data ranks of a node, and each node has one") as caught:
+    with pytest.raises(ConfigError, match="over the data ranks of a node, but each node has one") as caught:
         resolved(replicated, 8, per_node=1)
     assert "ranks on a node 1 launcher" in squeezed(caught.value)
 
@@ -188,7 +188,7 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
         (
             {"precision": {"compute": "fp16", "nonfinite": "raise"}},
             "cpu",
-            ("ignored: precision.nonfinite (updates that are left out are how fp16's loss scale is found)",),
+            ("ignored: precision.nonfinite (the dynamic loss scale of fp16 skips these updates)",),
         ),
         ({"precision": {"compute": "fp16", "nonfinite": "raise", "loss_scale": 8.0}}, "cpu", ()),
         (
@@ -235,7 +235,7 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
         (
             {"communication": {"within_node": "memory"}},
             "cuda",
-            ("ignored: communication.within_node (on cuda its own backend chooses the way)",),
+            ("ignored: communication.within_node (on cuda the backend chooses the transport)",),
         ),
         ({"communication": {"within_node": "memory"}}, "cpu", ()),
         ({"communication": {"gradients": "int4"}}, "cpu", ()),
@@ -254,7 +254,7 @@ def test_description() -> None:
     )
     assert text.splitlines() == [
         "mesh: 4 ranks = pipeline 1 x data 4 x sequence 1 x tensor 1",
-        "zero: stage 3, kept whole after forward",
+        "zero: stage 3, not resharded after forward",
         "batch: micro 2 x accumulate 3 x data 4 = 24 samples per step",
         "precision: compute fp32 (auto on cpu), master fp32, gradients fp32, moments fp32",
         "optimizer: adamw, learning rate 0.001, constant after 0 steps of warm-up, gradients clipped to norm 1",

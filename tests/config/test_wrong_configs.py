@@ -153,7 +153,7 @@ CROSS_FIELD = [
     Wrong(
         {"optimizer": {"sends": "gradients"}},
         (
-            "optimizer.sends belongs to onebit_adam; with adamw ranks send gradients",
+            "optimizer.sends requires onebit_adam; with adamw ranks send gradients",
             "Fix: leave optimizer.sends out",
         ),
     ),
@@ -180,14 +180,14 @@ CROSS_FIELD = [
     Wrong(
         {"activations": {"partition": True, "checkpoint": "units"}},
         (
-            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and",
+            "activations.partition shards saved inputs over the tensor ranks, which have equal ones, but there is one",
             "Fix: leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
         ),
     ),
     Wrong(
         {"activations": {"partition": True}, "parallel": {"tensor": 2}},
         (
-            "activations.partition splits the inputs of modules that are recomputed, and none are",
+            "activations.partition shards the inputs of recomputed modules, but no modules are recomputed",
             "Fix: set activations.checkpoint to units",
         ),
     ),
@@ -213,7 +213,7 @@ CROSS_FIELD = [
     Wrong(
         {"communication": {"parameters": "int8"}, "zero": {"stage": 0}},
         (
-            "communication.parameters belongs to stages 1 to 3; at stage 0 every rank updates all of them",
+            "communication.parameters requires stages 1 to 3; at stage 0 every rank updates all of them",
             "Fix: leave communication.parameters out",
         ),
     ),
@@ -265,12 +265,12 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"precision": {"nonfinite": "rewind"}},
-        ("goes back to a checkpoint, and none are made", "Fix: set checkpoint.dir and checkpoint.every_steps"),
+        ("loads the newest checkpoint, but none are saved", "Fix: set checkpoint.dir and checkpoint.every_steps"),
     ),
     Wrong({"checkpoint": {"every_steps": 5}}, ("needs a folder to save into", "Fix: set checkpoint.dir")),
     Wrong(
         {"precision": {"gradients": "in_backward", "compute": "fp16"}},
-        ("before it is known whether", "fp16's loss scale", "Fix: set precision.compute to bf16"),
+        ("before it is known if", "fp16's loss scale", "Fix: set precision.compute to bf16"),
     ),
     Wrong(
         {"precision": {"gradients": "in_backward"}, "zero": {"stage": 0}},
@@ -278,7 +278,7 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"precision": {"gradients": "in_backward"}, "zero": {"offload": {"gradients": "host"}}},
-        ("no gradient rests anywhere", "Fix: leave zero.offload.gradients out"),
+        ("no gradients are stored", "Fix: leave zero.offload.gradients out"),
     ),
     Wrong(
         {"precision": {"gradients": "in_backward"}, "batch": {"micro": 2, "total": 16}},
@@ -291,15 +291,15 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"precision": {"master": "split", "compute": "fp16"}},
-        ("fp16 parameters are no part of it", "precision.compute", "Fix: set precision.compute to bf16"),
+        ("fp16 is not supported", "precision.compute", "Fix: set precision.compute to bf16"),
     ),
     Wrong(
         {"precision": {"moments": "int8"}, "optimizer": {"name": "sgd"}},
-        ("precision.moments: int8 belongs to adam and adamw", "Fix: leave precision.moments out"),
+        ("precision.moments: int8 requires adam or adamw", "Fix: leave precision.moments out"),
     ),
     Wrong(
         {"optimizer": {"name": "lion", "eps": 0.1}},
-        ("optimizer.eps belongs to adam and adamw; lion divides by nothing", "Fix: leave optimizer.eps out"),
+        ("optimizer.eps requires adam or adamw; lion does not use it", "Fix: leave optimizer.eps out"),
     ),
     Wrong(
         {"batch": {"micro": 4, "accumulate": 2, "total": 48}},
@@ -326,15 +326,15 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"zero": {"keep_gathered": True}},
-        ("zero.keep_gathered belongs to stage 3", "zero.stage", "default", "Fix: leave"),
+        ("zero.keep_gathered requires stage 3", "zero.stage", "default", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 2, "hierarchical": True}},
-        ("zero.hierarchical belongs to stage 3", "2  config", "Fix: leave"),
+        ("zero.hierarchical requires stage 3", "2  config", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "keep_gradients": True}},
-        ("zero.keep_gradients belongs to zero.keep_gathered", "Fix: leave"),
+        ("zero.keep_gradients requires zero.keep_gathered", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "hierarchical": True, "keep_gathered": True}},
@@ -342,24 +342,24 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"zero": {"stage": 2, "replicate": "nodes"}},
-        ("zero.replicate belongs to stage 3", "2  config", "Fix: leave"),
+        ("zero.replicate requires stage 3", "2  config", "Fix: leave"),
     ),
     Wrong(
         {"zero": {"stage": 3, "hierarchical": True, "replicate": "nodes"}},
-        ("zero.replicate: nodes and zero.hierarchical are two ways", "Fix: leave zero.hierarchical out."),
+        ("zero.replicate: nodes and zero.hierarchical are alternatives", "Fix: leave zero.hierarchical out."),
     ),
     Wrong(
         {"zero": {"stage": 3, "keep_gathered": True, "replicate": "nodes"}},
-        ("zero.replicate: nodes and zero.keep_gathered are two ways", "Fix: leave zero.keep_gathered out."),
+        ("zero.replicate: nodes and zero.keep_gathered are alternatives", "Fix: leave zero.keep_gathered out."),
     ),
     Wrong(
         {"zero": {"prefetch_bytes": "1MiB"}},
-        ("zero.prefetch_bytes belongs to stage 3", "1048576  config", "Fix: leave"),
+        ("zero.prefetch_bytes requires stage 3", "1048576  config", "Fix: leave"),
     ),
     Wrong(
         {"precision": {"loss_scale": 128}},
         (
-            "precision.loss_scale belongs to fp16 compute; under fp32 the loss is not scaled",
+            "precision.loss_scale requires fp16 compute; under fp32 the loss is not scaled",
             "auto on cpu",
             "Fix: leave",
         ),
@@ -368,23 +368,23 @@ CROSS_FIELD = [
     Wrong(
         {"optimizer": {"name": "sgd", "betas": [0.8, 0.9]}},
         (
-            "optimizer.betas belongs to adam and adamw",
+            "optimizer.betas requires adam or adamw",
             "Fix: write optimizer.momentum: 0.8 in place of optimizer.betas.",
         ),
     ),
-    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps belongs to adam and adamw", "Fix: leave")),
+    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps requires adam or adamw", "Fix: leave")),
     Wrong(
         {"optimizer": {"momentum": 0.9}},
-        ("optimizer.momentum belongs to sgd", "adamw  default", "betas[0]", "Fix: leave"),
+        ("optimizer.momentum requires sgd", "adamw  default", "betas[0]", "Fix: leave"),
     ),
     Wrong(
         {"schedule": {"name": "cosine"}},
-        ("a cosine schedule needs to know where it ends", "Fix: set schedule.total_steps"),
+        ("a cosine schedule needs its number of steps", "Fix: set schedule.total_steps"),
     ),
     Wrong(
         {"schedule": {"name": "linear", "warmup_steps": 20, "total_steps": 10}},
         (
-            "the warm-up is longer than the whole schedule",
+            "the warm-up is longer than the schedule",
             "20  config",
             "Fix: set schedule.warmup_steps to at most 10.",
         ),
@@ -407,7 +407,7 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"schedule": {"name": "linear", "decay_steps": 20, "total_steps": 10}},
-        ("the decay is longer than the whole schedule", "Fix: set schedule.decay_steps to at most 10."),
+        ("the decay is longer than the schedule", "Fix: set schedule.decay_steps to at most 10."),
     ),
     Wrong(
         {"schedule": {"initial_steps": 2}},
@@ -415,11 +415,11 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"precision": {"initial_loss_scale": 128}},
-        ("precision.initial_loss_scale belongs to fp16 compute", "under fp32 the loss is not scaled"),
+        ("precision.initial_loss_scale requires fp16 compute", "under fp32 the loss is not scaled"),
     ),
     Wrong(
         {"precision": {"compute": "fp16", "loss_scale": 128, "loss_scale_window": 5}},
-        ("precision.loss_scale_window belongs to a dynamic loss scale; 128.0 stays as it is", "Fix: leave"),
+        ("precision.loss_scale_window requires a dynamic loss scale; 128.0 is constant", "Fix: leave"),
     ),
     Wrong({}, ("the number of ranks: expected a whole number of at least 1; got 0",), num_ranks=0),
     Wrong({}, ("the number of ranks: expected", "got true"), num_ranks=True),

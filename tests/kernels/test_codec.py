@@ -202,7 +202,7 @@ def test_nearest_of_what_was_decoded_loses_next_to_nothing(codec: Codec) -> None
 def test_errors() -> None:
     codec = CODECS["int8"]
     values, codes = torch.zeros(2 * BLOCK), torch.zeros(codec.num_bytes(2 * BLOCK), dtype=torch.uint8)
-    with pytest.raises(PartitaError, match=r"values: int8 encodes whole blocks of 256 values; got 300"):
+    with pytest.raises(PartitaError, match=r"values: int8 encodes full blocks of 256 values; got 300"):
         encode(codec, torch.zeros(300), codes)
     with pytest.raises(PartitaError, match=r"codes must have 520 elements, got 519"):
         encode(codec, values, codes[:-1])
@@ -215,5 +215,5 @@ def test_errors() -> None:
     with pytest.raises(PartitaError, match=r"out must be float32, got bfloat16"):
         decode(codec, codes, values.bfloat16(), add=True)
     top8 = CODECS["top8"]
-    with pytest.raises(PartitaError, match=r"top8 sends values as they are: it does not round at random"):
+    with pytest.raises(PartitaError, match=r"top8 does not support stochastic rounding"):
         encode(top8, values, torch.zeros(top8.num_bytes(2 * BLOCK), dtype=torch.uint8), seed=1)

@@ -33,7 +33,7 @@ META = torch.empty(300, device="meta")
         ({"master": B}, "master must be float32, got bfloat16"),
         ({"param": B[:299], "master": F}, "param must have 300 elements, got 299"),
         ({"master": torch.empty(600)[::2]}, r"master must be contiguous, got strides \(2,\)"),
-        ({"param": B, "master": META}, "param must be on meta, as what it is used with, got cpu"),
+        ({"param": B, "master": META}, "param must be on meta, like the other tensors, got cpu"),
     ],
 )
 def test_weights_come_in_three_forms(tensors: dict[str, Tensor], message: str) -> None:

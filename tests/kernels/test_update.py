@@ -262,7 +262,7 @@ def test_threads_and_instruction_sets_that_are_not_there() -> None:
 
 def test_sgd_takes_its_buffer_with_its_momentum() -> None:
     state, grad = make(10, "fp32"), random_grad(10, torch.float32)
-    with pytest.raises(RuntimeError, match="momentum 0.9 takes a momentum_buffer, got none"):
+    with pytest.raises(RuntimeError, match="momentum 0.9 needs a momentum_buffer, got none"):
         update.sgd_(state.weights, None, grad, SgdRule(lr=1e-2, momentum=0.9))
-    with pytest.raises(RuntimeError, match="momentum 0 takes no momentum_buffer, got one"):
+    with pytest.raises(RuntimeError, match="momentum 0 needs no momentum_buffer, got one"):
         update.sgd_(state.weights, state.moments.exp_avg, grad, SgdRule(lr=1e-2))

@@ -260,7 +260,7 @@ def test_no_room_is_told_to_all_ranks() -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     config = {**ON_DISK, "zero": {"offload": {"path": str(tmp_path / "missing")}}}
-    with pytest.raises(PartitaError, match="create the folder, or let zero.offload.path name another"):
+    with pytest.raises(PartitaError, match="create the folder, or set zero.offload.path to another"):
         partita.initialize(Stack(4), config)
 
 

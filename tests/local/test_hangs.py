@@ -326,4 +326,4 @@ def test_a_process_ends_though_nobody_answers_its_message(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "partita.cli.main", "run", "--processes", "2", "alone.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode
-    assert "engine.save is to be called on every rank" in done.stdout + done.stderr
+    assert "call engine.save on every rank" in done.stdout + done.stderr

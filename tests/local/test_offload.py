@@ -265,7 +265,7 @@ def test_no_file_is_left(tmp_path: Path) -> None:
 def test_a_folder_that_is_none() -> None:
     with tempfile.NamedTemporaryFile() as file:
         offload = {"optimizer": "disk", "path": f"{file.name}/below"}
-        with pytest.raises(PartitaError, match=r"offload to disk, in '.*below'.*let zero.offload.path name"):
+        with pytest.raises(PartitaError, match=r"offload to disk, in '.*below'.*set zero.offload.path to"):
             partita.initialize(Stack(1), {"zero": {"offload": offload}})
 
 
@@ -293,4 +293,4 @@ def test_an_optimizer_that_needs_everything_at_once_is_refused() -> None:
 def test_a_path_that_nothing_uses_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(), caplog.at_level("INFO", "partita"):
         partita.initialize(Stack(1), {"zero": {"offload": {"path": "/nowhere"}}}).close()
-    assert "ignored: zero.offload.path (nothing rests on disk)" in caplog.text
+    assert "ignored: zero.offload.path (nothing is offloaded to disk)" in caplog.text

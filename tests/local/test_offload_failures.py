@@ -75,7 +75,7 @@ def failure(number: int) -> OSError:
 FAILING: dict[str, tuple[Failing, str]] = {
     "full": (
         partial(replaced, "posix_fallocate", failure(errno.ENOSPC)),
-        r"\(\d+ bytes are free\): reserving \d{5,} bytes failed: No space left on device; make room",
+        r"\(\d+ bytes are free\): reserving \d{5,} bytes failed: No space left on device; free space",
     ),
     "files are limited": (
         small_files,
@@ -83,7 +83,7 @@ FAILING: dict[str, tuple[Failing, str]] = {
     ),
     "not writable": (
         partial(replaced, "open", failure(errno.EACCES)),
-        r"making a scratch file failed: Permission denied; let zero.offload.path name a folder in which",
+        r"creating a scratch file failed: Permission denied; set zero.offload.path to a folder in which",
     ),
 }
 
@@ -119,7 +119,7 @@ def wide() -> nn.Module:
 
 
 def does_not_fit(folder: str) -> None:
-    said = rf"'{folder}' \(\d+ bytes are free\): reserving \d{{7,}} bytes failed: No space left on device; make room"
+    said = rf"'{folder}' \(\d+ bytes are free\): reserving \d{{7,}} bytes failed: No space left on device; free space"
     with pytest.raises(PartitaError, match=said):
         partita.initialize(wide(), config(folder))
     with partita.initialize(Stack(1), config(folder)) as engine:
@@ -133,9 +133,7 @@ def test_a_disk_that_is_full_indeed(small_filesystem: Path) -> None:
 
 def test_a_filesystem_that_is_read_only(small_filesystem: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_filesystem)], check=True, timeout=60)
-    with pytest.raises(
-        PartitaError, match="Read-only file system; let zero.offload.path name a folder on a filesystem"
-    ):
+    with pytest.raises(PartitaError, match="Read-only file system; set zero.offload.path to a folder on a filesystem"):
         partita.initialize(Stack(1), config(small_filesystem))
 
 
@@ -221,7 +219,7 @@ def through_the_page_cache(folder: str) -> None:
     expected = train(recipe, PLANS["3"])
     with pytest.MonkeyPatch.context() as patch:
         refuse(patch, "buffered")
-        with pytest.warns(UserWarning, match="takes no O_DIRECT requests") as caught:
+        with pytest.warns(UserWarning, match="does not support O_DIRECT requests") as caught:
             found = train(recipe, config(folder)["zero"])
     assert len(caught) == 1
     same(found, expected, "through the page cache")

@@ -219,9 +219,9 @@ def test_a_disk_that_is_dropped_ends_what_was_asked_for(tmp_path: Path, monkeypa
 def test_tensors_that_cannot_be_moved(plain: Disk) -> None:
     region, values = plain.reserve(ALIGNMENT), some(2 * ALIGNMENT)
     for wrong, match in (
-        (values[1:], "begin at a page"),
+        (values[1:], "page-aligned"),
         (values, "for a region of"),
-        (values[: 2 * 100 : 2], "holes"),
+        (values[: 2 * 100 : 2], "not contiguous"),
         (torch.empty(10, device="meta"), "meta"),
     ):
         with pytest.raises(AssertionError, match=match):

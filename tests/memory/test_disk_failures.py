@@ -26,7 +26,7 @@ from tests.memory.scratch import BLOCK_BYTES, read, refuse, some
     [
         (errno.EACCES, "may write"),
         (errno.EROFS, "read-only"),
-        (errno.ENOSPC, "make room"),
+        (errno.ENOSPC, "free space"),
         (errno.EDQUOT, "quota"),
         (errno.EMFILE, "on another disk"),
     ],
@@ -46,8 +46,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, remedy in (
         (tmp_path / "missing", "create the folder"),
-        (tmp_path / "file", "name a folder"),
-        (tmp_path / "file" / "below", "name a folder"),
+        (tmp_path / "file", "zero.offload.path to a folder"),
+        (tmp_path / "file" / "below", "zero.offload.path to a folder"),
     ):
         with pytest.raises(PartitaError, match=remedy) as caught:
             Disk(path, "rank0")
@@ -86,7 +86,7 @@ def test_a_full_disk_is_found_when_space_is_reserved(plain: Disk, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(PartitaError, match=r"bytes are free\): reserving 81920 bytes failed: No space.*make room"):
+    with pytest.raises(PartitaError, match=r"bytes are free\): reserving 81920 bytes failed: No space.*free space"):
         plain.reserve(80_000)
     assert os.fstat(files[0]).st_size == kept.num_bytes, "what was taken is given back"
     monkeypatch.undo()
@@ -114,12 +114,12 @@ def test_a_disk_that_is_full_indeed(small_filesystem: Path, monkeypatch: pytest.
     disk = Disk(small_filesystem, "rank0")
     kept, values = disk.reserve(3 * 2**20), some(3 * 2**20)
     disk.write(kept, values).wait()
-    with pytest.raises(PartitaError, match="reserving 6291456 bytes failed: No space left.*make room"):
+    with pytest.raises(PartitaError, match="reserving 6291456 bytes failed: No space left.*free space"):
         disk.reserve(6 * 2**20)
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     with pytest.warns(UserWarning, match="cannot reserve space"):
         late = disk.reserve(6 * 2**20)
-    with pytest.raises(PartitaError, match="writing .* bytes at offset .* failed: No space left.*make room"):
+    with pytest.raises(PartitaError, match="writing .* bytes at offset .* failed: No space left.*free space"):
         disk.write(late, some(6 * 2**20)).wait()
     assert torch.equal(read(disk, kept, values), values)
     disk.close()
@@ -164,7 +164,7 @@ def test_a_request_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     verb = {"pwritev": "writing", "preadv": "reading"}[call]
     message = (
         rf"'{tmp_path}' \(\d+ bytes are free\): {verb} {BLOCK_BYTES} bytes at offset {place} failed: "
-        rf"{os.strerror(number)}; .*(make room|dmesg)"
+        rf"{os.strerror(number)}; .*(free space|dmesg)"
     )
     if call == "pwritev":
         with pytest.raises(PartitaError, match=message):

@@ -28,7 +28,7 @@ def test_bytes_now_and_at_their_peak(changes: list[tuple[str, Tier, int]]) -> No
             ledger.remove(state, -num_bytes, tier)
             now[key] -= -num_bytes
         else:
-            with pytest.raises(AssertionError, match=f"more {state} given back than was taken"):
+            with pytest.raises(AssertionError, match=f"more bytes of {state} freed than allocated"):
                 ledger.remove(state, -num_bytes, tier)
         if key in now:
             peak[key] = max(peak.get(key, 0), now[key])

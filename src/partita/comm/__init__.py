@@ -1,1 +1,1 @@
-"""Between ranks: the mesh of process groups, the collectives, and what they moved."""
+"""Communication between ranks: the mesh of process groups, its collectives, and counters of the bytes they send."""

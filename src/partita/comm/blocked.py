@@ -1,4 +1,4 @@
-"""The collective of ``torch.distributed``, called by the user's code, in which a thread waits for other ranks."""
+"""Detection of a thread that is blocked in a collective of ``torch.distributed`` that the user's code called."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 _TORCH, _PARTITA = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _C10D = distributed_c10d.__file__
-# In the first kind every rank waits for every other rank, in the second for the source.
+# Prefixes of function names: in the first kind every rank waits for every other rank, in the second for the source.
 _SYMMETRIC = ("barrier", "monitored_barrier", "all_", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
 _FROM_SOURCE = ("broadcast", "scatter")
 
@@ -21,7 +21,7 @@ class Blocked:
     """A thread that is inside ``torch.distributed.<name>``.
 
     Attributes:
-        ranks: those without which the call cannot return, numbered as in the default group.
+        ranks: the ranks that the call waits for, as global ranks of the default group.
         caller: the file, line and function that called it.
     """
 
@@ -31,8 +31,8 @@ class Blocked:
 
 
 def blocked_in(frame: FrameType | None) -> Blocked | None:
-    """The collective in which a thread waits whose innermost frame is ``frame``. None if the thread does something
-    else, if partita made the call, or if it is not certain which ranks the call waits for.
+    """Return the collective that blocks the thread whose innermost frame is ``frame``. None if the thread does
+    something else, if partita made the call, or if it is not certain which ranks the call waits for.
     """
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
@@ -44,7 +44,7 @@ def blocked_in(frame: FrameType | None) -> Blocked | None:
 
 
 def place_of(frame: FrameType) -> str:
-    """The file, line and function that a frame is at."""
+    """Format the file, line and function of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

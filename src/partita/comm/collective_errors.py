@@ -1,5 +1,5 @@
-"""Collective checks, so that no rank waits for one that has given up: errors, settings that differ, memory
-that does not suffice.
+"""Checks in which all ranks raise together, so that no rank waits for one that has failed: exceptions, differing
+settings, insufficient memory.
 """
 
 import socket
@@ -14,21 +14,21 @@ from partita.comm.group import Group
 from partita.config.messages import shown
 from partita.errors import ConfigError, PartitaError
 
-# What the other ranks are told that this one is at.
+# The name of the call that the other ranks see.
 CALL = "a check of all ranks"
 _ABSENT = "nothing"
 
 
 @contextmanager
 def shared_errors(group: Group, undo: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A block that is left on all ranks, or raises on all of them. Nothing in it may wait for another rank.
+    """Raise on all ranks if the block raises on any of them. The block must not use collectives.
 
     Args:
         undo: called on all ranks before they raise; it may use collectives.
 
     Raises:
-        Exception: what this rank met.
-        PartitaError: what the first of the other ranks met, where this one met nothing.
+        Exception: this rank's own error.
+        PartitaError: this rank succeeded; the text is the error of the first rank that failed.
     """
     error: Exception | None = None
     try:
@@ -46,11 +46,10 @@ def shared_errors(group: Group, undo: Callable[[], None] = lambda: None) -> Iter
 
 
 def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
-    """Compare what the ranks are set to, by the names of the settings: otherwise each would train in its own way, or
-    wait in vain.
+    """Check that all ranks have equal ``settings``. Ranks with different settings would train differently or hang.
 
     Raises:
-        ConfigError: on every rank: names a setting that differs, and two ranks with their values.
+        ConfigError: on every rank; it names a setting that differs, and two ranks with their values.
     """
     every = group.exchange_objects(dict(settings), "partita.initialize")
     for rank, other in enumerate(every):
@@ -65,7 +64,7 @@ def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
 
 @dataclass(frozen=True)
 class TooLittle:
-    """A memory (a node's, or ``rank N``'s own) that has fewer bytes ``free`` than its ranks need."""
+    """A memory (a node's, or that of ``rank N``) with fewer bytes ``free`` than its ranks need."""
 
     memory: str
     needed: int
@@ -73,11 +72,13 @@ class TooLittle:
 
 
 def lack_of_memory(needed: int, free: int, group: Group, call: str, *, shared: bool = True) -> TooLittle | None:
-    """The first memory that does not suffice for what its ranks ``needed``, in bytes; the same answer on every rank.
+    """Return the first memory with fewer free bytes than its ranks need together, or None. Collective: every rank gets
+    the same answer.
 
     Args:
-        free: bytes of the memory that this rank uses.
-        shared: whether that is the node's; off: a device of its own.
+        needed: bytes that this rank needs.
+        free: free bytes of the memory that this rank uses.
+        shared: True if all ranks of the node use that memory; False if it belongs to this rank's device.
     """
     memory = f"node {socket.gethostname()}" if shared else f"rank {group.index}"
     total, least = Counter[str](), dict[str, int]()

@@ -1,7 +1,7 @@
-"""The collective log: what this rank does in an order that must be every rank's, and where it parts from the others'.
+"""The collective log: the steps and all-gathers of this rank, which every rank must perform in the same order.
 
-A log is compared when a rank has waited too long; otherwise nothing is sent. What the others have shown may be old, but
-is then the beginning of what their logs are now: a place that is known of two ranks and differs will always differ.
+Logs are compared only when a rank has waited too long; until then nothing is sent. A published log may be out of date,
+but it is a prefix of the rank's current log, so a difference between two published logs is final.
 """
 
 import json
@@ -14,16 +14,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 from partita.errors import PartitaError
 
 STEP = 0
-# Events that are shown. A rank is ahead of another by no more gathers than it has slots for.
+# Number of events that are published. A rank is never further ahead of another than its number of unshard slots.
 NUM_SHOWN = 256
 
 
 class Board:
-    """The latest note of each of ``num_ranks`` ranks, in the store behind ``torch.distributed``. Posting one waits for
-    nobody, so it suits a rank that cannot know whether the others will ever answer a message.
+    """The latest note of each of ``num_ranks`` ranks, in the store of ``torch.distributed``. Posting does not block,
+    unlike a collective, so it works even if the other ranks hang.
 
     Args:
-        topic: tells boards of one store apart.
+        topic: prefix of the keys; distinguishes several boards in one store.
     """
 
     def __init__(self, topic: str, rank: int, num_ranks: int) -> None:
@@ -38,7 +38,7 @@ class Board:
             self._store.set(self._own, note)
 
     def read(self) -> list[str]:
-        """Every rank's note, in rank order; waits for ranks that have not made the board yet."""
+        """Return every rank's note, in rank order; waits for ranks that have not made the board yet."""
         with _explained():
             return [note.decode() for note in self._store.multi_get(self._keys)]
 
@@ -55,25 +55,25 @@ def _explained() -> Iterator[None]:
 
 
 class CollectiveLog:
-    """The log of a mesh, for all engines on it: events are :data:`STEP`, or numbers of units that are gathered."""
+    """The log of a mesh, shared by all engines on it. An event is :data:`STEP` or the number of an unsharded unit."""
 
     def __init__(self) -> None:
         self._descriptions = ["is at engine.step()"]
         self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
         self.count = 0
-        self.num_micro_batches = 0  # that have ended
+        self.num_micro_batches = 0  # completed
         self.operation = ""  # the last collective
         self.board: Board | None = None
-        self.has_named_late = False  # ranks that the others waited for
+        self.has_named_late = False  # a warning has named late ranks
 
     def register(self, names: Sequence[str]) -> int:
-        """Number the units of an engine; returns the first one's number. The same calls on every rank."""
+        """Number the units of an engine and return the first number. Every rank must make the same calls."""
         first = len(self._descriptions)
         self._descriptions += [f"gathers '{name}'" for name in names]
         return first
 
     def add(self, event: int) -> None:
-        """This rank does ``event`` next."""
+        """Record that this rank performs ``event`` next."""
         self._recent.append(event)
         self.count += 1
 
@@ -84,16 +84,18 @@ class CollectiveLog:
 
     @property
     def last(self) -> str:
-        """The last event, as what this rank does."""
+        """The last event, described in the present tense."""
         return self.describe(self._recent[-1]) if self._recent else "has gathered nothing"
 
     def describe(self, event: int) -> str:
-        """``event`` as what a rank does."""
+        """Describe ``event`` in the present tense."""
         return self._descriptions[event]
 
     def difference(self) -> list[int | None] | None:
-        """Show this log, and look at those that the others have shown: each rank's event (None: not known yet) at the
-        first place where two differ; None if there is no such place.
+        """Publish this log and compare it with the published logs of the other ranks.
+
+        Returns: every rank's event (None: not known yet) at the first position where two logs differ; None if they
+        agree.
         """
         assert self.board is not None, "there is no other rank"
         self.board.post(json.dumps([self.count, list(self._recent)]))

@@ -1,4 +1,4 @@
-"""The groups of one engine on a mesh, and what they have sent."""
+"""The communication groups of one engine on a mesh, with a counter of the bytes they send."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -10,7 +10,7 @@ from partita.plan.traffic import TrafficMeter
 
 
 class Collectives:
-    """Groups by their axes; ``all_ranks`` is that of all, in rank order. ``meter`` counts what all of them send."""
+    """Groups by their axes. ``all_ranks`` contains every rank, in rank order; ``meter`` counts all sent bytes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -19,15 +19,17 @@ class Collectives:
         self.all_ranks = self.group(mesh.shape.all_axes)
 
     def group(self, axes: tuple[str, ...]) -> Group:
-        """The ranks that differ from this one only along ``axes``; the same object for axes that mean the same."""
+        """Return the group of the ranks that differ from this one only along ``axes``. Equivalent axes give the same
+        object.
+        """
         named = self.mesh.shape.named(axes)
         if named not in self._groups:
             self._groups[named] = Group(named, self.mesh, self.meter)
         return self._groups[named]
 
     def open(self, needs: Needs | Iterable[tuple[str, ...]]) -> None:
-        """Have these connections (see :meth:`Mesh.open`), and in all groups the shortest way between ranks. Called on
-        every rank.
+        """Open these connections (see :meth:`Mesh.open`), and use shared memory between ranks of one node where
+        possible. Collective.
         """
         self.mesh.open(needs)
         for axes, transport in self.mesh.transports.items():

@@ -1,4 +1,4 @@
-"""Connections of a rank to the others of its mesh: process groups of ``torch.distributed``."""
+"""Connections of a rank to the other ranks of its mesh: process groups of ``torch.distributed``."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Connections(ABC):
-    """The connections of one rank. ``has_store``: ranks can leave notes for each other, outside of collectives."""
+    """The connections of one rank. ``has_store``: ranks can exchange notes through a store, outside of collectives."""
 
     rank: int
     num_ranks: int
@@ -39,32 +39,32 @@ class Connections(ABC):
     def connect(
         self, shape: MeshShape, axes: tuple[str, ...], purposes: frozenset[str], known: Transport | None = None
     ) -> Transport | None:
-        """Connect the ranks of a mesh over these axes for these purposes; called on all of them.
+        """Connect the ranks of a mesh over these axes for these purposes. Collective.
 
         Args:
-            known: the transport over these axes, which takes the connections up.
+            known: an existing transport over these axes, to which the connections are added.
 
         Returns: None if this rank is on none of the stages that ``axes`` name.
         """
 
     @abstractmethod
     def device_mesh(self, shape: MeshShape) -> "DeviceMesh":
-        """Torch's description of the mesh, with process groups that nothing else uses; called on all ranks."""
+        """Return torch's ``DeviceMesh`` of the mesh, with process groups that nothing else uses. Collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Called once, when nothing is sent any more."""
+        """Release the connections. Called once, when nothing is in flight."""
 
 
 class Processes(Connections):
-    """Between processes, whose default group is started if none is running.
+    """Connections between processes. Starts the default process group if none is running.
 
-    The first group, of all ranks, is made as torch makes groups by default: every rank takes part. Each further one is
-    made by its members alone, so that the number of calls does not grow with the number of ranks. Where the default
-    group is bound to a device, from which others are then split, every rank takes part in all.
+    All ranks create the first group, which contains every rank. Only the members create each further group
+    (``use_local_synchronization``), so the number of calls does not grow with the number of ranks. If the default group
+    is bound to a device, torch splits groups from it, and all ranks create every group.
 
     Args:
-        device: where tensors live; decides the backend (gloo on the host). Control messages always use gloo.
+        device: the device of the tensors; decides the backend (gloo on the host). Control messages always use gloo.
     """
 
     has_store = True
@@ -74,8 +74,8 @@ class Processes(Connections):
         self.timeout_s = rendezvous.timeout_s
         self._within_node = rendezvous.within_node
         self._groups: list[dist.ProcessGroup] = []
-        self._names = ""  # of all groups that members make, how they begin; empty: every rank makes all
-        self._num_made = 0  # groups, whether this rank is in them or not
+        self._names = ""  # prefix of the names of groups that only members create; empty: every rank creates all groups
+        self._num_made = 0  # number of groups, including those without this rank
         self._world = world.join(rendezvous, device)
         self.rank, self.num_ranks = world.running() or (rendezvous.rank, 1)
 
@@ -106,7 +106,7 @@ class Processes(Connections):
         return transport
 
     def _agreed_names(self, all_ranks: Transport) -> str:
-        """Return a prefix of names that no group of this process, nor of an earlier one under the same store, has."""
+        """Return a prefix of group names that no earlier group in the same store uses."""
         if world.is_bound_to_device():
             return ""
         row = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
@@ -115,8 +115,8 @@ class Processes(Connections):
         return f"partita/{bytes(rows[0].tolist()).hex()}"
 
     def _connect_edges(self, shape: MeshShape, axes: tuple[str, ...]) -> dict[tuple[int, int, str], dist.ProcessGroup]:
-        """Along the pipeline of accelerators, between each two neighbours: on each of its groups a backend sends in one
-        order.
+        """Create a process group per pair of neighbouring pipeline stages and lane, on accelerators only. A backend
+        sends in a fixed order within each group.
         """
         own = dict[tuple[int, int, str], dist.ProcessGroup]()
         if axes != PIPELINE_AXES or accelerator.is_host(self._device):
@@ -130,9 +130,9 @@ class Processes(Connections):
         return own
 
     def _make_group(self, lists: Sequence[list[int]], backend: str) -> dist.ProcessGroup | None:
-        """Make a group of each of these lists of ranks, none of which is in two. Called on all ranks.
+        """Create a group for each of these disjoint lists of ranks. Collective.
 
-        Returns: this rank's; None if it is in none of the lists.
+        Returns: this rank's group; None if it is in none of the lists.
         """
         found = None
         self._num_made += 1
@@ -145,8 +145,10 @@ class Processes(Connections):
         return found
 
     def _new_group(self, ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
-        """Args:
-        name: of a group that its members make; empty: every rank takes part.
+        """Create one process group.
+
+        Args:
+            name: the name of a group that only its members create; empty: every rank calls this.
         """
         timeout = timedelta(seconds=self.timeout_s)
         with world.named(name) if name else nullcontext():
@@ -165,7 +167,7 @@ class Processes(Connections):
         backend = accelerator.backend(self._device)
         with connections_kept_from_children():
             made = dict[str, dist.ProcessGroup]()
-            for axis in ("", *(axis for axis in AXES if shape.size(axis) > 1)):  # each rank alone, and those along axes
+            for axis in ("", *(axis for axis in AXES if shape.size(axis) > 1)):  # "": a group of this rank only
                 group = self._make_group(shape.groups((axis,) if axis else ()), backend)
                 assert group is not None
                 made[axis] = group

@@ -1,5 +1,5 @@
-"""Control messages: small ones, of any size, that say what they are about. Ranks that are at different calls of the
-engine are told so, where messages of different sizes would end the process in the backend.
+"""Control messages: all-gathers of a few bytes, each labelled with the call that it belongs to. Ranks that are at
+different calls of the engine get an error, where a backend would abort the process because of different sizes.
 """
 
 import struct
@@ -16,9 +16,9 @@ from partita.comm.transport import Work
 from partita.errors import PartitaError
 from partita.memory.step_events import span
 
-# What precedes a message: the call that it belongs to, as text, and its bytes.
+# The header of a message: the name of the call, and the size of the payload in bytes.
 HEADER = struct.Struct("<40sq")
-# Of every rank's first message; what does not fit follows in a second one.
+# Size of every rank's first message; the rest of a larger payload follows in a second one.
 MESSAGE_BYTES = 512
 PAYLOAD_BYTES = MESSAGE_BYTES - HEADER.size
 
@@ -28,14 +28,14 @@ Explained = Callable[[], AbstractContextManager[None]]
 
 
 class ControlMessage(Generic[T]):
-    """A message of every rank, under way.
+    """An asynchronous all-gather of one message per rank.
 
     Args:
-        call: what this rank is doing, at most 40 letters; the same on all ranks.
-        payload: of this rank, bytes ``[n]``; ``n`` may differ between the ranks unless ``read`` wants it the same.
-        gather: begins to gather a row of bytes of every rank, ``[m]``, as ``[ranks, m]``; None: there is one rank.
-        read: makes what :meth:`wait` returns of every rank's bytes.
-        explained: names what failed.
+        call: the name of this rank's call, at most 40 letters; the same on all ranks.
+        payload: this rank's bytes ``[n]``; ``n`` may differ between ranks unless ``read`` requires equal sizes.
+        gather: starts an all-gather of a row of bytes, ``[m]`` to ``[ranks, m]``; None: there is one rank.
+        read: converts every rank's bytes into the result of :meth:`wait`.
+        explained: a context manager that adds an explanation to errors of the backend.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ControlMessage(Generic[T]):
                 self._rows, self._first = gather(row)
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most so long; whether the first row has come, or failed."""
+        """Wait at most ``seconds``. Return True if the first message has arrived or failed."""
         if self._gather is not None and isinstance(self._first, dist.Work):
             try:
                 self._first.wait(timedelta(seconds=seconds))

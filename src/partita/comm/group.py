@@ -1,4 +1,4 @@
-"""A group: the ranks that differ from this one only along some axes, and what they do together, counted."""
+"""Groups: collectives among the ranks that differ from this one only along some axes, with counters of sent bytes."""
 
 import pickle
 import secrets
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """A collective under way. :meth:`wait` returns when its result may be used (by the current stream)."""
+    """A collective in flight. :meth:`wait` returns when the current stream may use its result."""
 
     def __init__(self, work: Work, explained: Explained) -> None:
         self._work = work
@@ -36,7 +36,7 @@ class Handle:
 
 
 class Sent(Handle):
-    """A tensor on its way to another rank, which is held until it has left."""
+    """A send in flight. It keeps the tensor alive until the send has completed."""
 
     def __init__(self, work: Work, explained: Explained, tensor: Tensor) -> None:
         super().__init__(work, explained)
@@ -44,12 +44,12 @@ class Sent(Handle):
 
 
 class Group:
-    """Collectives of the ranks along ``axes``: ``size`` of them, this one at ``index``. Tensors are flat and
-    contiguous; part ``i`` belongs to rank ``i`` of the group. A group of one rank has the same calls.
+    """Collectives among the ``size`` ranks along ``axes``; this rank has position ``index``. Tensors are flat and
+    contiguous; shard ``i`` belongs to rank ``i`` of the group. A group of one rank has the same calls.
 
     Args:
-        axes: as :meth:`MeshShape.named` writes them.
-        meter: counts what is sent.
+        axes: names of the axes, as :meth:`MeshShape.named` returns them.
+        meter: counts the sent bytes.
     """
 
     def __init__(self, axes: tuple[str, ...], mesh: Mesh, meter: TrafficMeter) -> None:
@@ -61,20 +61,18 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The mesh's numbers of the ranks, in order."""
+        """Global ranks of the group, in order."""
         return next(tuple(ranks) for ranks in self._mesh.shape.groups(self.axes) if self._mesh.rank in ranks)
 
     @property
     def transport(self) -> Transport:
-        """The transport of the tensors. Raises PartitaError: the mesh is closed, or was never opened over these
-        axes.
-        """
+        """The transport over these axes. Raises PartitaError: the mesh is closed, or was never opened over them."""
         found = self._mesh.transports.get(self.axes)
         return self._mesh.transport(self.axes) if found is None else found
 
     @property
     def rare_purpose(self) -> str:
-        """The purpose whose connections broadcasts use, in turn with its other messages."""
+        """The purpose whose connections broadcasts use, in order with its other messages."""
         return "parameters" if "parameters" in self._mesh.purposes(self.axes) else "gradients"
 
     # ------------------------------------------------------------------ flat tensors
@@ -82,10 +80,13 @@ class Group:
     def all_gather(
         self, whole: Tensor, part: Tensor, purpose: str = "parameters", tag: int = 0, *, connections: str = ""
     ) -> Handle:
-        """Start gathering every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
+        """Start an all-gather of every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``.
 
-        Ranks that gather under different tags wait for each other, if the transport keeps tags apart, where the same
-        tag with other sizes would end them. ``connections``: those of another purpose, in which this is in order.
+        Args:
+            tag: a number that must be equal on all ranks. If the transport matches tags, ranks with different tags wait
+                for each other; without tags, different sizes would abort the processes.
+            connections: the purpose whose connections are used, and with whose messages this one is in order; default:
+                ``purpose``.
         """
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
         explained = partial(self._explained, f"all-gather of {purpose}")
@@ -94,22 +95,24 @@ class Group:
         return Handle(work, explained)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        """Write the sum over the ranks, in rank order, of their ``sent`` ``[size * n]`` into ``out`` ``[n]`` (or add
-        it).
+        """Reduce-scatter ``sent`` ``[size * n]`` into ``out`` ``[n]``, summing in rank order.
 
-        ``out`` may be this rank's part of ``sent``; ``received`` is scratch memory of :meth:`received_elements`.
+        Args:
+            out: may be this rank's shard of ``sent``.
+            received: scratch memory of :meth:`received_elements` elements.
+            accumulate: add to ``out`` instead of overwriting it.
         """
         self._count("reduce_scatter", "gradients", (self.size - 1) * sent.nbytes // self.size)
         with self._explained("reduce-scatter of gradients"):
             self.transport.reduce_scatter(out, sent, received, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
-        """Elements of scratch memory that a reduction of ``sent`` elements of ``itemsize`` bytes needs."""
+        """Return the number of scratch elements for a reduce-scatter of ``sent`` elements of ``itemsize`` bytes."""
         return received_elements(sent, itemsize, self.size, in_pieces=accelerator.is_host(self._mesh.device))
 
     def exchange_parts(self, received: Tensor, sent: Tensor) -> None:
-        """Send part ``i`` of ``sent`` to, and write into part ``i`` of ``received`` what comes from, every rank ``i``.
-        For codes of gradients, which whoever gets them adds up.
+        """All-to-all of equal chunks: send chunk ``i`` of ``sent`` to rank ``i``, and receive chunk ``i`` of
+        ``received`` from it. Used for quantized gradients, which the receiver decodes and sums.
         """
         self._count("all_to_all", "gradients", (self.size - 1) * sent.nbytes // self.size)
         arriving, leaving = received.view(self.size, -1).unbind(), sent.view(self.size, -1).unbind()
@@ -117,7 +120,7 @@ class Group:
             self.transport.all_to_all(arriving, leaving, "gradients")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the ranks, in place. For small or rare tensors: the order of the sum is the backend's."""
+        """Sum ``tensor`` over the ranks, in place, in the backend's order. For small or rare tensors."""
         if self.size == 1:
             return tensor
         self._count("all_reduce", "control", 2 * (self.size - 1) * tensor.nbytes // self.size)
@@ -128,7 +131,9 @@ class Group:
     # ------------------------------------------------------------------ activations
 
     def sum(self, tensor: Tensor, purpose: str, connections: str = "activations") -> Tensor:
-        """The sum of a tensor of any shape over the ranks, in rank order over gloo: the same bits on all of them."""
+        """Return the sum of a tensor of any shape over the ranks, with the same bits on all of them. Over gloo it is
+        summed in rank order.
+        """
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
@@ -137,8 +142,10 @@ class Group:
             return self.transport.sum(tensor, connections)
 
     def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
-        """Return what every rank sent to this one, in rank order, of the given ``shapes``; ``sent[i]`` goes to rank
-        ``i``. Sizes are free where sender and receiver agree.
+        """Send ``sent[i]`` to rank ``i``, and return the received tensors in rank order.
+
+        Args:
+            shapes: shapes of the received tensors. They may differ, as long as sender and receiver agree.
         """
         if self.size == 1:
             return list(sent)
@@ -150,7 +157,7 @@ class Group:
         return received
 
     def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
-        """Every rank's ``part``, in rank order, of the given ``shapes``, which are known to all."""
+        """Return every rank's ``part``, in rank order. ``shapes`` are those of all ranks, and equal on all ranks."""
         if self.size == 1:
             return [part]
         part = part.contiguous()
@@ -161,8 +168,8 @@ class Group:
         return received
 
     def send(self, tensors: Sequence[Tensor], to: int, lane: str, purpose: str) -> Sequence[Handle]:
-        """Begin to send tensors of any shape to one rank, which receives what comes on a lane
-        (:data:`~partita.comm.transport.LANES`) in this order. They are held by who holds the handles.
+        """Start sending tensors of any shape to one rank, which receives the tensors of a lane
+        (:data:`~partita.comm.transport.LANES`) in order. The handles keep the tensors alive.
         """
         flat = [tensor.contiguous().view(-1) for tensor in tensors]
         self._count("send", purpose, sum(tensor.nbytes for tensor in flat))
@@ -171,14 +178,14 @@ class Group:
             return [Sent(self.transport.send(part, to, lane), explained, part) for part in flat if part.numel()]
 
     def receive(self, tensors: Sequence[Tensor], source: int, lane: str, purpose: str) -> Sequence[Handle]:
-        """Begin to overwrite contiguous tensors with the next that a rank sends on a lane."""
+        """Start receiving the next tensors that a rank sends on a lane into contiguous ``tensors``."""
         explained = partial(self._explained, f"receiving of {purpose}")
         with explained():
             flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
             return [Handle(self.transport.receive(part, source, lane), explained) for part in flat]
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
-        """Overwrite ``tensors``, of any shape, strides and dtype, with those of the group's first rank."""
+        """Broadcast ``tensors``, of any shape, strides and dtype, from the group's first rank."""
         if self.size == 1:
             return
         works, copies = [], [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
@@ -196,8 +203,11 @@ class Group:
     # -------------------------------------------------------------- control messages
 
     def exchange(self, message: Tensor, call: str) -> ControlMessage[Tensor]:
-        """Start an all-gather of a small host tensor ``[n]``; its ``wait`` returns ``[size, n]``. Ranks that are at
-        another ``call`` (its name, at most 40 letters) are told so, on all ranks.
+        """Start an all-gather of a small host tensor ``[n]``; its ``wait`` returns ``[size, n]``, or raises on all
+        ranks if they are at different calls.
+
+        Args:
+            call: the name of the current call, at most 40 letters.
         """
         axes, ranks = self._controlling()
         self._count("all_gather", "control", (len(ranks) - 1) * message.nbytes, axes)
@@ -205,8 +215,8 @@ class Group:
         return self._send(call, message.view(torch.uint8), lambda rows: torch.cat(rows).view(message.dtype).view(shape))
 
     def exchange_objects(self, value: object, call: str) -> list[Any]:
-        """Every rank's ``value``, in rank order; ``call`` as in :meth:`exchange`. For rare, small Python values
-        (reports, names in an error).
+        """All-gather a Python value: return every rank's ``value``, in rank order. For rare, small values (reports,
+        names in an error). ``call`` as in :meth:`exchange`.
         """
         if self.size == 1:
             return [value]
@@ -227,23 +237,23 @@ class Group:
         return ControlMessage(call, payload, gather, lambda rows: read([rows[place] for place in own]), explained)
 
     def _controlling(self) -> tuple[tuple[str, ...], Sequence[int]]:
-        """Return the axes of the group whose connections control messages use, and its ranks: this group, or, where it
-        has no such connections, a larger one, whose other ranks exchange at the same time.
+        """Return the axes of the group that carries this group's control messages, and its ranks. It is this group, or
+        a larger one if this one has no control connections; all ranks of the larger one then exchange at the same time.
         """
         if self.size == 1 or "control" in self._mesh.purposes(self.axes):
             return self.axes, range(self.size)
         axes = self._mesh.control_axes(self.axes)
         return axes, next(ranks for ranks in self._mesh.shape.groups(axes) if self._mesh.rank in ranks)
 
-    # -------------------------------------------------------------- beside collectives
+    # -------------------------------------------------------------- outside of collectives
 
     def board(self) -> Board | None:
-        """A new board for notes among the ranks, if there are several and they have a store; called on all of them."""
+        """Return a new board for notes among the ranks; None for one rank, or without a store. Collective."""
         topic = self._agreed_topic()
         return Board(topic, self.index, self.size) if self._has_notes else None
 
     def watchdog(self) -> Watchdog | None:
-        """Return a watchdog that answers the questions of other ranks; called on all of them."""
+        """Start a watchdog, which answers the other ranks' questions about this one. Collective."""
         topic = self._agreed_topic()
         return Watchdog(topic, self.index, self.size, self._mesh.log) if self._has_notes else None
 
@@ -263,12 +273,12 @@ class Group:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Name what the backend failed at (gloo does so when it is waited for, and also at once where a peer is gone),
-        and tell what every rank is doing.
+        """Convert the backend's errors into a PartitaError that names the operation and what every rank is doing. gloo
+        raises in ``wait``, and at once if a peer has ended.
         """
         try:
             yield
-        except PartitaError:  # says what it is
+        except PartitaError:  # needs no explanation
             raise
         except RuntimeError as error:
             watchdog = self._mesh.watchdog

@@ -1,8 +1,8 @@
-"""The mesh: this rank's place on the axes, and the connections along them.
+"""The mesh: this rank's coordinates on the axes, and the connections along them.
 
-An engine makes a mesh of its own, or is given another engine's: then both use its process groups, streams, log and
-watchdog, and every rank has to run what they do in one order. Without other ranks there are no process groups, and
-nothing is ever called on one.
+An engine creates its own mesh, or shares another engine's. Engines that share a mesh use the same process groups,
+streams, log and watchdog, so every rank must run their operations in the same order. With a single rank there are no
+process groups.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Mesh:
-    """Sizes and coordinates of the axes, and a transport for each combination of axes that is communicated over. That
-    of all ranks is there from the beginning.
+    """Sizes and coordinates of the axes, and a transport for each combination of axes that is used. The transport of
+    all ranks exists from the start.
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
-        device: where tensors live.
-        connections: of this rank; the mesh closes them.
+        device: the device of the tensors.
+        connections: this rank's connections; the mesh closes them.
     """
 
     def __init__(self, shape: MeshShape, device: torch.device, connections: Connections) -> None:
@@ -43,7 +43,7 @@ class Mesh:
         self._alone = connections.alone()
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
         self._opened = dict[tuple[str, ...], frozenset[str]]()  # the purposes
-        # Engines that share the mesh share these: on one group, every rank must post in one order.
+        # Shared by all engines of the mesh: on one process group, every rank must post in the same order.
         self._streams = {purpose: Stream(device, purpose) for purpose in BULK_PURPOSES}
         self.log = CollectiveLog()
         self.watchdog: Watchdog | None = None
@@ -60,11 +60,11 @@ class Mesh:
             raise
 
     def open(self, needs: Needs | Iterable[tuple[str, ...]]) -> None:
-        """Connect the ranks over these combinations of axes, where they are not; every rank takes part in all of it, in
-        one order.
+        """Connect the ranks over these combinations of axes, unless they are connected. Collective: every rank makes
+        the same calls, also for groups that it is not in.
 
         Args:
-            needs: the purposes, by axes; of axes alone, all that there may be.
+            needs: the purposes by axes; an iterable of axes means all purposes.
 
         Raises:
             PartitaError: the mesh is closed.
@@ -81,10 +81,10 @@ class Mesh:
                     self.transports[axes] = transport
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
-        """Return the transport over ``axes``, named as :meth:`MeshShape.named` does.
+        """Return the transport over ``axes``, as :meth:`MeshShape.named` returns them.
 
         Raises:
-            PartitaError: they were never opened, or the mesh is closed.
+            PartitaError: the axes were never opened, or the mesh is closed.
         """
         try:
             return self.transports[axes]
@@ -98,7 +98,7 @@ class Mesh:
         return self._opened.get(axes, frozenset())
 
     def control_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the smallest group that has control messages and all ranks over ``axes``."""
+        """Return the axes of the smallest group that has control connections and contains all ranks over ``axes``."""
         inner = set(expand(axes))
         wider = [
             known for known, purposes in self._opened.items() if "control" in purposes and inner <= set(expand(known))
@@ -112,9 +112,9 @@ class Mesh:
     @property
     def device_mesh(self) -> "DeviceMesh":
         """The mesh as a :class:`torch.distributed.device_mesh.DeviceMesh` with the dims ``pipeline``, ``data``,
-        ``sequence`` and ``tensor``, for DTensor, ``torch.distributed.checkpoint`` and collectives of one's own:
-        ``engine.mesh.device_mesh["data"].get_group()``. Its process groups are those of nothing else. The first use
-        makes them: use it on all ranks.
+        ``sequence`` and ``tensor``, for DTensor, ``torch.distributed.checkpoint`` and your own collectives:
+        ``engine.mesh.device_mesh["data"].get_group()``. Nothing else uses its process groups. The first access creates
+        them, so access it on all ranks.
 
         Raises:
             PartitaError: the mesh is closed, or simulated.
@@ -125,20 +125,20 @@ class Mesh:
         return self._device_mesh
 
     def size(self, axis: str) -> int:
-        """Number of ranks along ``axis``: pipeline, data, sequence or tensor (or node, local)."""
+        """Return the number of ranks along ``axis``: pipeline, data, sequence or tensor (or node, local)."""
         return self.shape.size(axis)
 
     def coordinate(self, axis: str) -> int:
-        """This rank's position along ``axis``."""
+        """Return this rank's position along ``axis``."""
         return self.shape.coordinate(self.rank, axis)
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's position in its group over ``axes``."""
+        """Return this rank's position in its group over ``axes``."""
         return self.shape.group_index(self.rank, axes)
 
     def is_first_replica(self, shard_axes: tuple[str, ...] = ()) -> bool:
-        """Return whether this rank saves, reads or writes a state that several ranks have alike (see
-        :meth:`MeshShape.is_first_replica`); without axes, of what every rank has whole.
+        """Return True if this rank is the one that saves, reads or writes a state that several ranks have copies of
+        (see :meth:`MeshShape.is_first_replica`). No axes: a state of which every rank has a full copy.
         """
         return self.shape.is_first_replica(self.rank, shard_axes)
 
@@ -149,15 +149,15 @@ class Mesh:
     def check_open(self) -> None:
         """Raises PartitaError: the mesh is closed."""
         if self._closed:
-            raise PartitaError("the mesh is closed, as the engine is that made it: open another engine first")
+            raise PartitaError("the mesh is closed, because the engine that created it is closed: create a new engine")
 
     def finish(self) -> None:
-        """Wait for what is under way, of all engines that share the mesh, however it ends."""
+        """Wait for all operations in flight, of all engines that share the mesh; their errors are ignored."""
         for stream in self._streams.values():
             stream.finish()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         if self._closed:
             return
         transports = self.transports

@@ -1,4 +1,4 @@
-"""The ranks along several axes, reached over one group after the other: without process groups of their own."""
+"""Messages among the ranks along several axes, sent over one group after the other, without a process group of all."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from partita.plan.mesh_shape import AXES
 
 
 class SeveralAxes:
-    """Rare messages among the ranks along several axes, of which there is a group for each part.
+    """Rare messages among the ranks along several axes, composed of a group for each entry of ``parts``.
 
     Args:
         parts: the axes of these groups, the outermost first.
@@ -26,7 +26,7 @@ class SeveralAxes:
 
     @classmethod
     def of(cls, collectives: Collectives, axes: tuple[str, ...]) -> "SeveralAxes":
-        """Return whole axes of the mesh, one after the other."""
+        """Return the combination of these axes, with one group per axis of the mesh."""
         return cls(collectives, [(axis,) for axis in AXES if axis in axes])
 
     @property
@@ -36,18 +36,18 @@ class SeveralAxes:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The mesh's numbers of the ranks, in order."""
+        """Global ranks, in order."""
         return next(ranks for ranks in self._mesh.shape.groups(self.axes) if self._mesh.rank in ranks)
 
     def exchange_objects(self, value: object, call: str) -> list[Any]:
-        """Return every rank's ``value``, in the order of the parts; ``call`` as in :meth:`Group.exchange`."""
+        """All-gather a Python value, in the order of ``parts``; ``call`` as in :meth:`Group.exchange`."""
         values: list[Any] = [value]
-        for group in reversed(self.groups):  # from the innermost part on
+        for group in reversed(self.groups):  # innermost first
             values = [each for of_rank in group.exchange_objects(values, call) for each in of_rank]
         return values
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
-        """Overwrite ``tensors`` with those of the first rank. Each group's turn is among its other messages."""
+        """Broadcast ``tensors`` from the first rank. In each group this is in order with its other messages."""
         for group in self.groups:
             group.broadcast(tensors, purpose)
 

@@ -1,4 +1,4 @@
-"""A rank of a cluster that is not there: what it sends goes nowhere, and all others answer as it would."""
+"""Connections of a simulated rank: sends are dropped, and the other ranks send what this one sends."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from partita.plan.mesh_shape import MeshShape
 
 @dataclass
 class Requests:
-    """The requests of pipeline stages to the ones before them, each by its rank's index along the pipeline."""
+    """The requests of pipeline stages to their predecessors, by pipeline index and number of arguments."""
 
     _asked: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -24,8 +24,8 @@ class Requests:
         self._asked[index, request.numel()] = request.clone()
 
     def find(self, index: int, num_arguments: int) -> Tensor | None:
-        """Return the request of a rank about a call with so many arguments; of a rank that was not simulated yet (it
-        has an earlier stage, too), that of any other.
+        """Return a rank's request for a call with ``num_arguments`` arguments. For a rank that was not simulated yet
+        (it also has an earlier stage), return that of any other rank.
         """
         others = (request for (_, num), request in self._asked.items() if num == num_arguments)
         found = self._asked.get((index, num_arguments))
@@ -36,8 +36,8 @@ class SimulatedRanks(Connections):
     """The connections of one rank among ``num_ranks``.
 
     Args:
-        requests: of the stages that were simulated before this one. A stage is told what the next one lacks, which no
-            rank but that one knows; blocks of one kind lack the same.
+        requests: requests of the stages that were simulated before this one. Only the next stage knows which values it
+            needs from its predecessor; blocks of one kind need the same.
     """
 
     has_store = False
@@ -72,7 +72,7 @@ class SimulatedRanks(Connections):
 
 
 class Arrived:
-    """A message that is complete from the start."""
+    """An operation that is complete from the start."""
 
     def wait(self) -> None:
         pass
@@ -82,10 +82,10 @@ ARRIVED = Arrived()
 
 
 class SimulatedTransport(Transport):
-    """Between this rank and others that send what it sends.
+    """A transport in which all ranks send what this one sends.
 
     Args:
-        like: the transport that it stands for; nothing is sent through it.
+        like: the transport whose properties it copies; nothing is sent through it.
     """
 
     def __init__(self, index: int, size: int, like: Transport, requests: Requests) -> None:
@@ -124,8 +124,8 @@ class SimulatedTransport(Transport):
         if lane == "request":
             if (request := self._requests.find(source, tensor.numel())) is None:
                 raise PartitaError(
-                    "a stage of the pipeline is simulated after a later one, which tells what it lacks; simulate the "
-                    "last stage first (partita.simulate does)"
+                    "simulate pipeline stages from the last to the first, as partita.simulate does: a stage needs to "
+                    "know which values the next one requests"
                 )
             tensor.copy_(request)
         return ARRIVED

@@ -1,7 +1,7 @@
-"""A wait of this rank for other ranks that takes longer than a collective does: are they late, or will they never come?
+"""Diagnosis of a long wait for other ranks: they are late, or they will never arrive.
 
-A rank that is late (it loads data, compiles, evaluates) is waited for, and named once. A rank that is inside a
-collective of ``torch.distributed`` which needs this rank never comes, so the wait ends with an error.
+Ranks that are late (they load data, compile, evaluate) are named once in a warning. A rank that is blocked in a
+collective of ``torch.distributed`` which needs this rank will never arrive, so the wait ends with an error.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from partita.comm.mesh import Mesh
 from partita.comm.watchdog import Position
 from partita.errors import PartitaError
 
-# Seconds of waiting before the ranks are asked what they are doing, the most between two questions, and between a first
-# finding and the question that confirms it.
+# Seconds of waiting before the first question to the other ranks; at most between two questions; between a deadlock and
+# the question that confirms it.
 FIRST_S, MOST_S, CONFIRM_S = 2.0, 60.0, 2.0
 # Seconds of waiting before ranks that are late are named.
 WARN_S = 10.0
@@ -23,7 +23,7 @@ _log = logging.getLogger("partita")
 
 
 class Stall:
-    """One wait for the ``ranks`` of the mesh, which do what this one does.
+    """One wait for the ``ranks`` of the mesh, which take part in the same operation.
 
     Nothing here blocks: ranks are asked in one call of :meth:`check`, and their answers are read in the next.
     """
@@ -38,7 +38,7 @@ class Stall:
         self._stuck: dict[int, Position] = {}
 
     def check(self) -> None:
-        """Called about once a second while the wait lasts.
+        """Ask the other ranks, or read their answers. Called about once a second during the wait.
 
         Raises:
             PartitaError: a rank waits for this one in a collective of torch.distributed.
@@ -84,7 +84,7 @@ class Stall:
         )
 
     def _warn(self, positions: dict[int, Position], waited_s: float) -> None:
-        """Name the ranks that are late, once for each mesh, on the first of the ranks that wait for them."""
+        """Warn about late ranks, once per mesh, on the first of the ranks that wait for them."""
         own = self._mesh.log.count
         late = [rank for rank in self._ranks if rank not in positions or positions[rank].events < own]
         waiting = [rank for rank in self._ranks if rank not in late]

@@ -1,5 +1,5 @@
-"""Calls that one rank may have made alone, such as saving: ranks that wait elsewhere are named within seconds, not at
-the time-out. A rank that is merely late is waited for.
+"""Check that all ranks make a call that users tend to make on one rank only, such as saving. Ranks that wait in another
+collective are named within seconds, not at the time-out; late ranks are waited for.
 """
 
 import atexit
@@ -12,9 +12,9 @@ from partita.comm.group import Group
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 
-# Between two looks at what the others are doing.
+# Between two questions to the other ranks.
 PATIENCE_S = 1.0
-# From a process's exit until it is ended.
+# From the start of a process's exit until it is killed.
 GRACE_S = 5
 
 
@@ -22,7 +22,7 @@ def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
     """Wait until every rank of the group is at ``call`` (its name, at most 40 letters).
 
     Raises:
-        PartitaError: a rank waits in another collective, which this one is no part of; or it has ended.
+        PartitaError: a rank waits in another collective, or has ended.
     """
     message = group.exchange(torch.zeros(1, dtype=torch.float32, device="cpu"), call)
     if watchdog is None:
@@ -36,15 +36,15 @@ def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
             if stuck:
                 atexit.register(_end_soon)
                 raise PartitaError(
-                    f"rank {group.index} is at {call}, and rank {', '.join(map(str, stuck))} waits for it elsewhere: "
-                    f"{call} is to be called on every rank (rank 0 alone writes)\n{watchdog.describe_ranks()}"
+                    f"rank {group.index} is at {call}, but rank {', '.join(map(str, stuck))} waits in another "
+                    f"collective: call {call} on every rank (only rank 0 writes)\n{watchdog.describe_ranks()}"
                 )
             before = found
         message.wait()
 
 
 def _end_soon() -> None:
-    """Have the process end even if gloo's destructor waits for the message, which nobody will answer."""
+    """Make sure that the process exits, even though gloo's destructor waits for a message that will never arrive."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(GRACE_S)

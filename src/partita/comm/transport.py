@@ -1,9 +1,9 @@
-"""Transports move flat tensors between ranks: the only file that calls the collectives of ``torch.distributed``.
+"""Transports move flat tensors between ranks. No other file calls the collectives of ``torch.distributed``.
 
-Over gloo a reduction is a direct exchange and a local sum in rank order: it moves half of what gloo's own
-reduce-scatter moves, and its result does not depend on how a ring would have cut the tensor. An all-gather is a direct
-exchange, too: as many bytes as gloo's own, without its flat copy of the whole. Between ranks of one node these bytes
-need not pass the network (:mod:`partita.comm.node.peers`). Accelerators have backends with all of it (NCCL of CUDA).
+Over gloo, a reduce-scatter is a direct exchange followed by a local sum in rank order. It moves half the bytes of
+gloo's own, and its result does not depend on how a ring splits the tensor. An all-gather is a direct exchange, too: it
+moves the same bytes as gloo's own, without a flat copy of the result. Ranks of one node can read each other's memory
+instead of using the network (:mod:`partita.comm.node.peers`). Accelerators use their own backend (NCCL for CUDA).
 """
 
 from abc import ABC, abstractmethod
@@ -24,17 +24,17 @@ from partita.plan.scratch import PIECE_BYTES
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """An operation in flight."""
 
     def wait(self) -> object: ...
 
 
 class Arriving(Protocol):
-    """A flat tensor ``[n]`` on its way from one other rank."""
+    """A flat tensor ``[n]`` that is being received from one other rank, piece by piece."""
 
     def piece(self, start: int, stop: int) -> Tensor:
-        """Wait for the elements ``[start, stop)``, which follow those asked for before; they stay where they are until
-        the next are asked for.
+        """Wait for the elements ``[start, stop)``, which must follow the previous piece. The result is valid until the
+        next call.
 
         Raises:
             RuntimeError: the other rank has ended, or does not send them in time.
@@ -42,11 +42,11 @@ class Arriving(Protocol):
 
 
 class Receive:
-    """From a rank that sends ``num_elements`` in messages of ``piece``. They come into ``buffer``, one beside the
-    other; where it is smaller, later ones take the place of earlier ones.
+    """A receive of ``num_elements`` in messages of ``piece`` elements. They are stored in ``buffer`` one after the
+    other; if it is smaller, later messages overwrite earlier ones.
 
     Args:
-        post: begins to receive a message.
+        post: starts receiving one message into a tensor.
     """
 
     def __init__(self, post: Callable[[Tensor], Work], buffer: Tensor, num_elements: int, piece: int) -> None:
@@ -67,7 +67,7 @@ class Receive:
             self._posted += 1
 
     def piece(self, start: int, stop: int) -> Tensor:
-        if start:  # the piece before is done with, and its place is free
+        if start:  # the caller is done with the previous piece, so its slot is free
             self._await_next()
         place, work = self._awaited.popleft()
         work.wait()
@@ -75,8 +75,11 @@ class Receive:
 
 
 class Exchange:
-    """``arriving`` from the other ranks, in rank order, ``num_elements`` each, in pieces of ``piece`` elements; and
-    what is ``leaving`` for them.
+    """An exchange with all other ranks, in pieces of ``piece`` elements.
+
+    Args:
+        arriving: the receives, in rank order, of ``num_elements`` each.
+        leaving: the sends.
     """
 
     def __init__(self, arriving: Sequence[Arriving], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
@@ -87,8 +90,8 @@ class Exchange:
         self._piece = piece
 
     def pieces(self) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Each range of elements, when it has arrived from all other ranks, with its values by rank. What left is with
-        the others once the last one is done with.
+        """Yield each range of elements with the other ranks' values, as soon as all have arrived. After the last range,
+        wait until the sends have completed.
         """
         for start in self._starts:
             stop = min(start + self._piece, self._num_elements)
@@ -97,19 +100,19 @@ class Exchange:
             work.wait()
 
     def wait(self) -> None:
-        """Wait until everything has arrived, and the others have received this rank's parts."""
+        """Wait until all receives and sends have completed."""
         for _ in self.pieces():
             pass
 
 
-# What goes from rank to rank of a pipeline, each on connections of its own between each two ranks in each direction.
+# Kinds of messages between pipeline stages. Each has its own connections per pair of ranks and direction.
 LANES = ("forward", "backward", "request")
-_LANE_TAGS = 1  # those of the lanes follow it; other exchanges of activations have tag 0
-# Below it, a sum takes no more time for what it sends than for being sent.
+_LANE_TAGS = 1  # tag of the first lane; other exchanges of activations have tag 0
+# Below this size the latency of an all-reduce dominates its transfer time.
 _SMALL_BYTES = 1 << 14
 
-# torch 2.13 renamed the single-tensor collectives; earlier versions know the former names only.
-Start = Callable[..., Work]  # each returns None on ranks outside the group only
+# torch 2.13 renamed the single-tensor collectives; earlier versions only have the former names.
+Start = Callable[..., Work]  # returns None only on ranks outside the group
 _all_gather: Start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _broadcast, _send, _receive = cast(Start, dist.broadcast), cast(Start, dist.isend), cast(Start, dist.irecv)
@@ -117,74 +120,75 @@ _all_to_all, _all_reduce = cast(Start, dist.all_to_all), cast(Start, dist.all_re
 
 
 class Transport(ABC):
-    """Moves flat, contiguous tensors between the ranks of a group; part ``i`` belongs to rank ``i``.
+    """Communication of flat, contiguous tensors between the ranks of a group; shard ``i`` belongs to rank ``i``.
 
-    What is under way has arrived once it is waited for. Where another rank has ended, or does not join in time, that,
-    or the call itself, raises a RuntimeError.
+    Operations are asynchronous: their result is valid after ``wait``. The call or ``wait`` raises a RuntimeError if
+    another rank has ended or does not join in time.
 
-    ``keeps_tags_apart``: ranks that gather under different tags wait for each other. Elsewhere each would take the
-    other's data for its own.
+    Attributes:
+        keeps_tags_apart: the transport matches tags: all-gathers under different tags wait for each other. Without
+            that, each rank would take the other's data for its own.
     """
 
     keeps_tags_apart: bool
 
     @abstractmethod
     def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        """Take up the process groups of further purposes; called on all ranks."""
+        """Add the process groups of further purposes. Collective."""
 
     @abstractmethod
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
-        """Find shorter ways between ranks, once; called on all of them. ``exchange`` tells a value to each of them."""
+        """Find the ranks whose memory can be read directly, once. Collective. ``exchange`` all-gathers a value."""
 
     @abstractmethod
     def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
-        """Begin to gather every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``."""
+        """Start an all-gather of every rank's ``part`` ``[n]`` into ``whole`` ``[size * n]``."""
 
     @abstractmethod
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
-        """Write the sum of the ranks' ``sent`` ``[size * n]``, of which this rank's part, into ``out`` ``[n]`` (or add
-        it). ``received`` is scratch memory of :func:`~partita.plan.scratch.received_elements`.
+        """Reduce-scatter ``sent`` ``[size * n]`` into ``out`` ``[n]``, or add the result to it. ``received`` is scratch
+        memory of :func:`~partita.plan.scratch.received_elements` elements.
         """
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum in place, in an order of the backend's."""
+        """Sum in place, in the backend's order."""
 
     @abstractmethod
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], connections: str = "activations") -> None:
-        """Send ``sent[i]`` to, and write into ``received[i]`` what comes from, every rank ``i``, this one too. Sizes
-        are free, and may be 0, where sender and receiver agree. ``connections``: those of one of :data:`BULK_PURPOSES`.
+        """Send ``sent[i]`` to every rank ``i``, including this one, and receive ``received[i]`` from it. Sizes may
+        differ and may be 0, as long as sender and receiver agree. ``connections``: one of :data:`BULK_PURPOSES`.
         """
 
     @abstractmethod
     def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
-        """The sum of a tensor over the ranks, a new one, the same bits on all of them."""
+        """Return the sum of a tensor over the ranks as a new tensor, with the same bits on all of them."""
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, lane: str) -> Work:
-        """Begin to send a flat tensor to one rank, which receives those of a lane of :data:`LANES` in this order. It
-        must stay as it is until it is waited for.
+        """Start sending a flat tensor to one rank, which receives the tensors of a lane of :data:`LANES` in order. It
+        must not change until ``wait`` returns.
         """
 
     @abstractmethod
     def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
-        """Begin to overwrite a flat tensor with the next one that a rank sends on a lane."""
+        """Start receiving the next tensor that a rank sends on a lane into a flat tensor."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Work:
-        """Begin to overwrite bytes with those of the group's first rank."""
+        """Start a broadcast of bytes from the group's first rank."""
 
     @abstractmethod
     def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
-        """Begin to gather bytes ``[n]`` on the host as ``[size, n]``."""
+        """Start an all-gather of bytes on the host, ``[n]`` to ``[size, n]``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Called once, when nothing is sent any more."""
+        """Release the process groups. Called once, when nothing is in flight."""
 
 
 class _Backed(Transport):
-    """The operations common to all process groups. ``groups``: a process group for each purpose that there is."""
+    """Operations that are the same for all backends. ``groups``: a process group per purpose."""
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup]) -> None:
         self._index = index
@@ -205,8 +209,8 @@ class _Backed(Transport):
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
 
     def close(self) -> None:
-        """A process group ends its threads when nothing refers to it: those that are left may abort a process which
-        ends (a work that is dropped there needs the interpreter).
+        """Drop the process groups, which stops their threads. A thread that is still running could abort the process
+        when it exits, because it needs the interpreter to drop its works.
         """
         self._groups = {}
 
@@ -215,10 +219,10 @@ Edges = Mapping[tuple[int, int, str], dist.ProcessGroup]
 
 
 class DeviceTransport(_Backed):
-    """Between accelerators, by their own backend (NCCL of CUDA).
+    """The transport between accelerators, over their own backend (NCCL for CUDA).
 
     Args:
-        edges: of a pipeline, the process groups of each two ranks: from index, to index, lane.
+        edges: process groups between pipeline stages, by (source index, target index, lane).
     """
 
     keeps_tags_apart = False
@@ -259,11 +263,11 @@ class DeviceTransport(_Backed):
 
 
 class HostTransport(_Backed):
-    """Between hosts by gloo, and between ranks of one node by reading each other's memory.
+    """The transport between hosts over gloo, and between ranks of one node by reading each other's memory.
 
     Args:
-        within_node: ``network``: gloo for these, too; ``memory``: an error where they cannot read; ``auto``: where they
-            can.
+        within_node: ``network``: gloo within a node, too; ``memory``: raise if ranks of a node cannot read each other's
+            memory; ``auto``: read memory where possible.
         timeout_s: how long to wait for a peer of the node.
     """
 
@@ -275,11 +279,11 @@ class HostTransport(_Backed):
         super().__init__(index, size, groups)
         self._within_node = within_node
         self._timeout_s = timeout_s
-        self.peers: dict[int, NodePeer] | None = None  # by index; None until they are looked for
+        self.peers: dict[int, NodePeer] | None = None  # by index; None before the handshake
 
     def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
         super().add(groups)
-        self._close_peers()  # they know nothing of these purposes
+        self._close_peers()  # they have no channels for the new purposes
         self.peers = None
 
     def handshake(self, exchange: Callable[[object], list[Any]]) -> None:
@@ -292,7 +296,7 @@ class HostTransport(_Backed):
         rows = whole.view(self._size, -1)
         own = rows[self._index]
         exchange = self._exchange(rows, [part] * self._size, purpose, tag)
-        if own.data_ptr() != part.data_ptr():  # beside the exchange, which reads `part` alone
+        if own.data_ptr() != part.data_ptr():  # overlaps the exchange, which only reads `part`
             own.copy_(part)
         return exchange
 
@@ -330,7 +334,7 @@ class HostTransport(_Backed):
 
     def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
         flat, total = tensor.view(-1), torch.empty_like(tensor)
-        if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # a whole of two is two halves, and takes one turn
+        if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # one exchange of full tensors instead of two of slices
             self._sum_of([flat] * self._size, total.view(-1), connections)
             return total
         parts = list(total.view(-1).tensor_split(self._size))
@@ -340,7 +344,7 @@ class HostTransport(_Backed):
         return total
 
     def _sum_of(self, sent: Sequence[Tensor], out: Tensor, connections: str) -> None:
-        """Write into ``out`` the sum, in rank order, of what the ranks have for this one."""
+        """Reduce-scatter the tensors ``sent[i]`` to each rank ``i`` into ``out``, summing in rank order."""
         own = sent[self._index]
         received = [own if rank == self._index else torch.empty_like(out) for rank in range(self._size)]
         self.all_to_all(received, sent, connections)
@@ -356,8 +360,8 @@ class HostTransport(_Backed):
         tag: int = 0,
         piece_bytes: int | None = None,
     ) -> Exchange:
-        """Begin to send ``parts[i]`` to, and to receive in ``buffers[i]`` what comes from, every other rank ``i``, all
-        of one size, in pieces of so many bytes (None: at once).
+        """Start sending ``parts[i]`` to every other rank ``i`` and receiving from it into ``buffers[i]``. All have the
+        same size, and are sent in pieces of ``piece_bytes`` (None: in one piece).
         """
         own = parts[self._index]
         piece = own.numel() if piece_bytes is None else piece_bytes // own.itemsize
@@ -372,10 +376,13 @@ class HostTransport(_Backed):
         tag: int = 0,
         cut: tuple[int, int] | None = None,
     ) -> tuple[dict[int, Arriving], list[Work]]:
-        """Begin to receive from, and send to, the other ranks. ``cut``: elements that arrive from each, and in a piece
-        (None: as many as there is a buffer for, at once).
+        """Start the receives from, and sends to, the other ranks.
 
-        Receives are posted before sends: where a send is there before, gloo uses a network in one direction at a time.
+        Receives are posted before sends: if a send arrives before its receive, gloo uses the network in only one
+        direction at a time.
+
+        Args:
+            cut: number of elements from each rank, and per piece (None: the size of the buffer, in one piece).
         """
         size, own, group, peers = self._size, self._index, self._groups[purpose], self.peers or {}
         arriving, leaving = dict[int, Arriving](), list[Work]()
@@ -411,7 +418,7 @@ class HostTransport(_Backed):
 
 
 class _Whole:
-    """A flat tensor that arrives at once."""
+    """A receive in a single piece."""
 
     def __init__(self, arriving: Arriving, tensor: Tensor) -> None:
         self._arriving = arriving
@@ -422,7 +429,7 @@ class _Whole:
 
 
 def write_out(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Write ``values`` into ``out``, which may be in another memory, or add them."""
+    """Copy ``values`` into ``out``, which may be on another device, or add them to it."""
     if accumulate:
         out.add_(values.to(out.device))
     else:
@@ -430,8 +437,8 @@ def write_out(values: Tensor, out: Tensor, *, accumulate: bool) -> None:
 
 
 def _sum(incoming: list[Tensor], own: Tensor, place: int, out: Tensor) -> Tensor:
-    """The sum from first to last of ``incoming`` with ``own`` put in at ``place``: in ``out``, or, of 16-bit tensors,
-    in fp32. ``incoming[0]`` is overwritten.
+    """Return the sum in rank order of ``incoming``, with ``own`` inserted at ``place``. The result is in ``out``, or a
+    new fp32 tensor for 16-bit tensors. ``incoming[0]`` is overwritten.
     """
     scratch, parts = incoming[0], [*incoming[:place], own, *incoming[place:]]
     total = parts[0]

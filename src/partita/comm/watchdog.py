@@ -1,8 +1,8 @@
-"""A thread of each rank that answers for it when the others wait in vain: where it is, and its Python stack.
+"""The watchdog: a thread on each rank that reports the rank's position and Python stack when other ranks ask.
 
-Nothing is sent while all is well but two questions a second to the store, "has anybody asked?". A rank whose collective
-failed asks; every watchdog whose process runs answers, and the error that is raised tells what each rank was doing, and
-which do not answer.
+In normal operation a watchdog only polls the store twice a second for a question. A rank whose collective failed asks;
+the watchdogs of all running processes answer. The error message then describes what each rank was doing, and which
+ranks do not answer.
 """
 
 import atexit
@@ -28,16 +28,16 @@ from partita.comm.node.forks import connections_kept_from_children
 
 POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
 MOST_FAILURES = 5
-# Innermost frames of a stack that are shown.
+# Number of innermost frames of a stack in a message.
 NUM_FRAMES = 12
-# Where a stack is that waits for other ranks.
+# Paths in the stack of a thread that waits for other ranks.
 COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/unshard_order.py")
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a rank: how many operations it has logged, the place in the code, and the collective of the
-    user's that it waits in.
+    """The position of a rank: the number of operations that it has logged, its place in the code, and the collective
+    of the user's code in which it waits.
     """
 
     events: int
@@ -46,17 +46,18 @@ class Position:
 
     @staticmethod
     def of(answer: Mapping[str, Any]) -> "Position":
-        """The position that a watchdog's answer describes."""
+        """Convert a watchdog's answer to a position."""
         blocked = answer["blocked"]
         made = Blocked(blocked["name"], tuple(blocked["ranks"]), blocked["caller"]) if blocked else None
         return Position(int(answer["events"]), str(answer["at"]), made)
 
 
 class Watchdog:
-    """Answers for ``rank``; ``topic`` tells the watchdogs of one store apart.
+    """The watchdog of ``rank``.
 
     Args:
-        log: what the rank has done.
+        topic: prefix of the keys; distinguishes several watchdogs in one store.
+        log: the rank's collective log.
     """
 
     def __init__(self, topic: str, rank: int, num_ranks: int, log: CollectiveLog) -> None:
@@ -74,7 +75,7 @@ class Watchdog:
         self._asking = threading.Lock()
         self._ended = self._attends = ""
         self._description: str | None = None
-        self.endings: list[str] = []  # of the ranks that left with an error, known with the description
+        self.endings: list[str] = []  # errors of ranks that have ended; filled by describe_ranks
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         _hooked.add(self)
@@ -93,7 +94,7 @@ class Watchdog:
                     self._answer(number)
                 answered = asked
                 failures = 0
-            except RuntimeError:  # the store is slow, or gone with the process that had it
+            except RuntimeError:  # the store is slow, or the process that served it has ended
                 failures += 1
 
     def _answer(self, number: int) -> None:
@@ -116,7 +117,7 @@ class Watchdog:
 
     @contextmanager
     def attending(self, call: str) -> Iterator[None]:
-        """Whoever asks meanwhile is told that this rank is at ``call``."""
+        """Report during the block that this rank is at ``call``."""
         self._attends = call
         try:
             yield
@@ -124,7 +125,7 @@ class Watchdog:
             self._attends = ""
 
     def ended(self, error: BaseException) -> None:
-        """This rank leaves because of an error: whoever asks is told. (Not where a child that it forked does.)"""
+        """Report that this rank ends because of an error. No effect in a forked child."""
         if os.getpid() != self._process:
             return
         first = str(error).partition("\n")[0]
@@ -155,8 +156,8 @@ class Watchdog:
             return self._description
 
     def waiting_elsewhere(self, call: str) -> dict[int, int]:
-        """The ranks that wait in a collective other than ``call``, with how many operations they have logged. Those
-        that compute, or do not answer, are not among them.
+        """Return the ranks that wait in a collective other than ``call``, with the number of operations they have
+        logged. Ranks that compute, or do not answer, are omitted.
         """
         try:
             answers, _ = self._answers()
@@ -174,7 +175,7 @@ class Watchdog:
         return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
 
     def _answers(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """By rank: what each that answers is doing, and how each ended that left with an error."""
+        """Return, by rank, the answers, and the errors of ranks that have ended."""
         number = self.ask()
         end, answers = time.monotonic() + ANSWER_S, dict[int, dict[str, Any]]()
         endings = {rank: text for rank in range(self._num_ranks) if (text := self._get(f"ended/{rank}"))}
@@ -195,7 +196,7 @@ class Watchdog:
         return number
 
     def positions(self, number: int) -> dict[int, Position]:
-        """Answers to the question ``number`` that have arrived, by rank.
+        """Return the answers to question ``number`` that have arrived, by rank.
 
         Raises:
             RuntimeError: the store is slow.
@@ -224,16 +225,16 @@ class Watchdog:
         return f"rank {rank}, after {answer['micro_batches']} micro-batches, {answer['does']}{lag}{stack}"
 
     def close(self) -> None:
-        """End the thread, and wait for it: where the process ends while it is inside torch's store, it aborts."""
+        """Stop the thread and wait for it: a process that exits while the thread is inside torch's store aborts."""
         self._closed.set()
         atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join(STORE_TIMEOUT_S)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
-        for later in _hooked:  # engines are closed in any order
+        for later in _hooked:  # engines may be closed in any order
             if later._hook == self._on_exception:
                 later._hook = self._hook
 
 
-_hooked = weakref.WeakSet[Watchdog]()  # each calls what was Python's hook before its own
+_hooked = weakref.WeakSet[Watchdog]()  # each calls the sys.excepthook that it replaced

@@ -1,5 +1,5 @@
-"""The default group of ``torch.distributed``: that of the user, or one that is started here, which all meshes of the
-process share and the last of them ends.
+"""The default process group of ``torch.distributed``: the user's, or one that is started here. All meshes of the
+process share the latter, and the last one destroys it.
 """
 
 import os
@@ -22,9 +22,13 @@ from partita.memory import accelerator
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The way in which this process joins the others: its rank, the number of ranks, the time-out of every operation,
-    how often the processes were started again, how those of one node exchange tensors (``communication.within_node``),
-    and the ``url`` under which they meet (``tcp://host:port``; empty where a group runs already, or for one process).
+    """Settings with which this process joins the other ranks.
+
+    Attributes:
+        timeout_s: the time-out of every operation.
+        restarts: how often the launcher has restarted the processes.
+        within_node: ``communication.within_node``.
+        url: ``tcp://host:port`` of the store; empty if a default group exists, or for one process.
     """
 
     rank: int
@@ -37,32 +41,32 @@ class Rendezvous:
 
 @dataclass
 class _Started:
-    """State that was started here: the group and how many meshes use it; the store under a url, and how many groups it
-    has seen. The store stays while there is no group: rank 0's process may serve it, and the others come back to it.
+    """The default group and store that this module has created. The store outlives the group: rank 0's process may
+    serve it, and the other ranks use it again for the next group.
     """
 
     group: dist.ProcessGroup | None = None
-    num_users: int = 0
-    times: int = 0
+    num_users: int = 0  # meshes that use the group
+    times: int = 0  # groups that were started with the store
     url: str = ""
     store: Store | None = None
 
 
 _here = _Started()
-# In a forked child: what was its parent's (and theirs), of which nothing may be used, nor ended.
+# In a forked child: the groups and state of its ancestors, which must not be used or destroyed.
 _inherited: list[tuple[dist.ProcessGroup | None, _Started]] = []
 
 
 def running() -> tuple[int, int] | None:
-    """This process's rank, and the number of ranks, where there is a default group."""
+    """Return this process's rank and the number of ranks; None without a default group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | None:
-    """The default group, started if there is none and there are several ranks; to be left with :func:`leave`.
+    """Return the default group, and start it if there is none and there are several ranks. Pair with :func:`leave`.
 
     Raises:
-        PartitaError: it is that of the parent, from which this process was forked; or the ranks do not meet.
+        PartitaError: the default group belongs to the parent of this forked process; or the rendezvous failed.
     """
     if not dist.is_initialized():
         if rendezvous.num_ranks == 1:
@@ -81,8 +85,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
 
 
 def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy the ``groups`` that a mesh made beside the default group ``world``; and that, too, if it was started here
-    and no other mesh uses it.
+    """Destroy the ``groups`` of a mesh; and the default group ``world``, if it was started here and no other mesh uses
+    it.
     """
     if world is None or not dist.is_initialized() or dist.group.WORLD is not world:
         return  # the user has ended it, and all groups with it
@@ -98,11 +102,11 @@ def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) 
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Have torch call a group that its members make in this block so.
+    """Make torch use ``name`` for a group that its members create in this block.
 
-    By itself it makes the name of the ranks and of how many groups the process has at the time. Where some were
-    destroyed, another group had that name, and its ranks' old addresses are still in the store; where processes have
-    unequally many, they wait for each other under different names.
+    By default torch builds the name from the ranks and the number of groups in the process. After a group was
+    destroyed, a new one could get its name, and find stale addresses in the store; and processes with different numbers
+    of groups would wait for each other under different names.
     """
     own = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
@@ -113,14 +117,14 @@ def named(name: str) -> Iterator[None]:
 
 
 def is_bound_to_device() -> bool:
-    """Return whether the default group was given a device. Groups are then split from it, which takes all of its
-    ranks.
+    """Return True if the default group was created with a device. torch then splits groups from it, in which all of
+    its ranks take part.
     """
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 
 def start_alone(timeout_s: float) -> dist.ProcessGroup:
-    """The default group of one process, started if there is none; to be left with :func:`leave`."""
+    """Return the default group of a single process, and start it if there is none. Pair with :func:`leave`."""
     if not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -133,15 +137,15 @@ def start_alone(timeout_s: float) -> dist.ProcessGroup:
 
 
 def _start(backend: str, rendezvous: Rendezvous) -> None:
-    """Start ``torch.distributed`` on a part of the store that has not been used. In the same part torch would find the
-    addresses of an earlier group, or of the processes before a restart, and look no further.
+    """Start ``torch.distributed`` under an unused prefix of the store. Under a used prefix, torch would find the stale
+    addresses of an earlier group, or of the processes before a restart.
 
     Raises:
-        PartitaError: the ranks do not meet.
+        PartitaError: the rendezvous failed.
     """
     rank, num_ranks, timeout = rendezvous.rank, rendezvous.num_ranks, timedelta(seconds=rendezvous.timeout_s)
     if not rendezvous.url:
-        raise PartitaError(f"{num_ranks} ranks, but no address where they meet (MASTER_ADDR, MASTER_PORT)")
+        raise PartitaError(f"{num_ranks} ranks, but no rendezvous address: set MASTER_ADDR and MASTER_PORT")
     try:
         with connections_kept_from_children():
             if _here.store is None or _here.url != rendezvous.url:
@@ -153,11 +157,11 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
             _here.times += 1
             own = PrefixStore(part, _here.store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)
-    except RuntimeError as error:  # so are torch's errors of stores and connections
+    except RuntimeError as error:  # the base class of torch's errors of stores and connections
         raise PartitaError(
-            f"rank {rank} of {num_ranks} did not meet the others at {rendezvous.url} (communication.timeout_s, "
-            f"{rendezvous.timeout_s:g} s): one of them did not start, rank 0 is on another host than MASTER_ADDR says, "
-            f"or another process has the port there (MASTER_PORT). Backend: {error}"
+            f"rank {rank} of {num_ranks} did not reach the others at {rendezvous.url} (communication.timeout_s, "
+            f"{rendezvous.timeout_s:g} s): a rank did not start, MASTER_ADDR is not the host of rank 0, or another "
+            f"process uses the port (MASTER_PORT). Backend: {error}"
         ) from error
     _here.group = dist.group.WORLD
     _here.num_users = 0

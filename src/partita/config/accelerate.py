@@ -10,7 +10,7 @@ from partita.config.messages import shown
 
 _MAPPED, _IGNORED, _WARNING, _ERROR = KeyClass.MAPPED, KeyClass.IGNORED, KeyClass.WARNING, KeyClass.ERROR
 _SIZED = "partita chooses and sizes this itself"
-_LAUNCHED = "the launcher says this: partita run, torchrun or srun"
+_LAUNCHED = "the launcher sets this: partita run, torchrun or srun"
 _SAVED = "partita's checkpoints need no settings here"
 _COMPUTE = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 # Spellings of FSDP's strategies: names, the numbers of FSDP1, and the truth values of FSDP2.
@@ -36,7 +36,7 @@ _FSDP_RULES = {
     **rules(_IGNORED, _SIZED, "sync_module_states cpu_ram_efficient_loading", FSDP),
     **rules(_IGNORED, _SAVED, "state_dict_type", FSDP),
     f"{FSDP}activation_checkpointing_offload": Rule(_WARNING, "set activations.offload: host in partita's config"),
-    f"{FSDP}ignored_modules": Rule(_ERROR, "leave it out: a module's parameters are left alone by freezing them"),
+    f"{FSDP}ignored_modules": Rule(_ERROR, "leave it out, and freeze the parameters that must not change"),
     f"{FSDP}mixed_precision_policy": Rule(_ERROR, "leave it out, and set mixed_precision"),
     **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "xla xla_fsdp_v2 xla_fsdp_grad_ckpt", FSDP),
     f"{FSDP}xla_fsdp_settings": Rule(_ERROR, "leave it out: partita runs on CPUs and GPUs"),
@@ -54,16 +54,16 @@ RULES: dict[str, Rule] = {
     **rules(_IGNORED, _LAUNCHED, "deepspeed_hostfile deepspeed_multinode_launcher", DEEPSPEED),
     **rules(_IGNORED, _LAUNCHED, "deepspeed_exclusion_filter deepspeed_inclusion_filter", DEEPSPEED),
     **rules(_IGNORED, _SIZED, "zero3_init_flag deepspeed_moe_layer_cls_names", DEEPSPEED),
-    **rules(_IGNORED, "weights are always saved whole", "zero3_save_16bit_model", DEEPSPEED),
+    **rules(_IGNORED, "exports always gather full weights", "zero3_save_16bit_model", DEEPSPEED),
     **rules(_IGNORED, _SIZED, "dp_shard_size cp_comm_strategy cp_backend sp_backend sp_seq_length", PARALLEL),
     **rules(_IGNORED, _SIZED, "sp_seq_length_is_variable sp_attn_implementation", PARALLEL),
     "dynamo_config": Rule(_WARNING, "compile blocks with torch.compile before they are prepared"),
     "compute_environment": Rule(
-        _ERROR, "write LOCAL_MACHINE, and start the script there by partita run or torchrun", ("LOCAL_MACHINE",)
+        _ERROR, "write LOCAL_MACHINE, and start the script with partita run or torchrun", ("LOCAL_MACHINE",)
     ),
     "downcast_bf16": Rule(_ERROR, "leave it out: partita runs on CPUs and GPUs", ("no", "false")),
     "fp8_config": Rule(_ERROR, "set mixed_precision: bf16"),
-    "megatron_lm_config": Rule(_ERROR, "leave it out: accelerate's FSDP or DeepSpeed settings are what is read here"),
+    "megatron_lm_config": Rule(_ERROR, "leave it out: only accelerate's FSDP and DeepSpeed settings are converted"),
     **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "tpu_use_cluster tpu_use_sudo tpu_env"),
     **rules(_ERROR, "leave it out: partita runs on CPUs and GPUs", "tpu_name tpu_zone tpu_vm command_file commands"),
 }
@@ -72,7 +72,7 @@ RULES: dict[str, Rule] = {
 def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: int | None = None) -> Converted:
     """Convert a configuration of accelerate into partita's.
 
-    Values that its trainer gives (``"auto"`` in a DeepSpeed file that it names) are left out.
+    Values that the trainer sets (``"auto"`` in the DeepSpeed file that it names) are omitted.
 
     Args:
         source: the path of a YAML or JSON file, or a mapping.
@@ -100,7 +100,7 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
     key = "num_processes"
     processes = int(conversion.number(key, 0)) or None
     if key in conversion:
-        conversion.say(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes says else")
+        conversion.say(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given")
     converted = conversion.finish(processes)
     return _beside(converted, named) if named else converted
 
@@ -139,15 +139,15 @@ def _prefixed(section: Mapping[str, object], prefix: str) -> dict[str, object]:
 def _precision(conversion: Conversion) -> None:
     """Set the compute dtype.
 
-    If none is given, plain data parallelism computes in fp32, or under autocast in the script's dtype; a sharded model
-    has the dtype that the script sets.
+    Without ``mixed_precision``, plain data parallelism computes in fp32, or under autocast in the script's dtype; a
+    sharded model computes in the dtype that the script sets.
     """
     key = "mixed_precision"
     mixed = str(conversion.value(key, "no")).lower().replace("false", "no")  # YAML's word no is a truth value
     if mixed not in _COMPUTE:
         conversion.refuse(key, f"{shown(mixed)} is not available", f"write one of {', '.join(_COMPUTE)}")
     elif mixed == "no" and conversion.text("distributed_type").upper() in ("FSDP", "DEEPSPEED"):
-        conversion.say(KeyClass.MAPPED, key, "as the script says; its model's own dtype where it says nothing")
+        conversion.say(KeyClass.MAPPED, key, "the dtype that the script sets; by default the model's own dtype")
     else:
         conversion.set("precision.compute", _COMPUTE[mixed], key)
 
@@ -197,7 +197,7 @@ def _fsdp(conversion: Conversion) -> None:
 def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> Converted | None:
     key = f"{DEEPSPEED}deepspeed_config_file"
     if file := conversion.text(key):
-        conversion.say(KeyClass.MAPPED, key, "read as well")
+        conversion.say(KeyClass.MAPPED, key, "this file is read, too")
         return deepspeed.read(file, ranks, ranks_per_node, arguments={})
     key = f"{DEEPSPEED}zero_stage"
     stage = conversion.number(key, 2)
@@ -210,8 +210,8 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
 
 
 def _beside(converted: Converted, named: Converted) -> Converted:
-    """Merge a named DeepSpeed file, which takes precedence, as in accelerate; a precision missing in it is
-    accelerate's.
+    """Merge the DeepSpeed file that is named in ``converted``. It takes precedence, as in accelerate; a precision that
+    is missing in it comes from accelerate's file.
     """
     settings = converted.settings | named.settings
     return Converted(converted.name, settings, (*converted.notices, *named.notices), converted.processes)

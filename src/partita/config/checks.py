@@ -1,6 +1,6 @@
-"""Rules between settings: which combinations are contradictions, and which settings have no effect beside others.
+"""Rules between settings: contradictions, and settings that have no effect in combination with others.
 
-A contradiction is an error; a harmless setting without effect is named in a notice.
+A contradiction is an error; a harmless setting without effect is reported in a notice.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,37 +10,36 @@ from partita.config.messages import Contradiction, Row, conflict, row, setting
 from partita.config.schema import Config
 
 _ADAMS = ("adam", "adamw", "onebit_adam")
-# Keys that have a meaning only at certain values of another key: the key, the other key, these values, and a text.
+# Keys that require certain values of another key: the key, the other key, these values, and a text.
 _BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
-    ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are always whole"),
+    ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are never sharded"),
     (
         "zero.keep_gradients",
         "zero.keep_gathered",
         (True,),
-        "zero.keep_gathered; parameters that are gathered for each micro-batch do not go with gradients that stay",
+        "zero.keep_gathered: unsharded gradients are kept only together with unsharded parameters",
     ),
-    ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 nothing is gathered in backward"),
-    ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has the parameters"),
-    ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 no parameters are gathered for forward"),
+    ("zero.hierarchical", "zero.stage", (3,), "stage 3; at stages 0 to 2 backward gathers no parameters"),
+    ("zero.replicate", "zero.stage", (3,), "stage 3; at stages 0 to 2 every rank has all parameters"),
+    ("zero.prefetch_bytes", "zero.stage", (3,), "stage 3; at stages 0 to 2 forward gathers no parameters"),
     ("communication.parameters", "zero.stage", (1, 2, 3), "stages 1 to 3; at stage 0 every rank updates all of them"),
     ("precision.loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
-    ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
-    ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} stays as it is"),
+    ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
+    ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
     ("communication.low_rank", "communication.gradients", ("low_rank",), "gradients: low_rank; {0} has no factors"),
-    ("optimizer.eps", "optimizer.name", _ADAMS, "adam and adamw; {0} divides by nothing"),
+    ("optimizer.eps", "optimizer.name", _ADAMS, "adam or adamw; {0} does not use it"),
     ("optimizer.sends", "optimizer.name", ("onebit_adam",), "onebit_adam; with {0} ranks send gradients"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
 )
 
 
 def check_settings(config: Config, derived: Mapping[str, Row], extension: Extension) -> None:
-    """Check every rule; ``derived`` has the rows of derived settings (mesh, batch, compute dtype), by key.
+    """Check every rule. ``derived``: rows of derived settings (mesh, batch, compute dtype), by key.
 
     Raises:
-        ConfigError: a rule is broken; for the first one, the message has the resolved values, their sources and one
-            fix.
+        ConfigError: a rule is broken; the message has the resolved values of the first one, their sources and one fix.
     """
     default = Config()
 
@@ -50,7 +49,7 @@ def check_settings(config: Config, derived: Mapping[str, Row], extension: Extens
     for key, other, values, words in _BELONGS:
         value = resolved(other).value
         if setting(config, key) != setting(default, key) and value not in values:
-            problem = f"{key} belongs to {words.format(value)}"
+            problem = f"{key} requires {words.format(value)}"
             raise conflict(problem, [resolved(key), resolved(other)], f"leave {key} out")
     compute = str(resolved("precision.compute").value)
     accumulates = resolved("batch.accumulate").value != 1
@@ -72,27 +71,27 @@ def _states(config: Config, compute: str) -> Iterator[Contradiction]:
     if zero.hierarchical and zero.keep_gathered:
         yield (
             ("zero.hierarchical", "zero.keep_gathered"),
-            "zero.hierarchical gathers parameters inside the node for backward, zero.keep_gathered never lets go of "
-            "them",
+            "zero.hierarchical gathers parameters inside the node for backward, but with zero.keep_gathered they stay "
+            "gathered",
             "leave zero.keep_gathered out",
         )
     for key in ("keep_gathered", "hierarchical"):
         if zero.replicate != "none" and getattr(zero, key):
             yield (
                 ("zero.replicate", f"zero.{key}"),
-                f"zero.replicate: {zero.replicate} and zero.{key} are two ways to send less between nodes",
+                f"zero.replicate: {zero.replicate} and zero.{key} are alternatives that both send less between nodes",
                 f"leave zero.{key} out",
             )
     if precision.master == "split" and compute == "fp16":
         yield (
             ("precision.master", "precision.compute"),
-            "precision.master: split keeps what bf16 parameters lack of fp32; fp16 parameters are no part of it",
+            "precision.master: split stores the low bits of fp32 masters of bf16 parameters; fp16 is not supported",
             "set precision.compute to bf16",
         )
     if precision.moments == "int8" and config.optimizer.name not in ("adam", "adamw"):
         yield (
             ("precision.moments", "optimizer.name"),
-            "precision.moments: int8 belongs to adam and adamw",
+            "precision.moments: int8 requires adam or adamw",
             "leave precision.moments out",
         )
 
@@ -105,28 +104,28 @@ def _in_backward(config: Config, compute: str, accumulates: bool) -> Iterator[Co
     if compute == "fp16":
         yield (
             ("precision.gradients", "precision.compute"),
-            "precision.gradients: in_backward updates a unit before it is known whether the gradients of all others "
-            "are finite under fp16's loss scale",
+            "precision.gradients: in_backward updates a unit before it is known if all other gradients are finite, "
+            "which fp16's loss scale needs",
             "set precision.compute to bf16",
         )
     if zero.stage == 0:
         yield (
             ("precision.gradients", "zero.stage"),
-            "precision.gradients: in_backward updates a unit where its gradient is reduced, on the rank that owns it; "
-            "at stage 0 every rank owns all",
+            "precision.gradients: in_backward updates a unit on the rank that owns its reduced gradient; at stage 0 "
+            "every rank owns all gradients",
             "set zero.stage to 1",
         )
     if zero.offload.gradients != "auto":
         yield (
             ("precision.gradients", "zero.offload.gradients"),
-            "under precision.gradients: in_backward no gradient rests anywhere",
+            "under precision.gradients: in_backward no gradients are stored",
             "leave zero.offload.gradients out",
         )
     if accumulates:
         yield (
             ("precision.gradients", "batch.accumulate"),
-            "precision.gradients: in_backward updates the parameters in every backward: no gradient rests to which "
-            "that of another micro-batch could be added",
+            "precision.gradients: in_backward updates the parameters in every backward, so gradients of several "
+            "micro-batches cannot accumulate",
             "set precision.gradients to fp32, or batch.accumulate to 1",
         )
 
@@ -138,14 +137,14 @@ def _axes(config: Config) -> Iterator[Contradiction]:
     if config.precision.gradients == "in_backward":
         yield (
             ("precision.gradients", "parallel.pipeline"),
-            "precision.gradients: in_backward updates a stage's parameters in one micro-batch's backward, while others "
-            "of the batch are on their way through the pipeline",
+            "precision.gradients: in_backward updates a stage's parameters in the backward of a micro-batch, while "
+            "other micro-batches of the step still use them",
             "set precision.gradients to fp32",
         )
     is_interleaved = parallel.schedule == "interleaved"
     if is_interleaved != (parallel.chunks > 1):
-        problem = "parallel.schedule: interleaved has several groups of layers on each pipeline rank, and other "
-        problem += "schedules have one"
+        problem = "parallel.schedule: interleaved has several groups of layers on each pipeline rank, other schedules "
+        problem += "have one"
         fix = "set parallel.chunks: 2" if is_interleaved else "set parallel.schedule: interleaved"
         yield ("parallel.schedule", "parallel.chunks"), problem, fix
 
@@ -153,22 +152,22 @@ def _axes(config: Config) -> Iterator[Contradiction]:
 def _activations(config: Config) -> Iterator[Contradiction]:
     settings, parallel = config.activations, config.parallel
     for key, what in (
-        ("offload", "moves the inputs of modules that are recomputed"),
-        ("partition", "splits the inputs of modules that are recomputed"),
-        ("keep_bytes", "keeps modules whole that would be recomputed"),
+        ("offload", "offloads the inputs of recomputed modules"),
+        ("partition", "shards the inputs of recomputed modules"),
+        ("keep_bytes", "exempts modules from recomputation"),
     ):
         if settings.checkpoint == "none" and getattr(settings, key) != getattr(Config().activations, key):
             yield (
                 (f"activations.{key}", "activations.checkpoint"),
-                f"activations.{key} {what}, and none are",
+                f"activations.{key} {what}, but no modules are recomputed",
                 "set activations.checkpoint to units",
             )
     if settings.partition and parallel.tensor == parallel.sequence == 1:
         yield (
             ("activations.partition", "parallel.tensor"),
-            "activations.partition splits kept inputs over the ranks that have them alike, which tensor ranks are, and "
-            "there is one",
-            "leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+            "activations.partition shards saved inputs over the tensor ranks, which have equal ones, but there is one "
+            "tensor rank",
+            "leave activations.partition out, or set parallel.tensor above 1",
         )
 
 
@@ -177,7 +176,7 @@ def _training(config: Config) -> Iterator[Contradiction]:
     if config.precision.nonfinite == "rewind" and config.checkpoint.dir is None:
         yield (
             ("precision.nonfinite", "checkpoint.dir"),
-            "precision.nonfinite: rewind goes back to a checkpoint, and none are made",
+            "precision.nonfinite: rewind loads the newest checkpoint, but none are saved",
             "set checkpoint.dir and checkpoint.every_steps",
         )
     if config.checkpoint.every_steps is not None and config.checkpoint.dir is None:
@@ -189,7 +188,7 @@ def _training(config: Config) -> Iterator[Contradiction]:
     if optimizer.name == "sgd" and optimizer.betas != Config().optimizer.betas:
         yield (
             ("optimizer.betas", "optimizer.name"),
-            "optimizer.betas belongs to adam and adamw; sgd's momentum is not a beta",
+            "optimizer.betas requires adam or adamw; sgd has a momentum",
             f"write optimizer.momentum: {optimizer.betas[0]} in place of optimizer.betas",
         )
     yield from _schedule(config)
@@ -200,7 +199,7 @@ def _attention(config: Config) -> Iterator[Contradiction]:
     if attention.packed and attention.pattern != "dense":
         yield (
             ("attention.packed", "attention.pattern"),
-            "attention.packed is of dense attention; every other pattern tells documents apart by position_ids anyway",
+            "attention.packed requires the pattern dense; all other patterns always separate documents by position_ids",
             "leave attention.packed out",
         )
 
@@ -210,7 +209,7 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
     if schedule.name != "constant" and schedule.total_steps is None:
         yield (
             ("schedule.name", "schedule.total_steps"),
-            f"a {schedule.name} schedule needs to know where it ends",
+            f"a {schedule.name} schedule needs its number of steps",
             "set schedule.total_steps to the number of optimizer steps of the run",
         )
     for key, steps, what in (
@@ -220,7 +219,7 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
         if schedule.total_steps is not None and steps > schedule.total_steps:
             yield (
                 (key, "schedule.total_steps"),
-                f"{what} is longer than the whole schedule",
+                f"{what} is longer than the schedule",
                 f"set {key} to at most {schedule.total_steps}",
             )
     if schedule.initial_steps and schedule.initial_lr is None:
@@ -243,7 +242,7 @@ def _schedule(config: Config) -> Iterator[Contradiction]:
 
 
 def idle_settings(config: Config, compute: str) -> Iterator[str]:
-    """Yield a line ``ignored: key (reason)`` for each setting without effect."""
+    """Yield ``ignored: key (reason)`` for each setting without effect."""
     offload, precision, schedule = config.zero.offload, config.precision, config.schedule
     may_use_disk = {"disk", "auto"} & {offload.parameters, offload.optimizer} or "disk" in (
         offload.gradients,
@@ -256,13 +255,13 @@ def idle_settings(config: Config, compute: str) -> Iterator[str]:
         if config.parallel.pipeline == 1 and getattr(config.parallel, key) != getattr(Config().parallel, key):
             yield f"ignored: parallel.{key} (parallel.pipeline is 1)"
     if config.activations.partition and config.parallel.tensor == 1:
-        yield "ignored: activations.partition (under parallel.sequence each rank keeps its own positions anyway)"
+        yield "ignored: activations.partition (with parallel.sequence each rank has only its own positions)"
     if precision.master == "split" and (compute == "fp32" or precision.mode == "autocast"):
         yield "ignored: precision.master (fp32 parameters are their own master weights)"
     if precision.nonfinite != "skip" and finds_its_scale:
-        yield "ignored: precision.nonfinite (updates that are left out are how fp16's loss scale is found)"
+        yield "ignored: precision.nonfinite (the dynamic loss scale of fp16 skips these updates)"
     if offload.path is not None and not may_use_disk:
-        yield "ignored: zero.offload.path (nothing rests on disk)"
+        yield "ignored: zero.offload.path (nothing is offloaded to disk)"
     for key in ("keep_fp32", "mode", "outputs"):
         if compute == "fp32" and getattr(precision, key) != getattr(Config().precision, key):
             yield f"ignored: precision.{key} (all modules compute in fp32)"

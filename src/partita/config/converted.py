@@ -26,8 +26,8 @@ class KeyClass(StrEnum):
 class Rule:
     """Outcome of the conversion of one key, or of a section with all its keys.
 
-    ``text`` is the reason why it is ignored, the difference, or the remedy. ``harmless`` are values that ask for
-    nothing: they get no notice, nor do sections that are not enabled.
+    ``text`` is the reason why the key is ignored, the difference, or the remedy. ``harmless`` are values that request
+    nothing; they and disabled sections get no notice.
     """
 
     kind: KeyClass
@@ -51,8 +51,8 @@ class Notice:
 class Converted:
     """Settings for ``partita.initialize(config=)``, and notices of their conversion.
 
-    ``name`` is the source's name in messages; ``processes`` is the number of processes that the source asks for, if it
-    does.
+    ``name`` is the source's name in messages; ``processes`` is the number of processes that the source requests, or
+    None.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Converted:
         for notice in self.of(KeyClass.WARNING):
             yield f"{self.name}: {notice.key}: {notice.text}"
         if ignored := self.of(KeyClass.IGNORED):
-            yield f"{self.name}: ignored, as partita needs none of them: {', '.join(notice.key for notice in ignored)}"
+            yield f"{self.name}: ignored, because partita does not need: {', '.join(notice.key for notice in ignored)}"
 
     def as_yaml(self) -> str:
         """Return the settings as YAML, with every notice as a comment above them."""
@@ -84,8 +84,8 @@ class Conversion:
     Args:
         name: the source's name in messages.
         data: its content. In this class, keys of sections are joined by dots: ``zero_optimization.stage``.
-        rules: the rule of every key that the library knows.
-        meant: the intended keys for names that the library does not know but that people write.
+        rules: the rule of every key of the library.
+        meant: the intended keys for common misspellings.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Conversion:
     def fill(self, known: Mapping[str, object], *, refuse: bool) -> None:
         """Replace the values ``"auto"``.
 
-        ``known`` has the keys that a trainer's arguments fill in, with their values (None: not known yet). A key that
-        is not known yet is added to :attr:`left`, and with ``refuse`` it is an error. For other keys, ``"auto"`` is the
-        default.
+        ``known`` has the keys that a trainer's arguments fill in, with their values (None: not known yet). A key whose
+        value is not known yet is added to :attr:`left`, and with ``refuse`` it is an error. For other keys, ``"auto"``
+        means the default.
         """
         for key in [key for key, value in self._values.items() if value == "auto"]:
             self._values[key] = known.get(key)
@@ -157,20 +157,20 @@ class Conversion:
                 continue
             self.left.append(key)
             if refuse:
-                fix = "write a value, or start a script with transformers' Trainer by partita run"
-                self.refuse(key, '"auto" is filled in from transformers\' TrainingArguments, which are not known', fix)
+                fix = "write a value, or start a script that uses transformers' Trainer with partita run"
+                self.refuse(key, '"auto" takes the value of transformers\' TrainingArguments, which is not known', fix)
 
     # ----------------------------------------------------------------------------------------------------- deciding
 
     def set(self, target: str, value: object, key: str, text: str = "") -> None:
-        """Set a setting (``zero.stage``) to the value that ``key`` asks for."""
+        """Set a setting of partita (``zero.stage``) to the value that ``key`` requests."""
         *sections, name = path = tuple(target.split("."))
         inner = self.settings
         for section in sections:
             inner = inner.setdefault(section, {})  # type: ignore[assignment]
         inner[name] = value
         self._origins[path] = key
-        text = text or ("" if key in self else "the default there; it is not given")
+        text = text or ("" if key in self else "its default")
         becomes = f"{target}: {shown(value)}{f' ({text})' if text else ''}"
         before = self._notices.get(key)
         self.say(KeyClass.MAPPED, key, f"{before.text}, {becomes}" if before else f"becomes {becomes}")
@@ -193,10 +193,10 @@ class Conversion:
 
         Raises:
             ConfigError: keys are not available (the message lists each with its remedy), or partita refuses a setting
-                (the message names the key that asked for it).
+                (the message names the key that requested it).
         """
         for key in self.left:
-            self._notices.setdefault(key, Notice(key, KeyClass.MAPPED, "as the trainer's arguments say (auto)"))
+            self._notices.setdefault(key, Notice(key, KeyClass.MAPPED, "set by the trainer's arguments (auto)"))
         for key, value in self._values.items():
             self._apply_rule(key, value)
         if self._problems:
@@ -219,7 +219,7 @@ class Conversion:
             hint = f"; did you mean {known[near]}?" if near else ""
             self.say(KeyClass.WARNING, key, f"unknown key, without effect{hint}")
         elif rule.kind is KeyClass.MAPPED:
-            self.say(KeyClass.IGNORED, key, "it has no effect beside the other keys")
+            self.say(KeyClass.IGNORED, key, "it has no effect in combination with the other keys")
         elif rule.kind is KeyClass.IGNORED:
             self.say(rule.kind, key, rule.text)
         elif value in rule.harmless or is_off(value):
@@ -230,7 +230,7 @@ class Conversion:
             self.refuse(key, f"{shown(value)} is not available", rule.text)
 
     def _known(self, key: str) -> dict[str, str]:
-        """Return names of keys and sections that an unknown key may have meant: those of its own section first."""
+        """Return names of keys and sections that an unknown key may mean, those of its own section first."""
         section = key.rpartition(".")[0]
         known = [other for other, rule in self._rules.items() if rule.kind is not KeyClass.ERROR]
         known += sorted(_sections(self._rules))
@@ -246,12 +246,12 @@ class Conversion:
 
 
 def is_off(value: object) -> bool:
-    """Return whether a value or section asks for nothing: it is empty, false, or disabled."""
+    """Return whether a value or section requests nothing: it is empty, false, or disabled."""
     return not value or _enabled(value) is False
 
 
 def _enabled(value: object) -> bool | None:
-    """Return whether a section is enabled, by its own switch or else those inside; None if it has no switch."""
+    """Return whether a section is enabled, by its own switch or those of its subsections; None if there is none."""
     if not isinstance(value, Mapping):
         return None
     if "enabled" in value:
@@ -261,7 +261,7 @@ def _enabled(value: object) -> bool | None:
 
 
 def _sections(rules: Collection[str]) -> set[str]:
-    """Return the sections whose keys have rules of their own."""
+    """Return the sections whose keys have separate rules."""
     return {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
 
 
@@ -276,5 +276,5 @@ def _values(data: Mapping[str, object], prefix: str, sections: Collection[str]) 
 
 
 def rules(kind: KeyClass, text: str, keys: str | Sequence[str], prefix: str = "") -> dict[str, Rule]:
-    """Return the same rule for several keys, given by name below ``prefix``."""
+    """Return the same rule for several keys, whose names are relative to ``prefix``."""
     return {f"{prefix}{key}": Rule(kind, text) for key in (keys.split() if isinstance(keys, str) else keys)}

@@ -45,9 +45,9 @@ def read(
         source: the path of a file (JSON, in which comments and trailing commas are allowed), or a mapping.
         ranks: the number of data-parallel ranks.
         ranks_per_node: the number of these on each node (None: all are on one).
-        arguments: the trainer's ``TrainingArguments`` by name, as far as they are known. They fill in ``"auto"``;
-            values that they do not have yet are left out, since the trainer gives them later. None: there is no
-            trainer, and ``"auto"`` is an error.
+        arguments: the known ``TrainingArguments`` of the trainer, by name. They replace ``"auto"``; values that are not
+            known yet are omitted, because the trainer sets them later. None: there is no trainer, and ``"auto"`` is an
+            error.
 
     Raises:
         ConfigError: the source cannot be read, or keys are not available; the message lists each key with its remedy.
@@ -83,7 +83,7 @@ def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, o
 
 
 def _in_sections(data: Mapping[str, object]) -> dict[str, object]:
-    """Return the data with a section in place of each truth value that may stand for one."""
+    """Return the data with a section in place of each boolean that abbreviates one."""
     sections = dict(data)
     for key in ("fp16", "bf16", "bfloat16"):
         if isinstance(data.get(key), bool) or data.get(key) == "auto":
@@ -94,7 +94,7 @@ def _in_sections(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, object]:
-    """Return the keys that may be ``"auto"``, with the values from a trainer's arguments; None if these have none."""
+    """Return the keys that may be ``"auto"``, with values from a trainer's arguments (None: not known)."""
     get = arguments.get
     micro, accumulate = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
     known = isinstance(micro, int) and isinstance(accumulate, int)
@@ -111,12 +111,12 @@ def _trained_with(arguments: Mapping[str, object], ranks: int) -> dict[str, obje
         f"{OPTIMIZER_PARAMS}betas": None if None in betas else betas,
         f"{OPTIMIZER_PARAMS}eps": get("adam_epsilon"),
         f"{OPTIMIZER_PARAMS}weight_decay": get("weight_decay"),
-        # The trainer has a schedule of its own.
+        # The trainer has its own schedule.
         **dict.fromkeys((f"{SCHEDULER_PARAMS}{name}" for name in _SCHEDULED), None),
     }
 
 
-# ------------------------------------------------------------------------------------------------------ what is trained
+# ------------------------------------------------------------------------------------------------- batch and precision
 
 
 def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
@@ -161,7 +161,7 @@ def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
     if compute == "fp16":
         _loss_scale(conversion)
     elif f"{FP16}enabled" in conversion.left:
-        conversion.leave(FP16, "the trainer says whether fp16 is enabled, and how")
+        conversion.leave(FP16, "the trainer's fp16 settings apply")
     return compute
 
 
@@ -191,7 +191,7 @@ def _gradients(conversion: Conversion, compute: str | None) -> None:
         conversion.say(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
     for key, dtype in dtypes.items():
         widest = "fp32" if "fp32" in dtypes.values() else dtype
-        text = "" if dtype == widest else "gradients rest and travel in one dtype, the wider"
+        text = "" if dtype == widest else "gradients are stored and communicated in one dtype, the wider"
         conversion.set("precision.gradients", widest, key, text)
 
 
@@ -209,7 +209,7 @@ def _loss_scale(conversion: Conversion) -> None:
     conversion.set("precision.loss_scale_window", conversion.value(key, _LOSS_SCALE_WINDOW), key)
 
 
-# --------------------------------------------------------------------------------------------------- where states rest
+# ------------------------------------------------------------------------------------------------ sharding and offload
 
 
 def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> int:
@@ -230,8 +230,8 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
         if (ranks := conversion.number(ZERO + name, 1)) > 1:
             text = "" if ranks == ranks_per_node else f"over the {ranks_per_node} ranks of a node, not over {ranks:g}"
             conversion.set(target, value, ZERO + name, text)
-    between = "of changes, between nodes" if conversion.number(f"{ZERO}zero_hpz_partition_size", 1) > 1 else ""
-    for name, target, codec, text in (  # as ZeRO++ has them: blocks of 8 and of 4 bits
+    between = "parameter deltas, between nodes" if conversion.number(f"{ZERO}zero_hpz_partition_size", 1) > 1 else ""
+    for name, target, codec, text in (  # as in ZeRO++: blocks of 8 and of 4 bits
         ("zero_quantized_weights", "communication.parameters", "int8", between),
         ("zero_quantized_gradients", "communication.gradients", "int4", ""),
     ):
@@ -241,7 +241,7 @@ def _zero(conversion: Conversion, compute: str | None, ranks_per_node: int) -> i
 
 
 def offload(conversion: Conversion, stage: float, optimizer: str, param: str) -> None:
-    """Set the offload tiers; DeepSpeed offloads parameters at stage 3 only, optimizer states from stage 1 on.
+    """Set the offload tiers. DeepSpeed offloads parameters only at stage 3, optimizer states from stage 1.
 
     Args:
         optimizer: prefix of the keys of optimizer states.
@@ -284,11 +284,11 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
     kind = conversion.text(key)
     name = _OPTIMIZERS.get(kind.lower())
     if not kind:
-        return conversion.leave("optimizer.", "no type is given: the optimizer is yours")
+        return conversion.leave("optimizer.", "no type is given: the optimizer that you pass is used")
     if name is None:
         fix = "use AdamW, SGD or Lion, or build it and pass it: partita.initialize(model, config, optimizer=...)"
         if kind.lower() in _COMPRESSED:
-            fix = "set optimizer.name: onebit_adam in a config of partita's (docs/wires.md)"
+            fix = "set optimizer.name: onebit_adam in a config of partita (docs/wires.md)"
         conversion.leave("optimizer.", "it belongs to the optimizer")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
     mode = f"{OPTIMIZER_PARAMS}adam_w_mode"
@@ -308,21 +308,21 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
 def _schedule(conversion: Conversion) -> None:
     """Convert the scheduler.
 
-    DeepSpeed's schedulers count from the second optimizer step; in the first, the rate is the warm-up's lowest. Only
-    the decay of ``WarmupCosineLR`` counts from the first, so that it begins a step before the warm-up ends.
+    DeepSpeed's schedulers count from the second optimizer step; the rate of the first is the lowest of the warm-up.
+    Only the decay of ``WarmupCosineLR`` counts from the first, so that it begins a step before the warm-up ends.
     """
     key = "scheduler.type"
     kind = conversion.text(key)
     if not kind:
-        return conversion.leave("scheduler.", "no type is given: the schedule is yours")
+        return conversion.leave("scheduler.", "no type is given: the scheduler that you pass is used")
     if kind not in _CURVES:
         fix = f"use one of {', '.join(_CURVES)}, or build it and pass it: partita.initialize(..., scheduler=...)"
         conversion.leave("scheduler.", "it belongs to the schedule")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
     left = [known for known in conversion.left if known.startswith(SCHEDULER_PARAMS)]
     if left:
-        conversion.say(KeyClass.WARNING, key, "the trainer's own schedule takes its place (lr_scheduler_type)")
-        return conversion.leave("scheduler.", f"{', '.join(left)} are the trainer's, so the schedule is, too")
+        conversion.say(KeyClass.WARNING, key, "the trainer's own schedule is used instead (lr_scheduler_type)")
+        return conversion.leave("scheduler.", f"the trainer's schedule is used, because {', '.join(left)} are auto")
     warmup = _warmup(conversion)
     if kind == "WarmupCosineLR":
         _cosine_rates(conversion)
@@ -331,8 +331,8 @@ def _schedule(conversion: Conversion) -> None:
     if kind != "WarmupLR":
         key = f"{SCHEDULER_PARAMS}total_num_steps"
         if key not in conversion:
-            fix = "give the number of optimizer steps of the run"
-            return conversion.refuse(key, f"{kind} needs to know where it ends", fix)
+            fix = "set it to the number of optimizer steps of the run"
+            return conversion.refuse(key, f"{kind} needs its number of steps", fix)
         total = int(conversion.number(key, 1))
         cosine = kind == "WarmupCosineLR"
         conversion.set("schedule.total_steps", total if cosine else total + 1, key)
@@ -346,10 +346,10 @@ def _warmup(conversion: Conversion) -> int:
     key = f"{SCHEDULER_PARAMS}warmup_num_steps"
     asked = int(conversion.number(key, _WARMUP_STEPS))
     if asked < 0:
-        conversion.refuse(key, f"expected at least 0; got {asked}", "give the number of optimizer steps of the warm-up")
+        conversion.refuse(key, f"expected at least 0; got {asked}", "set it to the optimizer steps of the warm-up")
     steps = max(2, asked)
     conversion.set("schedule.initial_steps", 1, key)
-    conversion.set("schedule.warmup_steps", steps, key, "" if steps == asked else "the shortest of DeepSpeed's")
+    conversion.set("schedule.warmup_steps", steps, key, "" if steps == asked else "DeepSpeed's minimum")
     key = f"{SCHEDULER_PARAMS}warmup_type"
     kind = conversion.text(key) or "log"
     if kind not in ("log", "linear"):
@@ -365,19 +365,19 @@ def _absolute_rates(conversion: Conversion, kind: str) -> None:
     if key in conversion:
         conversion.set("schedule.max_lr", conversion.value(key), key, "it takes precedence over optimizer.lr")
     elif kind == "WarmupDecayLR":
-        conversion.set("schedule.max_lr", _DECAYED_FROM, key, "the default there, whatever the optimizer's lr is")
+        conversion.set("schedule.max_lr", _DECAYED_FROM, key, "its default, regardless of the optimizer's lr")
 
 
 def _cosine_rates(conversion: Conversion) -> None:
-    """Set the learning rates of a cosine schedule, which are shares of the optimizer's rate."""
+    """Set the learning rates of a cosine schedule, which are relative to the optimizer's rate."""
     key = f"{SCHEDULER_PARAMS}cos_min_ratio"
     conversion.set("schedule.min_ratio", conversion.value(key, _COSINE_LEAST), key)
     key = f"{SCHEDULER_PARAMS}warmup_min_ratio"
     share = conversion.number(key, 0.0)
     if share and f"{OPTIMIZER_PARAMS}lr" not in conversion:
-        fix = "give the optimizer's lr, or set warmup_min_ratio to 0"
-        return conversion.refuse(key, "it is a share of the optimizer's lr, which is not given", fix)
+        fix = "set the optimizer's lr, or set warmup_min_ratio to 0"
+        return conversion.refuse(key, "it is relative to the optimizer's lr, which is not given", fix)
     conversion.set("schedule.initial_lr", share * conversion.number(f"{OPTIMIZER_PARAMS}lr", 0.0), key)
     if share:
-        conversion.say(KeyClass.WARNING, key, "the first step is at this rate, too; it is at 0 in DeepSpeed")
+        conversion.say(KeyClass.WARNING, key, "the first step has this rate, too; in DeepSpeed its rate is 0")
     return None

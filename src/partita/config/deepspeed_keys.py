@@ -1,7 +1,6 @@
 """Every key of DeepSpeed's configuration (0.19, and keys of older files), with its rule.
 
-Mapped keys are converted in :mod:`partita.config.deepspeed`, which also refuses single values of available keys (an
-optimizer's name).
+:mod:`partita.config.deepspeed` converts the mapped keys, and refuses unsupported values of them (an optimizer's name).
 """
 
 from partita.config.converted import KeyClass, Rule, rules
@@ -12,10 +11,10 @@ OPTIMIZER, SCHEDULER = "optimizer.params.", "scheduler.params."
 
 _MAPPED, _IGNORED, _WARNING, _ERROR = KeyClass.MAPPED, KeyClass.IGNORED, KeyClass.WARNING, KeyClass.ERROR
 _SIZED = "partita chooses and sizes this itself"
-_REPORTS = "partita has reports of its own (engine.memory_report, engine.traffic_report)"
+_REPORTS = "partita has its own reports (engine.memory_report, engine.traffic_report)"
 _SAVED = "partita's checkpoints need no settings here"
 _SAME = "it changes no results here"
-_NUMERICS = "leave it out: it would change the numbers, and partita has nothing like it"
+_NUMERICS = "leave it out: partita does not have this feature, which would change the results"
 _CURRICULUM = "leave it out, and choose samples in your data loader"
 
 _MAPPED_KEYS = {
@@ -37,7 +36,7 @@ _MAPPED_KEYS = {
 }
 
 _IGNORED_KEYS = {
-    f"{AUTOCAST}lower_precision_safe_modules": Rule(_IGNORED, "all parameters are in fp32, here and on the wire"),
+    f"{AUTOCAST}lower_precision_safe_modules": Rule(_IGNORED, "all parameters are stored and communicated in fp32"),
     **rules(
         _IGNORED,
         _SIZED,
@@ -77,7 +76,7 @@ _IGNORED_KEYS = {
     ),
     **rules(
         _IGNORED,
-        "engine.export gathers whole weights whatever this says",
+        "engine.export always gathers full weights",
         "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
         "stage3_gather_fp16_weights_on_model_save gather_fp16_weights_on_model_save",
         ZERO,
@@ -103,14 +102,14 @@ _IGNORED_KEYS = {
     **rules(_IGNORED, _SAME, "torch_adam set_grad_none fused foreach capturable differentiable", OPTIMIZER),
     **rules(_IGNORED, _SAME, "fp32_optimizer_states freeze_step cuda_aware comm_backend_name", OPTIMIZER),
     "optimizer.legacy_fusion": Rule(_IGNORED, _SAME),
-    **rules(_IGNORED, "gradients are averaged over the ranks, whatever the order", "prescale_gradients"),
-    **rules(_IGNORED, "gradients are averaged over the ranks, whatever the order", "gradient_predivide_factor"),
-    **rules(_IGNORED, "embeddings' gradients are sent dense", "sparse_gradients"),
-    **rules(_IGNORED, "data loaders are yours", "dataloader_drop_last"),
+    **rules(_IGNORED, "gradients are always averaged over the ranks", "prescale_gradients"),
+    **rules(_IGNORED, "gradients are always averaged over the ranks", "gradient_predivide_factor"),
+    **rules(_IGNORED, "gradients of embeddings are sent dense", "sparse_gradients"),
+    **rules(_IGNORED, "set it on your own data loader", "dataloader_drop_last"),
     **rules(_IGNORED, "compile blocks with torch.compile before partita.initialize", "compile"),
     **rules(
         _IGNORED,
-        "it recomputes nothing by itself; activations.checkpoint: units of partita's config does",
+        "this section does not enable recomputation; activations.checkpoint: units in partita's config does",
         "activation_checkpointing",
     ),
 }
@@ -118,7 +117,7 @@ _IGNORED_KEYS = {
 _WARNING_KEYS = {
     f"{FP16}hysteresis": Rule(_WARNING, "partita's loss scale halves at every overflow", (2, "2")),
     f"{FP16}consecutive_hysteresis": Rule(_WARNING, "partita's loss scale halves at every overflow"),
-    f"{FP16}min_loss_scale": Rule(_WARNING, "partita's loss scale ends in an error at 2**-10", (1, "1")),
+    f"{FP16}min_loss_scale": Rule(_WARNING, "partita raises an error if the loss scale falls to 2**-10", (1, "1")),
     f"{BF16}check_grad_overflow": Rule(
         _WARNING, "gradients that are not finite never reach the weights (precision.nonfinite)", (True,)
     ),
@@ -127,17 +126,17 @@ _WARNING_KEYS = {
     ),
     f"{OFFLOAD_OPTIMIZER}ratio": Rule(
         _WARNING,
-        "all optimizer states rest there; zero.offload.optimizer: auto keeps what fits on the device",
+        "all optimizer states are offloaded; zero.offload.optimizer: auto keeps as many on the device as fit",
         (1, "1"),
     ),
-    **rules(_WARNING, "codes of gradients are rounded at random, without error feedback", "zeropp_loco_param", ZERO),
+    **rules(_WARNING, "quantized gradients use stochastic rounding, no error feedback", "zeropp_loco_param", ZERO),
     f"{ZERO}zero_quantized_nontrainable_weights": Rule(
-        _WARNING, "frozen weights keep the dtype that they are loaded in"
+        _WARNING, "frozen weights keep the dtype in which they were loaded"
     ),
     "checkpoint.load_universal": Rule(_WARNING, "partita convert checkpoint reads DeepSpeed's universal checkpoints"),
     **rules(_WARNING, "persistent buffers get the compute dtype, others keep theirs", "buffer_dtype", "data_types."),
     "data_types.keep_in_fp32_modules": Rule(
-        _WARNING, "it is for buffers; precision.keep_fp32 keeps modules in fp32, with their buffers", ("auto",)
+        _WARNING, "it applies to buffers; precision.keep_fp32 keeps modules and their buffers in fp32", ("auto",)
     ),
 }
 
@@ -149,39 +148,39 @@ _ERROR_KEYS = {
     ),
     "managed_gradient_accumulation": Rule(
         _ERROR,
-        "leave it out, set gradient_accumulation_steps to 1, and call engine.step() at the end of each batch only: "
-        "several backwards before it add up",
+        "leave it out, set gradient_accumulation_steps to 1, and call engine.step() only at the end of each batch: "
+        "gradients of several backwards accumulate",
         (True,),
     ),
-    f"{ZERO}zenflow": Rule(_ERROR, "leave it out: updates overlap with the next forward where states are offloaded"),
+    f"{ZERO}zenflow": Rule(_ERROR, "leave it out: updates of offloaded states overlap with the next forward"),
     f"{FP16}fp16_master_weights_and_grads": Rule(
-        _ERROR, "use bf16 with precision.master: split, which takes 4 bytes per parameter and loses nothing"
+        _ERROR, "use bf16 with precision.master: split, which takes 4 bytes per parameter and is exact"
     ),
     f"{BF16}bf16_master_weights_and_grads": Rule(
-        _ERROR, "use precision.master: split, which takes 4 bytes per parameter and loses nothing"
+        _ERROR, "use precision.master: split, which takes 4 bytes per parameter and is exact"
     ),
     f"{BF16}bf16_optimizer_states": Rule(_ERROR, "use precision.moments: int8, which takes 2 bytes per parameter"),
     "amp": Rule(_ERROR, "use bf16, or fp16"),
-    "data_types.param_dtype": Rule(_ERROR, "enable bf16 or fp16: partita keeps parameters in the compute dtype"),
+    "data_types.param_dtype": Rule(_ERROR, "enable bf16 or fp16: partita stores parameters in the compute dtype"),
     **rules(_ERROR, _NUMERICS, "compression_training quantize_training eigenvalue progressive_layer_drop"),
     **rules(_ERROR, _NUMERICS, "weight_quantization"),
     **rules(_ERROR, _CURRICULUM, "curriculum_learning data_efficiency"),
-    "sparse_attention": Rule(_ERROR, "leave it out, and set attention.pattern in a config of partita's"),
+    "sparse_attention": Rule(_ERROR, "leave it out, and set attention.pattern in a config of partita"),
     "elasticity": Rule(
         _ERROR,
-        "leave it out, and start the run by torchrun --nnodes LEAST:MOST: it resumes on whatever ranks there are",
+        "leave it out, and start the run with torchrun --nnodes MIN:MAX: it resumes on any number of ranks",
     ),
     "hybrid_engine": Rule(_ERROR, "leave it out, and generate inside engine.gathered(model)"),
-    "expert_parallel": Rule(_ERROR, "leave it out: experts are split over the data ranks as all parameters are"),
+    "expert_parallel": Rule(_ERROR, "leave it out: experts are sharded over the data ranks like all parameters"),
     f"{OPTIMIZER}max_grad_norm": Rule(_ERROR, "write gradient_clipping at the top level instead"),
     f"{OPTIMIZER}bias_correction": Rule(_ERROR, "pass an optimizer without it to partita.initialize", (True,)),
     f"{OPTIMIZER}amsgrad": Rule(_ERROR, "pass torch.optim.AdamW(..., amsgrad=True) to partita.initialize"),
     f"{OPTIMIZER}nesterov": Rule(_ERROR, "pass torch.optim.SGD(..., nesterov=True) to partita.initialize"),
     f"{OPTIMIZER}dampening": Rule(_ERROR, "pass torch.optim.SGD(..., dampening=...) to partita.initialize"),
     f"{OPTIMIZER}maximize": Rule(_ERROR, "pass an optimizer with maximize=True to partita.initialize"),
-    f"{SCHEDULER}last_batch_iteration": Rule(_ERROR, "leave it out: engine.load takes the schedule up again", (-1,)),
+    f"{SCHEDULER}last_batch_iteration": Rule(_ERROR, "leave it out: engine.load restores the schedule", (-1,)),
 }
 
 RULES: dict[str, Rule] = _MAPPED_KEYS | _IGNORED_KEYS | _WARNING_KEYS | _ERROR_KEYS
-# Intended keys for names that are no keys.
+# Intended keys for common misspellings.
 MEANT = {"max_grad_norm": "gradient_clipping"}

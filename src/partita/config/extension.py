@@ -1,4 +1,4 @@
-"""Extensions of the configuration by optional packages: an :class:`Extension` is found once, and passed on."""
+"""Extension of the configuration by the optional package ``partita.compression``."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,7 +12,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import StatePlan
 
 _COMPRESSION = "partita.compression"
-# Keys that need the package at every value except the default.
+# Keys whose non-default values need the package.
 _COMPRESSION_KEYS = (
     *("communication.gradients", "communication.parameters", "communication.warmup", "communication.low_rank"),
     *("communication.warmup_steps", "communication.every", "optimizer.sends"),
@@ -20,17 +20,17 @@ _COMPRESSION_KEYS = (
 
 
 class Extension:
-    """The extension of the core alone, without optional packages: it adds nothing, and refuses their keys."""
+    """The extension without optional packages: it adds nothing, and refuses their keys."""
 
     def contradictions(self, config: Config, compute: str) -> Iterator[Contradiction]:
-        """Return a contradiction for each broken rule between settings."""
+        """Yield a contradiction for each broken rule between settings."""
         keys = [key for key in _COMPRESSION_KEYS if setting(config, key) != setting(Config(), key)]
         if config.optimizer.name == "onebit_adam":
             keys.append("optimizer.name")
         for key in keys:
             yield (
                 (key,),
-                f"{key}: {setting(config, key)} needs the optional package {_COMPRESSION}, which is not there",
+                f"{key}: {setting(config, key)} needs the optional package {_COMPRESSION}, which is not installed",
                 f"leave {key} out, or install partita with its package compression",
             )
 
@@ -39,7 +39,7 @@ class Extension:
         return iter(())
 
     def row(self, config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
-        """Return the row of the table with the strategies that the configuration asks for."""
+        """Return the row of the state table with the strategies that the configuration requests."""
         return row
 
     def warmup_steps(self, config: Config) -> int:
@@ -51,7 +51,7 @@ class Extension:
         return False
 
     def check_every(self, config: Config) -> int:
-        """Return the steps between two comparisons of parameters that several ranks store; 0: there are none."""
+        """Return the steps between two comparisons of parameters that several ranks store; 0: never."""
         asked = config.communication.check_every
         return 0 if asked == "auto" else asked
 
@@ -69,12 +69,12 @@ def installed() -> Extension:
 
 
 def optional(module: str, key: str) -> ModuleType:
-    """Import a module of an optional package of partita that the key of a configuration asks for.
+    """Import a module of an optional package of partita that the config key ``key`` needs.
 
     Raises:
-        ConfigError: the package is not there.
+        ConfigError: the package is not installed.
     """
     package = ".".join(module.split(".")[:2])
     if find_spec(package) is None:
-        raise ConfigError(f"{key} needs the optional package {package}, which is not there: leave {key} out")
+        raise ConfigError(f"{key} needs the optional package {package}, which is not installed: leave {key} out")
     return import_module(module)

@@ -13,8 +13,8 @@ _ACCELERATES = {"compute_environment", "distributed_type"}
 def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> Converted:
     """Convert a file of DeepSpeed or accelerate for this number of ranks.
 
-    Keys that a DeepSpeed file leaves out have DeepSpeed's defaults. If the file leaves values to a trainer
-    (``"auto"``), the trainer sets them instead.
+    Missing keys of a DeepSpeed file have DeepSpeed's defaults. If the file has values that a trainer sets (``"auto"``),
+    the trainer sets the missing ones, too.
 
     Raises:
         ConfigError: the file cannot be read, or keys are not available; the message lists each key with its remedy.
@@ -26,5 +26,5 @@ def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> C
 
 
 def _left_to_trainer(value: object) -> bool:
-    """Return whether a value, or one in a section, is ``"auto"``: left to a trainer."""
+    """Return whether a value, or any value in a section, is ``"auto"``, which means that a trainer sets it."""
     return any(map(_left_to_trainer, value.values())) if isinstance(value, Mapping) else value == "auto"

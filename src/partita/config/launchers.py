@@ -1,6 +1,6 @@
 """Environment variables that launchers set in each process: torchrun, Kubernetes and Slurm's srun.
 
-On Kubernetes these are Kubeflow's PyTorchJob and Indexed Jobs. This is the only library file that uses the environment.
+On Kubernetes, Kubeflow's PyTorchJob and Indexed Jobs are supported. No other library file uses the environment.
 """
 
 import os
@@ -19,7 +19,7 @@ _STEP_SIZES = "SLURM_STEP_TASKS_PER_NODE"
 _STEP_HOSTS, _JOB_HOSTS = "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"
 # Only srun's tasks have these; a batch script and a shell of salloc also have SLURM_PROCID or SLURM_NTASKS.
 _STEP = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", _STEP_SIZES, _STEP_HOSTS)
-# Ports that are neither reserved nor, as a rule, given to outgoing connections.
+# Ports that are neither reserved nor usually assigned to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 
 
@@ -27,8 +27,8 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 class LaunchEnvironment:
     """Position of this process among the processes of the job, over all nodes and on its node.
 
-    ``local_rank`` is None if the launcher does not set it. ``restarts`` is how often torchrun has restarted the
-    processes. ``url`` is the address where they meet (empty if they need none).
+    ``local_rank`` is None if the launcher does not set it. ``restarts`` is the number of restarts by torchrun. ``url``
+    is the rendezvous address (empty if none is needed).
     """
 
     rank: int = 0
@@ -44,7 +44,7 @@ def launch_environment(environ: Environ | None = None, running: tuple[int, int] 
 
     Args:
         environ: environment variables; None: those of this process.
-        running: rank and size of the process group that is initialized already, if one is; they take precedence.
+        running: rank and size of the default process group if it is initialized; they take precedence.
 
     Raises:
         ConfigError: a variable is missing, not a number or out of range; the message names it.
@@ -75,16 +75,16 @@ def launch_environment(environ: Environ | None = None, running: tuple[int, int] 
 
 
 def set_launch_environment(launch: LaunchEnvironment, host: str, port: int) -> None:
-    """Set torchrun's variables in this process, for launchers that call functions in processes of their own.
+    """Set torchrun's variables in this process, for launchers that call functions in their own processes.
 
     Args:
         launch: values of this process.
-        host: the host of rank 0, where the ranks meet.
+        host: the host of rank 0.
         port: a free port on this host.
     """
     local = {"LOCAL_RANK": launch.local_rank or 0, "LOCAL_WORLD_SIZE": launch.local_world_size}
-    told = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    values = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, **local, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in values.items()})
 
 
 def set_torch_variables() -> None:
@@ -112,7 +112,7 @@ def _names(environ: Environ) -> tuple[str, str, str, str] | None:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         return "SLURM_PROCID", size, "SLURM_LOCALID", _STEP_SIZES
     if "JOB_COMPLETION_INDEX" in environ and ("WORLD_SIZE" in environ or "MASTER_ADDR" in environ):
-        return _INDEXED_JOB  # without either, each pod works by itself
+        return _INDEXED_JOB  # without either, each pod is a separate run
     return _TORCH if "WORLD_SIZE" in environ else None
 
 
@@ -122,9 +122,9 @@ def _number(environ: Environ, name: str, least: int, below: int | None, default:
         return default
     if text is None:
         raise ConfigError(
-            f"environment variable {name} is missing although others of the launcher are set; start the script with "
-            f"torchrun or srun, set {name}, or unset RANK, WORLD_SIZE, JOB_COMPLETION_INDEX and SLURM_PROCID to run "
-            "one process"
+            f"environment variable {name} is missing, but other variables of the launcher are set; start the script "
+            f"with torchrun or srun, set {name}, or unset RANK, WORLD_SIZE, JOB_COMPLETION_INDEX and SLURM_PROCID to "
+            "run one process"
         )
     value = int(text) if re.fullmatch(r"[0-9]{1,10}", text.strip()) else -1
     if value < least or (below is not None and value >= below):
@@ -133,21 +133,21 @@ def _number(environ: Environ, name: str, least: int, below: int | None, default:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------- where they meet
+# ---------------------------------------------------------------------------------------------------------- rendezvous
 
 
 def _url(environ: Environ, world_size: int, *, by_slurm: bool) -> str:
     """Return the URL of rank 0's store.
 
-    srun sets no address. The host is then the first one of the step, and the port follows from the numbers of job and
+    srun sets no address. The host is then the first one of the step, and the port is computed from the ids of job and
     step.
     """
     host = environ.get("MASTER_ADDR") or (_first_host(environ) if by_slurm else "")
     if not host:
         others = f" (or {_STEP_HOSTS}, or {_JOB_HOSTS})" if by_slurm else ""
         raise ConfigError(
-            f"environment variable MASTER_ADDR is missing{others}: {world_size} ranks meet at rank 0's host; set it, "
-            "and MASTER_PORT to a free port there, the same for every rank"
+            f"environment variable MASTER_ADDR is missing{others}: {world_size} ranks connect to rank 0's host; set it "
+            "to this host, and MASTER_PORT to a free port there, the same for every rank"
         )
     if by_slurm and "MASTER_PORT" not in environ and "SLURM_JOB_ID" in environ:
         job = _number(environ, "SLURM_JOB_ID", 0, None)
@@ -158,8 +158,8 @@ def _url(environ: Environ, world_size: int, *, by_slurm: bool) -> str:
     else:
         others = " (or SLURM_JOB_ID)" if by_slurm else ""
         raise ConfigError(
-            f"environment variable MASTER_PORT is missing{others}: {world_size} ranks meet at a port of {host}; set it "
-            "to one that is free there, the same for every rank"
+            f"environment variable MASTER_PORT is missing{others}: {world_size} ranks connect to a port of {host}; set "
+            "it to a free port there, the same for every rank"
         )
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -181,11 +181,11 @@ def _first_host(environ: Environ) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
 
 
-# --------------------------------------------------------------------------------------------- how many share a node
+# ------------------------------------------------------------------------------------------- number of ranks on a node
 
 
 def _slurm_local_size(environ: Environ, world_size: int) -> int:
-    """Return the tasks on this node, by srun, else by the request, else divided evenly over the nodes."""
+    """Return the number of tasks on this node: from srun's list, else from the request, else an even share."""
     if _STEP_SIZES in environ:
         return _listed_size(environ)
     num_nodes = _number(environ, "SLURM_NNODES", 1, None, default=1)
@@ -193,7 +193,7 @@ def _slurm_local_size(environ: Environ, world_size: int) -> int:
 
 
 def _listed_size(environ: Environ) -> int:
-    """Return the tasks on this node, from the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Return the number of tasks on this node, from the run-length list of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
     text = environ[_STEP_SIZES]
     node = _number(environ, "SLURM_NODEID", 0, None, default=0)
     for run in text.split(","):

@@ -15,8 +15,8 @@ _PARSERS = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 def load_config(source: str | Path | Mapping[str, object] | Config | None, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in ``source``, with ``overrides`` ("zero.stage=3", the value in YAML) applied in order.
 
-    ``source`` is the path of a .yaml, .yml or .json file, a mapping, a :class:`Config` (returned as it is if there are
-    no overrides), or None for all defaults.
+    ``source`` is the path of a .yaml, .yml or .json file, a mapping, a :class:`Config` (returned unchanged without
+    overrides), or None for all defaults.
 
     Raises:
         ConfigError: the source cannot be read, or has wrong values; the message names each key and where it was
@@ -28,7 +28,7 @@ def load_config(source: str | Path | Mapping[str, object] | Config | None, overr
 
 
 def read_sections(source: object, overrides: Sequence[str] = ()) -> tuple[dict[str, object], Where]:
-    """Return the plain sections of ``source`` with ``overrides``, and a function from a path to where it was written.
+    """Return the sections of ``source`` with ``overrides``, and a function that locates a path in its source.
 
     The sections are not checked against a schema.
 
@@ -108,7 +108,7 @@ def _shown(path: Path) -> str:
 
 
 def _apply(sections: dict[str, object], override: object, places: dict[KeyPath, str]) -> None:
-    """Set one key, and record in ``places`` that it comes from this override."""
+    """Set one key, and record this override as its source in ``places``."""
     name = f"override {shown(override)}"
     key, equals, text = override.partition("=") if isinstance(override, str) else ("", "", "")
     if not key.strip() or not equals:
@@ -120,7 +120,7 @@ def _apply(sections: dict[str, object], override: object, places: dict[KeyPath, 
         if inner is None:
             inner = section[part] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{name}: '{dotted(path[:depth])}' is {shown(inner)}, not a section; set it whole")
+            raise ConfigError(f"{name}: '{dotted(path[:depth])}' is {shown(inner)}, not a section; set that key")
         section = inner
     section[path[-1]], _ = parse_yaml(text, name)
     for known in [known for known in places if known[: len(path)] == path]:

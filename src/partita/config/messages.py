@@ -1,7 +1,6 @@
-"""Error messages for a wrong configuration: the key, the expected and the given value, where it was written, the
-remedy.
+"""Error messages for a wrong configuration: the key, the expected and the given value, its source, the remedy.
 
-Expected values are read from the schema (the same JSON schema that documents the key), so the two cannot disagree.
+Expected values come from the JSON schema that also documents the key, so the two always agree.
 """
 
 import difflib
@@ -29,17 +28,17 @@ _short.maxlevel = 3
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path as text, such as ``zero.offload.path``; a part that is not a simple word is quoted."""
+    """Return a path as text, such as ``zero.offload.path``; names that are not simple words are quoted."""
     return ".".join(part if _SIMPLE_KEY.fullmatch(part) else shown(part) for part in path)
 
 
 def shown(value: object) -> str:
-    """Return a value as a short text for messages, with YAML's words for None and truth values."""
+    """Return a value as a short text for messages, with None and booleans in YAML's spelling."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
         return _short.repr(list(value) if isinstance(value, tuple) else value)
-    except Exception:  # a repr is the user's code: it may raise anything, and Python's own does for very long integers
+    except Exception:  # a user's repr may raise anything, and Python's raises for very long integers
         return f"<{type(value).__name__}>"
 
 
@@ -48,7 +47,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong key: its path, and a text that begins with the key and may end with a remedy."""
+    """One wrong key: its path, a text that begins with the key, and a remedy."""
 
     path: KeyPath
     text: str
@@ -56,7 +55,7 @@ class Problem:
 
 
 def report(problems: Sequence[Problem], where: Where) -> ConfigError:
-    """Return one error for all problems. ``where`` returns where a path was written (empty text: not known)."""
+    """Return one error for all problems. ``where`` returns the source of a path (empty text: not known)."""
     lines = []
     for problem in problems[:_MAX_SHOWN]:
         place = where(problem.path)
@@ -150,11 +149,11 @@ def _number_expectation(schema: Mapping[str, Any]) -> str:
     return f"{noun} {' and '.join(limits)}{examples}"
 
 
-# ------------------------------------------------------------------------------------------------------ the keys there
+# ---------------------------------------------------------------------------------------------------------- known keys
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the model of the section that the key ``name`` holds; None if it holds a value."""
+    """Return the model of the section ``name``; None if ``name`` is a value."""
     annotation = model.model_fields[name].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -174,7 +173,7 @@ def key_paths(model: type[BaseModel]) -> list[KeyPath]:
 
 
 def suggest_keys(root: type[BaseModel], section: KeyPath, key: str) -> list[str]:
-    """Return dotted keys that the user may have meant by ``key`` in ``section``, best first; empty if none is similar.
+    """Return dotted keys that are similar to ``key`` in ``section``, best first; empty if none is.
 
     Siblings come first, then the same key in another section, then a similar one.
     """
@@ -197,7 +196,7 @@ def _folded(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-# ------------------------------------------------------------------------------------- settings that do not go together
+# ------------------------------------------------------------------------------------------------ conflicting settings
 
 # Settings that contradict each other: the keys to show, the problem, and one fix.
 Contradiction = tuple[tuple[str, ...], str, str]

@@ -1,8 +1,8 @@
 """Plain data: nested dicts with text keys, lists and scalars, from YAML, JSON or the user's mapping.
 
-Depth and number of values are limited, which stops cyclic and exponentially shared structures: a few bytes of YAML
-aliases can describe them. Reading is strict: a key given twice, an unknown tag or a second document is an error. YAML
-is composed into nodes, which are read here, so that each key's line is known.
+Depth and number of values are limited, because a few bytes of YAML aliases can describe cyclic and exponentially large
+structures. Reading is strict: a duplicate key, an unknown tag or a second document is an error. YAML is read from its
+composed nodes, which have the line of each key.
 """
 
 import json
@@ -40,7 +40,7 @@ class Budget:
         """Count one more value.
 
         Raises:
-            ConfigError: there are too many values, or this one is nested deeper than :data:`MAX_DEPTH`.
+            ConfigError: there are too many values, or this one is deeper than :data:`MAX_DEPTH`.
         """
         self._left -= 1
         if depth > MAX_DEPTH:
@@ -88,7 +88,7 @@ def _check_key(key: object, path: KeyPath, where: str) -> None:
 
 
 def parse_json(text: str, name: str) -> Parsed:
-    """Parse JSON text; ``name`` says in errors where it comes from. Empty text is None.
+    """Parse JSON text; ``name`` is its source in errors. Empty text is None.
 
     Raises:
         ConfigError: the text is not valid; the message names the line if there is one.
@@ -109,11 +109,11 @@ def _load_hjson(name: str, text: str, **options: Any) -> object:
     """Load Hjson, with a better message for an error at the end of the text.
 
     In Hjson, a value without quotes extends to the end of its line, including any brackets. An error in a line may
-    therefore be found only at the end of the text. In this case the message names the line where plain JSON ends.
+    therefore be found only at the end of the text. In this case the message names the line where JSON parsing fails.
     """
     try:
         return hjson.loads(text, **options)
-    except IndexError:  # a comment that does not end
+    except IndexError:  # an unterminated comment
         pass
     except hjson.HjsonDecodeError as error:
         if text[error.pos :].strip():
@@ -123,7 +123,7 @@ def _load_hjson(name: str, text: str, **options: Any) -> object:
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{name}: not valid JSON: a section, list or comment is not closed at the end; look for a missing comma, "
-            f"bracket or double quote from line {error.lineno} on, where plain JSON ends ({error.msg})"
+            f"bracket or double quote from line {error.lineno} on, where it is not plain JSON ({error.msg})"
         ) from None
 
 
@@ -138,7 +138,7 @@ def _parse_json(text: str, name: str, loads: Callable[..., object]) -> Parsed:
         raise _too_deep(name) from None
     except ConfigError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # an integer with more digits than Python converts
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
 
 
@@ -152,7 +152,7 @@ def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str,
 
 
 def parse_yaml(text: str, name: str) -> Parsed:
-    """Parse YAML text; ``name`` says in errors where it comes from. Empty text is None.
+    """Parse YAML text; ``name`` is its source in errors. Empty text is None.
 
     Raises:
         ConfigError: the text is not valid; the message names the line if there is one.
@@ -175,11 +175,11 @@ def parse_yaml(text: str, name: str) -> Parsed:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
     except UnicodeEncodeError:
-        raise ConfigError(f"{name}: not valid YAML: a character that is no Unicode text") from None
+        raise ConfigError(f"{name}: not valid YAML: a character that is not valid Unicode") from None
 
 
 def _check_events(text: str, name: str) -> None:
-    """Check depth and size before nodes are composed: this is recursive C code, whose overflow ends the process."""
+    """Check depth and size before recursive C code composes nodes: its stack overflow would end the process."""
     budget = Budget(name, 2 * MAX_VALUES)  # a section has two events
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
@@ -230,7 +230,7 @@ class _NodeReader:
     def _merge_source(self, node: yaml.Node, path: KeyPath) -> dict[str, object]:
         if not isinstance(node, yaml.MappingNode):
             raise self._error(node, "'<<' merges sections only")
-        inner = (*path, "<<")  # a merge that contains itself ends at the depth limit
+        inner = (*path, "<<")  # the depth limit stops a merge that contains itself
         self._budget.spend(len(inner))
         return self._mapping(node, inner)
 

@@ -1,4 +1,4 @@
-"""Resolution of a configuration for a number of ranks and a device type, or the error that says why it fails."""
+"""Resolution of a configuration for a number of ranks and a device type: derived values and checks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,10 +35,10 @@ class Resolved:
     """A configuration resolved for a number of ranks and a device type.
 
     ``compute_dtype`` is ``fp32``, ``bf16`` or ``fp16``. ``on_host`` is True if the CPU computes. ``values`` are the
-    derived settings, each with its source. ``notices`` are lines to show at the start, one for each setting without
-    effect. ``warnings`` are about axes that span nodes although they need not. ``passed`` are the sections (optimizer,
-    schedule) that an object given to ``partita.initialize`` replaces. ``spans_nodes`` is True if the ranks are on
-    several nodes. ``extension`` is that of the optional packages.
+    derived settings, each with its source. ``notices`` are lines to log at the start, one for each setting without
+    effect. ``warnings`` are about axes that span nodes unnecessarily. ``passed`` are the sections (optimizer, schedule)
+    that an object passed to ``partita.initialize`` replaces. ``spans_nodes`` is True if the ranks are on several nodes.
+    ``extension`` is that of the optional packages.
     """
 
     config: Config
@@ -55,7 +55,7 @@ class Resolved:
 
     @property
     def param_dtype(self) -> str:
-        """The dtype in which parameters are gathered and given to the model."""
+        """The dtype in which parameters are all-gathered and used by the model."""
         return "fp32" if self.config.precision.mode == "autocast" else self.compute_dtype
 
     @property
@@ -65,7 +65,7 @@ class Resolved:
 
     @property
     def shared(self) -> dict[str, object]:
-        """Settings that must be equal on every rank, by key; for folders, only whether one is set."""
+        """Settings that must be equal on every rank, by key; for folders, True if one is set."""
         keys = (".".join(path) for path in key_paths(Config))
         found = {key: value for key in keys if not isinstance(value := setting(self.config, key), Section)}
         found.update((key, found[key] is not None) for key in _FOLDERS)
@@ -73,10 +73,7 @@ class Resolved:
         return found
 
     def with_passed(self, sections: tuple[str, ...]) -> "Resolved":
-        """Return a copy for which objects were passed in place of these sections.
-
-        The config's values in these sections have no effect.
-        """
+        """Return a copy in which objects passed to ``partita.initialize`` replace these sections of the config."""
         idle = [name for name in sections if getattr(self.config, name) != getattr(Config(), name)]
         notices = tuple(f"ignored: {name} (one was passed to partita.initialize)" for name in idle)
         return replace(self, notices=self.notices + notices, passed=sections)
@@ -93,7 +90,7 @@ def resolve(
 
     ``device_type`` is torch's (``cpu``, ``cuda``, ...). ``ranks_per_node`` splits the data axis over nodes for
     ``zero.hierarchical`` and ``zero.replicate``; without it all ranks are on one node. ``extension`` is that of the
-    optional packages; None: of the installed ones.
+    optional packages (default: the installed ones).
 
     Raises:
         ConfigError: settings contradict each other or the number of ranks; the message has a table of them and one fix.
@@ -115,17 +112,17 @@ def resolve(
         notices.append(f"ignored: {key} (all data ranks are on one node)")
     for key in ("gradients", "parameters"):
         if getattr(config.communication, key) != "full" and mesh.data * mesh.sequence == 1:
-            notices.append(f"ignored: communication.{key} (there is one data rank: nothing travels)")
+            notices.append(f"ignored: communication.{key} (there is one data rank: nothing is communicated)")
         elif key == "parameters" and config.zero.hierarchical and extension.stores_deltas(config) and mesh.node == 1:
-            notices.append(f"ignored: communication.{key} (changes pass between nodes, and there is one)")
+            notices.append(f"ignored: communication.{key} (parameter deltas are sent between nodes: there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
-            notices.append(f"ignored: communication.{key} (under communication.every it is of what replicas exchange)")
+            notices.append(f"ignored: communication.{key} (with communication.every it applies between replicas)")
     if config.communication.check_every not in ("auto", 0) and not _holds_alike(config, mesh, extension):
         notices.append("ignored: communication.check_every (no two ranks hold the same parameters)")
     if config.communication.within_node != "auto" and not on_host:
-        notices.append(f"ignored: communication.within_node (on {device_type} its own backend chooses the way)")
+        notices.append(f"ignored: communication.within_node (on {device_type} the backend chooses the transport)")
     if config.activations.offload == "host" and on_host:
-        notices.append("ignored: activations.offload (the host's memory is where cpu computes; disk is another)")
+        notices.append("ignored: activations.offload (on cpu, activations are in host memory already; disk works)")
     warnings = tuple(map(str, needless_crossings(mesh, ranks_per_node)))
     spans_nodes = ranks_per_node is not None and ranks_per_node < num_ranks
     return Resolved(config, mesh, batch, compute, on_host, values, tuple(notices), (), warnings, spans_nodes, extension)
@@ -136,29 +133,29 @@ def describe(resolved: Resolved) -> str:
     config, mesh, batch = resolved.config, resolved.mesh, resolved.batch
     sources = {r.key: r.source for r in resolved.values}
     zero, precision, schedule = config.zero, config.precision, config.schedule
-    kept = ", kept whole after forward" * zero.keep_gathered + ", gradients too" * zero.keep_gradients
+    kept = ", not resharded after forward" * zero.keep_gathered + ", gradients unsharded" * zero.keep_gradients
     kept += ", hierarchical" * zero.hierarchical
     kept += ", within each node" * (mesh.node > 1 and zero.replicate == "nodes")
     if mesh.node > 1 and (every := config.communication.every) is not None:
-        kept += f", in each of {mesh.node} replicas, which meet every {every} steps"
+        kept += f", in each of {mesh.node} replicas, which synchronize every {every} steps"
     of_each = " of each unit" * (precision.gradients == "in_backward")
     clipped = f", gradients{of_each} clipped to norm {config.clip_grad_norm:g}" if config.clip_grad_norm else ""
     optimizer = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     rates = f"{schedule.name} after {schedule.warmup_steps} steps of warm-up"
-    fed = f"as the training loop feeds it, on each of {mesh.data} data ranks"
+    samples = f"set by the training loop, on each of {mesh.data} data ranks"
     if config.batch.model_fields_set:
         factors = f"micro {batch.micro} x accumulate {batch.accumulate} x data {mesh.data}"
-        fed = f"{factors} = {batch.total} samples per step"
+        samples = f"{factors} = {batch.total} samples per step"
     lines = [
         f"mesh: {mesh.num_ranks} ranks = {' x '.join(f'{axis} {mesh.size(axis)}' for axis in AXES)}",
         f"zero: stage {zero.stage}{kept}",
-        f"batch: {fed}",
+        f"batch: {samples}",
         f"precision: compute {resolved.compute_dtype} ({sources['precision.compute']}){_mode(resolved)}, "
         f"master {precision.master}, gradients {precision.gradients}, moments {precision.moments}",
         f"optimizer: {'as passed' if 'optimizer' in resolved.passed else optimizer}, "
         f"{'scheduler as passed' if 'schedule' in resolved.passed else rates}{clipped}",
     ]
-    most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # one line shows the choice
+    most = _MAX_NOTICES - ("auto" in (zero.offload.parameters, zero.offload.optimizer))  # the chosen tiers have a line
     lines += resolved.notices[: most - 1] if len(resolved.notices) > most else resolved.notices
     if len(resolved.notices) > most:
         lines.append(f"... and {len(resolved.notices) - most + 1} more settings without effect")
@@ -183,7 +180,7 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
                 f"{num_ranks} ranks cannot be divided by {formula} = {inner}",
                 rows,
                 f"start a multiple of {inner} ranks, such as {max(1, round(num_ranks / inner)) * inner}; or set "
-                f"{_possible(config, num_ranks)}, which {num_ranks} ranks can be divided by",
+                f"{_possible(config, num_ranks)}, which divides {num_ranks} ranks",
             )
         data = num_ranks // inner
         rows[0] = Row("parallel.data", data, f"derived: ranks {num_ranks} / ({formula})")
@@ -201,12 +198,12 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
     if isinstance(asked := config.communication.replicas, int) and config.communication.every is not None:
         if data % asked:
             rows = [*rows, row(config, "communication.replicas")]
-            problem = f"communication.replicas: {data} data ranks are no {asked} groups of one size"
+            problem = f"communication.replicas: {data} data ranks cannot form {asked} groups of equal size"
             raise conflict(problem, rows, "set communication.replicas to a number that divides the data ranks")
         node = asked
     if node == data > 1 and config.zero.replicate == "nodes":
         rows = [*rows, Row("ranks on a node", ranks_per_node, "launcher")]
-        problem = "zero.replicate: nodes splits the states over the data ranks of a node, and each node has one"
+        problem = "zero.replicate: nodes shards the states over the data ranks of a node, but each node has one"
         raise conflict(problem, rows, "leave zero.replicate out, or set zero.stage: 0")
     if key is None and config.communication.gradients != "full":
         node = _even_nodes(data, inner // parallel.pipeline, ranks_per_node)
@@ -214,9 +211,8 @@ def _resolve_mesh(config: Config, num_ranks: int, ranks_per_node: int | None) ->
 
 
 def _possible(config: Config, num_ranks: int) -> str:
-    """Return the sizes of the requested axes, other than data, that fit this number of ranks, as text.
-
-    Those nearest to the requested sizes come first.
+    """Describe sizes of the requested axes, except data, that fit this number of ranks, nearest to the requested
+    sizes first.
     """
     axes = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(config.parallel, axis) > 1]
     asked = [getattr(config.parallel, axis) for axis in axes]
@@ -228,9 +224,9 @@ def _possible(config: Config, num_ranks: int) -> str:
 
 
 def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
-    """Return the number of nodes that one data group spans, if each node has equally many of its ranks, else 1.
+    """Return the number of nodes that one data group spans, if each node has the same number of its ranks, else 1.
 
-    Sums are then made inside the nodes first.
+    With more than one, reductions first sum inside the nodes.
     """
     if ranks_per_node is None or ranks_per_node % inner or data % (ranks_per_node // inner):
         return 1
@@ -254,7 +250,7 @@ def _splits_nodes(config: Config) -> str | None:
 
 
 def _nodes(key: str, data: int, inner: int, ranks_per_node: int | None) -> int:
-    """Return the number of nodes that one data group spans, as ``key`` asks for.
+    """Return the number of nodes that one data group spans, for the setting ``key``.
 
     ``inner`` ranks (sequence x tensor) share each data coordinate.
     """
@@ -277,10 +273,10 @@ def _nodes(key: str, data: int, inner: int, ranks_per_node: int | None) -> int:
 def _resolve_batch(batch: Batch, data: int, mesh_rows: Sequence[Row]) -> tuple[ResolvedBatch, list[Row]]:
     """Derive the missing batch sizes from total = micro x accumulate x data ranks.
 
-    ``total`` follows from the others (1 where absent) if it is missing. If it is given, ``accumulate`` follows from
-    ``micro``; without ``micro``, ``micro`` follows.
+    Without ``total``, it is computed from the others (default 1). With ``total``, ``accumulate`` is computed from
+    ``micro``, or without ``micro``, ``micro`` is computed.
 
-    Returns the numbers and, for messages, the source of each. ``mesh_rows`` are the rows of the mesh.
+    Returns the numbers and the source of each, for messages. ``mesh_rows`` are the rows of the mesh.
 
     Raises:
         ConfigError: the numbers contradict each other or do not divide; the message has a table of them and one fix.

@@ -1,7 +1,7 @@
 """Types of configuration values, each with the spellings that it accepts, and the base class of sections.
 
-YAML 1.1 reads ``1e-3`` as text, and people write ``"8"`` and ``1e8`` for whole numbers. Numeric text is therefore read
-as a number, and an integral float as a whole number. A truth value is never a number.
+YAML 1.1 reads ``1e-3`` as text, and users write ``"8"`` and ``1e8`` for integers. Numeric text is therefore read as a
+number, and an integral float as an integer. A boolean is never a number.
 """
 
 import numbers
@@ -46,7 +46,7 @@ def as_whole(value: object) -> object:
 
 
 def as_size(value: object) -> object:
-    """Return bytes from a number or from text with a unit: 1.1 GiB is rounded to the nearest whole number of bytes."""
+    """Return bytes from a number or from text with a unit: 1.1 GiB is rounded to the nearest byte."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return as_whole(value)
@@ -64,7 +64,7 @@ def _path(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Return a list, as YAML has it, as a tuple."""
+    """Convert a list (YAML has no tuples) to a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -79,7 +79,7 @@ def _windows(value: object) -> object:
 
 
 def _rows(value: object) -> object:
-    """Return rows of figures as text, also if they are lists of numbers."""
+    """Convert rows that are lists of digits to text."""
     if not isinstance(value, list | tuple):
         return value
     return tuple("".join(map(_figure, row)) if isinstance(row, list | tuple) else row for row in value)
@@ -133,7 +133,7 @@ Auto = Literal["auto"]
 
 
 class Section(BaseModel):
-    """A frozen group of keys. An empty section (``zero:`` with nothing behind it) has all defaults."""
+    """A frozen group of keys. An empty section (``zero:`` without a value) has all defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -144,6 +144,6 @@ class Section(BaseModel):
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise ConfigError(
-            f"a configuration does not change: '{name}' cannot be set to {value!r}; make another one with "
+            f"a configuration is immutable: '{name}' cannot be set to {value!r}; create another one with "
             "partita.config.load.load_config(config, overrides=['section.key=value'])"
         )

@@ -1,9 +1,9 @@
-"""Encoding of values into codes that are communicated in their place, and decoding, in one pass
-(:mod:`partita.kernels.codecs` lists the codecs).
+"""Encoding of values into codes for communication, and decoding, in one pass. :mod:`partita.kernels.codecs` lists the
+codecs.
 
-CPU tensors are processed by the C++ kernels of csrc/, others, and all tensors without a compiler, by
-:mod:`partita.kernels.codec_reference`. Both give the same bits, for any number of threads, any instruction set, and any
-cut of a buffer between two blocks.
+The C++ kernels of csrc/ process CPU tensors; :mod:`partita.kernels.codec_reference` processes all others, and CPU
+tensors without compiled kernels. Both give the same bits, for any number of threads, any instruction set, and any split
+of a buffer at block boundaries.
 """
 
 import torch
@@ -15,7 +15,7 @@ from partita.kernels.codecs import CODECS, Codec, TorchCodec
 from partita.kernels.state import GRADIENTS, check
 from partita.plan.residence import BLOCK
 
-_NUMBERS = {name: number for number, name in enumerate(CODECS)}  # as csrc/kernels.hpp has them
+_NUMBERS = {name: number for number, name in enumerate(CODECS)}  # the values of `Codec` in csrc/kernels.hpp
 
 
 def encode(
@@ -32,23 +32,22 @@ def encode(
     """Encode ``values`` ``[n]`` (fp32, bf16 or fp16) into ``codes``, uint8 ``[codec.num_bytes(n)]``.
 
     Args:
-        seed: round stochastically, by numbers derived from it, so that decoded values are right on average; None: to
-            the nearest level.
-        first_block: number of the first block in a buffer of which ``values`` are a part.
+        seed: seed of stochastic rounding, with which decoded values are unbiased; None: round to the nearest level.
+        first_block: the number of the first block of ``values`` in the buffer that they belong to.
         held: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is added
-            to the values, and then holds what decoding does not restore of the sum.
+            to the values, and overwritten with the error of the encoded sum.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
 
     Raises:
-        PartitaError: a tensor has the wrong dtype, length or device, the values are no full blocks, or the codec does
-            not round stochastically.
+        PartitaError: a tensor has the wrong dtype, length or device; ``values`` are not full blocks; or the codec does
+            not support stochastic rounding.
     """
     _check(codec, values, codes, "values", GRADIENTS)
     if held is not None:
         check("held", held, GRADIENTS[:1], values)
     if seed is not None and not codec.unbiased:
-        raise PartitaError(f"{codec.name} sends values as they are: it does not round at random; leave seed out")
+        raise PartitaError(f"{codec.name} does not support stochastic rounding: omit seed")
     if isinstance(codec, TorchCodec):
         _encode_in_torch(codec, values, codes, held)
         return
@@ -92,9 +91,9 @@ def decode(
 
 
 def _encode_in_torch(codec: TorchCodec, values: Tensor, codes: Tensor, held: Tensor | None) -> None:
-    fed = values.float() if held is None else held.add_(values)
-    records = codec.encode(fed.reshape(-1, BLOCK))
-    expected = (fed.numel() // BLOCK, codec.record_bytes)
+    total = values.float() if held is None else held.add_(values)
+    records = codec.encode(total.reshape(-1, BLOCK))
+    expected = (total.numel() // BLOCK, codec.record_bytes)
     if records.dtype != torch.uint8 or tuple(records.shape) != expected:
         raise PartitaError(
             f"{type(codec).__name__}.encode returned {records.dtype} of shape {tuple(records.shape)}: expected "

@@ -1,17 +1,17 @@
 """The codecs of :mod:`partita.kernels.codecs` in plain torch: the definition of every bit, for any device.
 
-**Levels.** A code is one of 2c + 1 whole numbers from 0 on (c is 127, 7, 1.5, 1, 0.5 for 8 bits, 4 bits, 2 bits, three
-levels, signs) and stands for (code - c) * step; a record is the step, in fp32, and the codes. A value x becomes floor(x
-/ step + c + r). With stochastic rounding, r is one of 2^16 fractions below 1, and the step is the block's largest
-magnitude / c: the decoded value is x on average (to 2^-17 of a step), and zero stays zero. With rounding to nearest, r
-is 1/2 and codes beyond the last level are clamped. The step of 2 bits is then 1.25 mean magnitudes without the zeros at
-the block's end (the padding of a parameter's last block), that of signs 2 mean magnitudes (values decode to plus or
-minus the mean). With three levels, magnitudes above 0.7 of the mean become nonzero, and the step is the mean of those.
+**Levels.** A code is an integer from 0 to 2c (c is 127, 7, 1.5, 1, 0.5 for 8 bits, 4 bits, 2 bits, three levels, signs)
+and represents (code - c) * step. A record is the step, in fp32, and the codes. A value x becomes floor(x / step + c +
+r). With stochastic rounding, r is one of 2^16 fractions below 1, and the step is the block's largest magnitude / c: the
+decoded value is x on average (to 2^-17 of a step), and zero stays zero. With rounding to nearest, r is 1/2 and codes
+are clamped to the last level. The step of 2 bits is then 1.25 times the mean magnitude, excluding the zeros at the
+block's end (the padding of a parameter's last block); that of signs is twice the mean magnitude (values decode to plus
+or minus the mean). With three levels, magnitudes above 0.7 of the mean become nonzero, and the step is their mean.
 
-**top8.** The 8 largest magnitudes of a block, unchanged, in the order of their places, then their places.
+**top8.** The 8 largest magnitudes of a block, unchanged, in the order of their indices, then their indices.
 
-A block of zeros decodes to zeros. A block with a value that is not finite decodes to no finite value (top8: to what it
-was). Random numbers are hashes of seed, place in the block and the block's number: they depend on nothing else.
+A block of zeros decodes to zeros. A block with a non-finite value decodes to non-finite values (top8: unchanged
+values). Random numbers are hashes of the seed, the index in the block and the block's number, and of nothing else.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from partita.kernels.codecs import STEP_BYTES, TOP, Codec
 from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
 from partita.plan.residence import BLOCK
 
-# Of each codec: c, how many codes are in a byte, by which factor one weighs more than the one before, and the step in
-# mean magnitudes where it is that.
+# Per codec: c, number of codes in a byte, base of a code as a digit of the byte, and the step relative to the mean
+# magnitude (0.0: relative to the largest).
 _LEVELS = {
     "int8": (127.0, 1, 256, 0.0),
     "int4": (7.0, 2, 16, 0.0),
@@ -38,15 +38,15 @@ _GOLDEN = 0x9E3779B1
 
 
 def encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
-    """See :func:`partita.kernels.codec.encode`."""
-    for at, coded in _chunks(codec, values):
-        _encode(codec, values[at], codes[coded], None if held is None else held[at], seed, first + at.start // BLOCK)
+    """Encode as :func:`partita.kernels.codec.encode` does."""
+    for at, of_codes in _chunks(codec, values):
+        _encode(codec, values[at], codes[of_codes], None if held is None else held[at], seed, first + at.start // BLOCK)
 
 
 def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
-    """See :func:`partita.kernels.codec.decode`."""
-    for at, coded in _chunks(codec, out):
-        values = _decoded(codec, codes[coded])
+    """Decode as :func:`partita.kernels.codec.decode` does."""
+    for at, of_codes in _chunks(codec, out):
+        values = _decoded(codec, codes[of_codes])
         if add:
             out[at].add_(values)
         else:
@@ -87,7 +87,7 @@ def _decoded(codec: Codec, codes: Tensor) -> Tensor:
 
 def _encode_levels(codec: Codec, blocks: Tensor, records: Tensor, fractions: Tensor | None) -> None:
     center, digits, base, width = _LEVELS[codec.name]
-    largest = blocks.abs().amax(1, keepdim=True)  # of what is not a number that
+    largest = blocks.abs().amax(1, keepdim=True)  # NaN if the block has one
     regular = largest.isfinite() & (largest > 0)
     cuts = width != 0 and fractions is None
     widths = _sum(blocks.abs() * 2.0**-8) * width if cuts else largest
@@ -112,7 +112,7 @@ def _encode_levels(codec: Codec, blocks: Tensor, records: Tensor, fractions: Ten
 
 
 def _encode_top(blocks: Tensor, records: Tensor) -> None:
-    bits = blocks.view(torch.int32) & 0x7FFFFFFF  # in the order of magnitudes, what is not a number last
+    bits = blocks.view(torch.int32) & 0x7FFFFFFF  # ordered like the magnitudes, with NaN above all
     order = torch.sort(bits, dim=1, descending=True, stable=True).indices
     places = order[:, :TOP].sort(1).values
     records[:, : 4 * TOP] = blocks.gather(1, places).view(torch.uint8)
@@ -124,7 +124,7 @@ def _float(records: Tensor) -> Tensor:
 
 
 def _sum(blocks: Tensor) -> Tensor:
-    """Return the sum of each block, in a fixed order: into sixteen lanes, then halves of them."""
+    """Return the sum of each block in a fixed order: accumulate sixteen lanes, then add halves of them."""
     steps = blocks.view(len(blocks), -1, 16)
     lanes = steps[:, 0]
     for number in range(1, steps.shape[1]):
@@ -141,8 +141,8 @@ def _hash(words: Tensor) -> Tensor:
 
 
 def _fractions(num_blocks: int, seed: int, first: int, device: torch.device) -> Tensor:
-    """Return multiples of 2^-16 in [0, 1), ``[num_blocks, BLOCK]``: a whole code plus one of them rounds down to the
-    code.
+    """Return random multiples of 2^-16 in [0, 1), ``[num_blocks, BLOCK]``. An integer plus one of them rounds down to
+    the integer.
     """
     word = torch.tensor([seed & _WORD], device=device)
     places = _hash((torch.arange(BLOCK, device=device) + _hash((word + 1) & _WORD)) & _WORD)

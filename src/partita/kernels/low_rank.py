@@ -1,9 +1,9 @@
-"""PowerSGD: a matrix as the product of two low-rank factors, which are summed over ranks in its place.
+"""PowerSGD: two low-rank factors of a matrix, which ranks all-reduce instead of the matrix.
 
 Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019, algorithm 1: one
 step of subspace iteration, warm-started with the last step's factor. Both factors are linear in the matrix, so ranks
-can sum them: ``left`` [rows, rank] is summed and orthogonalized on every rank alike, then ``right`` [rank, columns] is
-computed with it and summed. The caller keeps the residual, which the product does not restore (error feedback).
+can sum them: ``left`` [rows, rank] is summed and orthogonalized identically on every rank, then ``right`` [rank,
+columns] is computed with it and summed. The caller stores the residual (error feedback).
 """
 
 import torch
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 
-# Columns that are (up to rounding) in the span of those before become zero, and stand for nothing.
+# Columns that are (up to rounding) linear combinations of earlier ones become zero.
 _NEGLIGIBLE = 1e-6
 
 
 def first_right(columns: int, rank: int, seed: int, device: torch.device) -> Tensor:
-    """Return the ``right`` to start from: the same on every rank that gives the same seed."""
+    """Return a random initial ``right``, which depends only on the seed and the shape."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rank, columns, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
-# Each factor lies as BLAS multiplies large matrices by thin ones fastest: lying otherwise, it takes five times as long.
+# The memory layout of each factor is the fastest for BLAS products of large and thin matrices; the transposed layout
+# takes five times as long.
 
 
 def left_factor(matrix: Tensor, right: Tensor) -> Tensor:
@@ -40,8 +41,8 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def orthogonal(left: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns' span, for each of ``[..., rows, rank]``. Every rank that has the same
-    ``left`` gets the same bits. A column in the span of those before it becomes zero.
+    """Orthonormalize the columns of each matrix of ``[..., rows, rank]``. Equal inputs give equal bits on every rank. A
+    column in the span of earlier ones becomes zero.
     """
     basis, triangle = torch.linalg.qr(left)
     new = triangle.diagonal(dim1=-2, dim2=-1).abs()

@@ -1,11 +1,11 @@
-"""The compiled kernels, if they were built: the instruction sets that they support, and arguments in their form."""
+"""The compiled kernels, if they were built: their instruction sets, and conversion of arguments."""
 
 import functools
 import importlib
 import warnings
 from types import ModuleType
 
-import torch  # its OpenMP threads are the kernels', if it comes first
+import torch  # before the kernels, so that they share its OpenMP threads
 from torch import Tensor
 
 from partita.errors import PartitaError

@@ -1,10 +1,10 @@
 """Two encodings in plain torch, for any device: split masters, and 8-bit moments in blocks.
 
 **Split master.** The bits of an fp32 master are ``(bits of param << 16) + low`` modulo 2^32, where ``param`` is the
-bf16 number nearest to the master and ``low`` (int16) the signed rest, so the master is restored bit by bit. 2^32
-masters are 2^16 parameters times 2^16 rests; each parameter must have as many, so a master half-way between two goes to
-the one away from zero. (Were it to go to the even one, even parameters would have 65537 masters and odd ones 65535.) So
-one master in 131072 has another parameter than torch's cast gives it. Of what is not a number only the master is kept.
+bf16 number nearest to the master and ``low`` (int16) the signed remainder, so the master is restored bit by bit. 2^32
+masters are 2^16 parameters times 2^16 remainders, so each parameter must have the same number of masters. Therefore
+ties are rounded away from zero: rounded to even, even parameters would have 65537 masters and odd ones 65535. So one
+master in 131072 has another parameter than torch's cast gives it. For NaN only the master is restored.
 
 **8-bit moments.** A block of ``QUANTUM`` elements has one fp32 scale s, its largest magnitude (at least 2^-100). A
 magnitude x becomes u = 1 + x / s * R; cut after 4 bits of mantissa, u's floating-point number is the code. So codes are

@@ -1,7 +1,7 @@
-"""Every kernel in plain torch: the definition of the result for any device, and the fallback if none was compiled.
+"""Every update in plain torch: the definition of the result for any device, and the fallback without compiled kernels.
 
-The bits are those of the C++ kernels: float32, one rounding per operation, in the same order. Temporaries are as large
-as a chunk, not as the buffer.
+The results equal those of the C++ kernels bit by bit: float32, one rounding per operation, in the same order.
+Temporaries are as large as a chunk, not as the buffer.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.adam_`."""
+    """Update as :func:`partita.kernels.update.adam_` does."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
         if rule.l2:
@@ -36,7 +36,7 @@ def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, fact
 
 
 def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: SgdRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.sgd_`."""
+    """Update as :func:`partita.kernels.update.sgd_` does."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
         if rule.weight_decay:
@@ -51,13 +51,13 @@ def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: S
 
 
 def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.lion_`."""
+    """Update as :func:`partita.kernels.update.lion_` does."""
 
     def update(p: Tensor, g: Tensor, at: slice) -> Tensor:
         m = exp_avg[at]
         direction = m * rule.beta1 + g * (1.0 - rule.beta1)
         exp_avg[at] = _flush(m * rule.beta2 + g * (1.0 - rule.beta2))
-        # The sign of what is not a number is that same.
+        # NaN has no sign: propagate it.
         step = torch.where(direction.isnan(), direction, rule.lr * direction.sign())
         return p * rule.keep - step
 
@@ -117,10 +117,10 @@ def _blocks(at: slice) -> slice:
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return the square root as IEEE rounds it: torch's float32 root may be off by the last bit, and this is not."""
+    """Return the correctly rounded square root: torch's float32 root may be wrong in the last bit."""
     return values.double().sqrt().float()
 
 
 def _flush(values: Tensor) -> Tensor:
-    """Set values below the smallest normal number to zero: there rounding stops the decay, and processors are slow."""
+    """Set subnormal values to zero: rounding would stop their decay, and CPUs are slow with them."""
     return torch.where(values.abs() < TINY, 0.0, values)

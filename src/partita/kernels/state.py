@@ -1,7 +1,7 @@
 """The states that an update works on, and the constants of its rule.
 
-Every tensor is flat, contiguous and of the same number of elements (scales: one per block of ``QUANTUM``), all on one
-device. Values are changed in place, without autograd and its version counters noticing.
+All tensors are flat, contiguous, on one device and have the same number of elements (scales: one per block of
+``QUANTUM``). Values are changed in place without updating autograd's version counters.
 """
 
 import math
@@ -27,13 +27,13 @@ def num_blocks(num_elements: int) -> int:
 class Weights:
     """Master weights in one of three forms.
 
-    - ``master`` (fp32) alone;
-    - ``master`` and ``param`` (bf16 or fp16), the parameter that is written from it: fp16 to nearest, ties to even;
-      bf16 to nearest, ties away from zero, as the split form needs it;
+    - only ``master`` (fp32);
+    - ``master`` and ``param`` (bf16 or fp16), the parameter that is rounded from it: fp16 to nearest, ties to even;
+      bf16 to nearest, ties away from zero, as the split form requires;
     - ``param`` (bf16) and ``low`` (int16), which together are the fp32 master (:mod:`partita.kernels.quantize`).
 
     Raises:
-        PartitaError: it is another combination, or a tensor has another dtype, length or device, or is not contiguous.
+        PartitaError: another combination, or a tensor with the wrong dtype, length or device, or not contiguous.
     """
 
     param: Tensor | None = None
@@ -44,8 +44,8 @@ class Weights:
         if (self.master is None) == (self.low is None) or (self.low is not None and self.param is None):
             given = [name for name, tensor in self._named() if tensor is not None]
             raise PartitaError(
-                "weights are a master, a master with the parameter written from it, or a bf16 parameter with the low "
-                f"bits of its master; got {' and '.join(given) or 'nothing'}"
+                "weights: expected master, master and param, or param (bf16) and low (the low bits of its master); got "
+                f"{' and '.join(given) or 'nothing'}"
             )
         first = self.param if self.master is None else self.master
         assert first is not None
@@ -70,8 +70,7 @@ class Moments:
     """Adam's moments: fp32, or 8-bit codes (int8 and uint8) with one fp32 scale per block. They are zeros at the start.
 
     Raises:
-        PartitaError: codes come without scales or scales without codes, or a tensor has another dtype, length or
-            device.
+        PartitaError: codes without scales or scales without codes, or a tensor with the wrong dtype, length or device.
     """
 
     exp_avg: Tensor
@@ -82,9 +81,9 @@ class Moments:
     def __post_init__(self) -> None:
         if (self.exp_avg_scale is None) != (self.exp_avg_sq_scale is None):
             raise PartitaError("moments are both fp32, or both 8-bit codes with scales; got the scale of one")
-        coded = self.exp_avg_scale is not None
-        check("exp_avg", self.exp_avg, (torch.int8 if coded else torch.float32,), self.exp_avg)
-        check("exp_avg_sq", self.exp_avg_sq, (torch.uint8 if coded else torch.float32,), self.exp_avg)
+        is_8bit = self.exp_avg_scale is not None
+        check("exp_avg", self.exp_avg, (torch.int8 if is_8bit else torch.float32,), self.exp_avg)
+        check("exp_avg_sq", self.exp_avg_sq, (torch.uint8 if is_8bit else torch.float32,), self.exp_avg)
         num = num_blocks(self.exp_avg.numel())
         for name, scale in (("exp_avg_scale", self.exp_avg_scale), ("exp_avg_sq_scale", self.exp_avg_sq_scale)):
             if scale is not None:
@@ -93,9 +92,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class AdamRule:
-    """Adam (Kingma and Ba, 2015), with weight decay decoupled (Loshchilov and Hutter, 2019) or in the gradient.
+    """Adam (Kingma and Ba, 2015), with decoupled weight decay (Loshchilov and Hutter, 2019) or L2 regularization.
 
-    ``step`` counts from 1, this update included. As in ``torch.optim.AdamW``, eps is added outside the root.
+    ``step`` counts from 1 and includes this update. As in ``torch.optim.AdamW``, eps is added outside the root.
     """
 
     lr: float
@@ -131,7 +130,7 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class SgdRule:
-    """Stochastic gradient descent as ``torch.optim.SGD`` has it, without dampening; weight decay is in the gradient."""
+    """Stochastic gradient descent as in ``torch.optim.SGD``, without dampening; weight decay is L2 regularization."""
 
     lr: float
     momentum: float = 0.0
@@ -156,11 +155,11 @@ class LionRule:
 def check(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor, num_elements: int | None = None
 ) -> None:
-    """Check that a tensor has the form that a kernel expects.
+    """Check that a tensor is contiguous, has one of ``dtypes``, is on the device of ``like`` and has ``num_elements``
+    (default: those of ``like``).
 
     Raises:
-        PartitaError: it is not of one of ``dtypes``, contiguous, on ``like``'s device, and ``num_elements`` (by default
-            ``like``'s) long.
+        PartitaError: it is not.
     """
     expected = like.numel() if num_elements is None else num_elements
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -169,6 +168,6 @@ def check(
     if tensor.numel() != expected:
         raise PartitaError(f"{name} must have {expected} elements, got {tensor.numel()}")
     if not tensor.is_contiguous():
-        raise PartitaError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}; make it so, or copy it")
+        raise PartitaError(f"{name} must be contiguous, got strides {tuple(tensor.stride())}; call contiguous()")
     if tensor.device != like.device:
-        raise PartitaError(f"{name} must be on {like.device}, as what it is used with, got {tensor.device}")
+        raise PartitaError(f"{name} must be on {like.device}, like the other tensors, got {tensor.device}")

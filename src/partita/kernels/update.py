@@ -1,14 +1,13 @@
-"""Optimizer updates in one pass: gradient times a factor, weights and moments in place, 16-bit parameter written.
+"""Optimizer updates in one pass: scale the gradient, update weights and moments in place, write the 16-bit parameter.
 
-CPU tensors are updated by the C++ kernels of csrc/, those on a GPU by :mod:`partita.kernels.triton`. If the kernels are
-not compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits (of 8-bit
-moments, where all values are finite), for any number of threads, any instruction set, and any cut of a buffer at
-multiples of ``QUANTUM``.
-All arithmetic is float32 with one rounding per operation (no fused multiply-add). A moment whose magnitude is below the
-smallest normal number becomes zero. Values change without autograd noticing: version counters stay as they are.
+CPU tensors are updated by the C++ kernels of csrc/, GPU tensors by :mod:`partita.kernels.triton`. If the kernels are
+not compiled, or Triton is not installed, :mod:`partita.kernels.reference` runs. All give the same bits (with 8-bit
+moments: if all values are finite), for any number of threads, any instruction set, and any split of a buffer at
+multiples of ``QUANTUM``. All arithmetic is float32 with one rounding per operation (no fused multiply-add). Subnormal
+moments become zero. Autograd's version counters are not updated.
 
-Each function returns whether every element of ``grad * factor`` was finite: a bool, or a bool tensor on the weights'
-device, so that only a caller that reads it waits for it. The weights are updated in either case.
+Each function returns True if every element of ``grad * factor`` was finite: a bool, or a bool tensor on the weights'
+device, so that only a caller that reads it synchronizes. The weights are updated in either case.
 """
 
 from types import ModuleType
@@ -34,8 +33,8 @@ def adam_(
     """Take one step of Adam or AdamW.
 
     Args:
-        grad: fp32, bf16 or fp16, as long as the weights.
-        factor: multiplies each gradient: 1 / loss scale, times the factor of clipping.
+        grad: fp32, bf16 or fp16, with as many elements as the weights.
+        factor: factor of each gradient: the clipping factor / loss scale.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
 
@@ -77,13 +76,13 @@ def sgd_(
 ) -> bool | Tensor:
     """Take one step of stochastic gradient descent.
 
-    ``momentum_buffer`` (fp32, zeros at start) is given if ``rule.momentum`` is not 0, and only then. The other
-    arguments and errors are :func:`adam_`'s.
+    ``momentum_buffer`` (fp32, initially zeros) is required if ``rule.momentum`` is not 0, and must be None otherwise.
+    The other arguments and errors are those of :func:`adam_`.
     """
     check("grad", grad, GRADIENTS, weights.like)
     if (momentum_buffer is None) != (rule.momentum == 0):
         expected, got = ("a", "none") if rule.momentum else ("no", "one")
-        raise PartitaError(f"momentum {rule.momentum:g} takes {expected} momentum_buffer, got {got}")
+        raise PartitaError(f"momentum {rule.momentum:g} needs {expected} momentum_buffer, got {got}")
     if momentum_buffer is not None:
         check("momentum_buffer", momentum_buffer, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
@@ -108,7 +107,7 @@ def lion_(
     threads: int = 1,
     level: str | None = None,
 ) -> bool | Tensor:
-    """Take one step of Lion. ``exp_avg`` is fp32, zeros at start. All else is as in :func:`adam_`."""
+    """Take one step of Lion. ``exp_avg`` is fp32, initially zeros. The rest is as in :func:`adam_`."""
     check("grad", grad, GRADIENTS, weights.like)
     check("exp_avg", exp_avg, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
@@ -125,7 +124,7 @@ def lion_(
 
 
 def _elsewhere(like: Tensor) -> ModuleType:
-    """Return the module that updates tensors which the compiled kernels do not support."""
+    """Return the module that updates tensors on devices that the compiled kernels do not support."""
     if not runs_triton(like.device):
         return reference
     from partita.kernels.triton import update  # not every machine has Triton

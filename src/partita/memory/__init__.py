@@ -1,1 +1,1 @@
-"""Memory: buffer pools, long-lived allocations, the disk tier, streams, and the ledger of all bytes held."""
+"""Memory: buffer pools, long-lived allocations, the disk tier, streams, and the ledger of all allocated bytes."""

@@ -1,12 +1,11 @@
-"""Accelerators: devices with streams and a memory of their own. This is the only file that knows which kinds there are.
+"""Accelerators: devices with streams and their own memory. Only this file distinguishes device types.
 
-CUDA, ROCm (``cuda`` to PyTorch), XPU and others are used through what PyTorch has for all of them:
-``torch.accelerator``, ``torch.Stream``, ``torch.Event``, and the device's own module, whose functions have the same
-names everywhere. Without an accelerator tensors are computed on the host, which has neither streams nor events: work
-there is in order.
+CUDA, ROCm (``cuda`` in PyTorch), XPU and others are used through PyTorch's common interface: ``torch.accelerator``,
+``torch.Stream``, ``torch.Event``, and the device's module, whose functions have the same names for all types. Without
+an accelerator, tensors are computed on the host, which has neither streams nor events: work there runs in order.
 
-A simulated device (:mod:`partita.simulate`) stands for either kind. Its tensors have shapes and no values: they are on
-torch's ``meta`` device. It has neither streams nor events, and its host is simulated, too.
+A simulated device (:mod:`partita.simulate`) represents either an accelerator or the host. Its tensors have shapes but
+no values: they are on torch's ``meta`` device. It has neither streams nor events, and its host is simulated, too.
 """
 
 import warnings
@@ -22,25 +21,25 @@ from partita.errors import ConfigError, PartitaError
 
 HOST = torch.device("cpu")
 SIMULATED = torch.device("meta")
-# Of most clusters' devices, in PyTorch's words.
+# The device type of most clusters.
 USUAL_KIND = "cuda"
-# Whose autocast, which torch itself leaves empty, a simulated host and a simulated accelerator use.
+# Device types whose autocast keys torch does not use. A simulated host and a simulated accelerator use them.
 WITHOUT_AUTOCAST = {HOST.type: "ipu", USUAL_KIND: "hpu"}
 # Kinds that Triton has a compiler for.
 TRITON_KINDS = (USUAL_KIND, "xpu")
-# What a simulated device is, in PyTorch's words.
+# The device type that the simulated device represents.
 _simulated_kind = HOST.type
 
 
 def device_type() -> str:
-    """Return the type of the device that computes, in PyTorch's words: ``cpu``, ``cuda``, ``xpu``, ..."""
+    """Return the type of the device that computes: ``cpu``, ``cuda``, ``xpu``, ..."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return HOST.type
     if found.type == "mps":
         warnings.warn(
-            "PyTorch's mps device is not used, training runs on the CPU: mps has no float64, in which the norm of the "
-            "gradients is added up, and no process groups",
+            "PyTorch's mps device is not used, training runs on the CPU: mps has no process groups, and no float64, "
+            "which the gradient norm needs",
             stacklevel=3,
         )
         return HOST.type
@@ -48,9 +47,9 @@ def device_type() -> str:
 
 
 def own_device(local_rank: int | None) -> torch.device:
-    """Return this rank's device: the one visible device if there is only one (Slurm's ``--gpus-per-task``, Ray and
-    Kubernetes hide the others), else the one with the rank's number in its node; if no launcher numbers the ranks, the
-    current one (``torch.cuda.set_device``).
+    """Return this rank's device: the only visible device (Slurm's ``--gpus-per-task``, Ray and Kubernetes hide the
+    others), or else the device with index ``local_rank``; without a local rank, the current device
+    (``torch.cuda.set_device``).
 
     Raises:
         ConfigError: several devices are visible, but fewer than the node has ranks.
@@ -64,17 +63,17 @@ def own_device(local_rank: int | None) -> torch.device:
         return torch.device(kind, 0)
     if local_rank >= num:
         raise ConfigError(
-            f"device: the rank with number {local_rank} of its node has no {kind} device of its own: expected one "
-            f"visible device, or at least {local_rank + 1}; got {num}. Start at most {num} processes on a node"
+            f"device: local rank {local_rank} has no {kind} device: expected one visible device, or at least "
+            f"{local_rank + 1}; got {num}. Start at most {num} processes per node"
         )
     return torch.device(kind, local_rank)
 
 
 def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
-    """Return the device that the user names, with the rank's own index if the user names none.
+    """Return the device that the user has chosen; without an index, this rank's device.
 
     Raises:
-        ConfigError: it is no device, or none that this machine trains on.
+        ConfigError: it is not a device, or this machine does not have it.
     """
     expected = "cpu" if (kind := device_type()) == HOST.type else f"cpu, {kind}, or {kind}:0 to {kind}:{count() - 1}"
     try:
@@ -92,13 +91,13 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
 
 
 def usual_kind(one_memory: bool) -> str:
-    """Return the kind of most machines' devices, if host and device share one memory or if they do not."""
+    """Return the device type to assume for a machine: ``one_memory`` if host and device share one memory."""
     return HOST.type if one_memory else USUAL_KIND
 
 
 @contextmanager
 def simulating(kind: str) -> Iterator[None]:
-    """Make the simulated device stand for one of this kind (``cpu``, ``cuda``, ...) inside a block."""
+    """Make the simulated device represent this device type (``cpu``, ``cuda``, ...) inside a block."""
     global _simulated_kind
     before, _simulated_kind = _simulated_kind, kind
     try:
@@ -113,7 +112,7 @@ def is_simulated(device: torch.device) -> bool:
 
 
 def kind_of(device: torch.device) -> str:
-    """Return the device's kind in PyTorch's words; for a simulated one, the kind that it stands for."""
+    """Return the device's type; for a simulated device, the type that it represents."""
     return _simulated_kind if is_simulated(device) else device.type
 
 
@@ -123,22 +122,22 @@ def is_host(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work on the device is queued, and overlaps with the host's."""
+    """Return whether work on the device is asynchronous to the host."""
     return not is_host(device) and not is_simulated(device)
 
 
 def host_of(device: torch.device) -> torch.device:
-    """Return the host's device that goes with this one."""
+    """Return the host device of this device: ``cpu``, or ``meta`` if it is simulated."""
     return device if is_simulated(device) else HOST
 
 
 def readable(device: torch.device) -> torch.device:
-    """Return the device of tensors that ranks on this device send each other in order to read them."""
+    """Return the device for tensors that ranks exchange and whose values they read: not a simulated one."""
     return HOST if is_simulated(device) else device
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values where Python can read them; for a simulated device's tensor, which has none, ones."""
+    """Return a copy of a tensor on the host; ones for a tensor on a simulated device, which has no values."""
     tensor = tensor.detach()
     return torch.ones_like(tensor, device=HOST) if is_simulated(tensor.device) else tensor.cpu()
 
@@ -176,7 +175,7 @@ def name(device: torch.device) -> str:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """Return a new stream besides the current one; None on the host."""
+    """Return a new side stream; None on the host."""
     return torch.Stream(device=device) if has_streams(device) else None
 
 
@@ -226,8 +225,8 @@ def allocated_bytes(device: torch.device) -> tuple[int, int]:
 def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], object]:
     """Register existing host memory with the device, so that copies to and from it do not block the caller.
 
-    Returns a function that undoes it. PyTorch offers this for CUDA and ROCm. For other kinds the memory stays as it is,
-    and copies block the caller.
+    Returns a function that undoes it. PyTorch offers this for CUDA and ROCm. For other device types the memory is not
+    pinned, and copies block the caller.
 
     Raises:
         PartitaError: that many bytes cannot be pinned.
@@ -235,16 +234,16 @@ def pin(address: int, num_bytes: int, device: torch.device) -> Callable[[], obje
     runtime = getattr(torch.get_device_module(device), "cudart", None)
     if runtime is None:
         warnings.warn(
-            f"PyTorch cannot pin memory for {device.type} that it did not allocate: copies between the host and the "
-            "device hold the caller, so offload (zero.offload) is slower",
+            f"PyTorch cannot pin existing host memory for {device.type}: copies between the host and the device block "
+            "the caller, so offload (zero.offload) is slower",
             stacklevel=2,
         )
         return lambda: None
     calls = runtime()
     status = calls.cudaHostRegister(address, num_bytes, 0)
     if int(status):
-        # The runtime remembers the error, and PyTorch would raise it for the next kernel: let it do so here.
-        with suppress(RuntimeError, AssertionError):  # the latter where PyTorch is built without the device
+        # The runtime stores the error, and PyTorch would raise it at the next kernel launch: clear it here.
+        with suppress(RuntimeError, AssertionError):  # AssertionError: PyTorch is built without the device
             torch.empty(1, dtype=torch.float32, device=device).fill_(0)
         raise PartitaError(
             f"{device.type} cannot pin {num_bytes} bytes of host memory ({calls.cudaGetErrorString(status)}): raise "

@@ -1,9 +1,9 @@
-"""Allocation of long-lived memory: for states and slots, never for tensors that a step makes and drops.
+"""Allocation of long-lived memory: for states and slots, never for temporary tensors of a step.
 
-On the host every allocation is an anonymous mapping of its own. On malloc's heap, large blocks that live for the whole
-run would lie between those that a step allocates and frees, and the heap would grow by the holes. A mapping consists of
-full pages, as the disk requires (:mod:`partita.memory.disk`), and is no larger: torch's pinned memory is rounded up to
-a power of two.
+On the host every allocation is a separate anonymous mapping. In malloc's heap, blocks that live for the entire run
+would lie between those that a step allocates and frees, and fragmentation would grow the heap. A mapping consists of
+full pages, as the disk requires (:mod:`partita.memory.disk`), and is not rounded up further; torch rounds pinned memory
+up to a power of two.
 """
 
 import contextlib
@@ -25,9 +25,8 @@ def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate the same on the host; pinned if ``device`` is an accelerator, so that copies do not block the caller.
-
-    The memory may be dropped only after its copies are done.
+    """Allocate a flat tensor of zeros on the host; pinned if ``device`` is an accelerator, so that copies do not block
+    the caller. It may be dropped only after its copies are done.
 
     Raises:
         PartitaError: that many bytes cannot be pinned.
@@ -49,27 +48,27 @@ class Mapping(mmap.mmap):
 
     def __init__(self, num_bytes: int) -> None:
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Requests to the disk are of fewer pieces then. Huge pages never reach beyond the mapping.
+            # With huge pages, requests to the disk have fewer segments. They never extend beyond the mapping.
             with contextlib.suppress(OSError):  # a kernel without them
                 self.madvise(mmap.MADV_HUGEPAGE)
 
     def pin(self, device: torch.device) -> None:
         """Register the memory with an accelerator for as long as the mapping exists."""
-        # After a fork the first write to a page would give this process another page than the one that is registered.
+        # After a fork, copy-on-write would replace a registered page at this process's first write to it.
         self.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         self._unpin = accelerator.pin(address, len(self), device)
 
     def __del__(self) -> None:
-        if self._unpin is not None:  # here, because a finalizer would come after the memory is unmapped
+        if self._unpin is not None:  # here, because a finalizer would run after the memory is unmapped
             self._unpin()
 
 
 def trim() -> None:
-    """Return freed memory that malloc has kept to the system, if the C library can.
+    """Return memory that malloc has cached to the system, if the C library can.
 
-    This is for large blocks that were not allocated by this module: small allocations in their holes keep the heap from
-    shrinking, and the next large block from fitting.
+    This is for large blocks that this module has not allocated: small allocations in their place keep the heap from
+    shrinking, and the next large block does not fit.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:

@@ -28,9 +28,9 @@ PRODUCTS = frozenset(
     scaled_dot_product_attention _grouped_mm grouped_mm
     """.split()
 )
-# The operators behind them whose names differ.
+# Operators of these functions whose names differ.
 _PRODUCT_OPERATORS = frozenset("_addmm_activation _native_multi_head_attention linalg_multi_dot linalg_vecdot".split())
-# Operators that autocast runs in the widest dtype of their arguments. All others that it has are run in fp32.
+# Operators that autocast runs in the widest dtype of their arguments. It runs all others that it handles in fp32.
 _PROMOTED = frozenset(
     "cat stack index_copy addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add".split()
 )
@@ -41,8 +41,8 @@ def autocast(device: torch.device, dtype: torch.dtype, caches: bool = False) -> 
     """Return a context in which operators on ``device`` are cast to ``dtype`` as ``torch.autocast`` does.
 
     Args:
-        caches: whether 16-bit copies of fp32 weights are kept until the context ends. They would also be kept of
-            weights that are sharded again after use.
+        caches: keep 16-bit copies of fp32 weights until the context ends. This would include weights that are resharded
+            after use.
     """
     if is_simulated(device):
         return _simulated(True, dtype)
@@ -63,7 +63,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @contextmanager
 def simulated_autocast() -> Iterator[None]:
-    """Make operators on ``meta`` check whether they are under :func:`autocast`: tensors there have no autocast key."""
+    """Make :func:`autocast` work for operators on ``meta``, whose tensors have no autocast dispatch key."""
     kind = HOST.type if is_host(SIMULATED) else USUAL_KIND
     device, key = WITHOUT_AUTOCAST[kind], _key(kind)
     _register_kernels(kind)
@@ -82,8 +82,8 @@ def _key(kind: str) -> torch._C.DispatchKey:
 
 @contextmanager
 def _simulated(is_enabled: bool, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Set torch's autocast state of the device's kind, for the model, and of the host, for
-    :func:`_simulated_is_enabled`.
+    """Set torch's autocast state of the represented device type, which the model may query, and of the host, which
+    :func:`_simulated_is_enabled` queries.
     """
     kinds = {HOST.type, kind_of(SIMULATED)}
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -99,8 +99,8 @@ def _simulated(is_enabled: bool, dtype: torch.dtype | None = None) -> Iterator[N
 
 
 def _simulated_is_enabled() -> bool:
-    """Return whether a simulated device is under autocast. A forward that torch.utils.checkpoint repeats in backward
-    has only the host's autocast state.
+    """Return whether autocast is enabled for the simulated device. torch.utils.checkpoint restores only the host's
+    autocast state when it recomputes a forward in backward.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     return torch.is_autocast_enabled(HOST.type) and (in_backward or torch.is_autocast_enabled(kind_of(SIMULATED)))
@@ -108,7 +108,7 @@ def _simulated_is_enabled() -> bool:
 
 @cache
 def _register_kernels(kind: str) -> list[torch.library.Library]:
-    """Register a kernel for every operator that autocast has on this kind of device."""
+    """Register a kernel for every operator that autocast handles on this device type."""
     key, library, others = _key(kind), torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, key.name)
     for name in torch._C._dispatch_get_all_op_names():

@@ -1,8 +1,8 @@
-"""A buffer pool: slots of memory that are borrowed for a while, and never allocated or freed in a step.
+"""A buffer pool: slots of memory that are borrowed and returned, so that a step neither allocates nor frees them.
 
 A slot is returned with the event of the last work that used it; the next borrower waits for that event on the stream
-that will write. Slots come in a few size classes (an embedding is larger than a block), each with as many slots as were
-requested; when all slots of a class are borrowed the pool grows by one, with a ledger entry and one warning.
+that will write. Slots have a few size classes (an embedding is larger than a block), each with a planned number of
+slots. If all slots of a class are borrowed, the pool grows by one, with a ledger entry and one warning.
 
 Source: constant-size buffers and defragmentation of ZeRO-R (Rajbhandari et al., 2020, sections 6.2 and 6.3).
 """
@@ -18,7 +18,7 @@ from partita.memory.streams import Event, record
 from partita.plan.residence import Tier
 from partita.plan.slots import PlannedPool, class_of
 
-KEPT = "gathered"  # the ledger's state for memory that slots have left to gathered parameters
+KEPT = "gathered"  # the ledger's state for memory that slots have transferred to unsharded parameters
 
 
 @dataclass
@@ -34,9 +34,9 @@ class BufferPool:
 
     Args:
         name: the ledger's state, and the name in warnings.
-        ledger: where the slots' bytes are entered.
+        ledger: records the slots' bytes.
         tier: the memory of the slots, on the device or on the host.
-        backed: True if slots have memory of their own; False if a :class:`Loan` resizes instead of swapping.
+        backed: True if slots own memory; False if a :class:`Loan` resizes storages instead of swapping.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class BufferPool:
         """Return a slot of at least ``num_bytes``; its ``last_use`` must be waited for before it is written.
 
         Args:
-            spare: if no slot is free, take memory that is freed when the slot is returned, instead of a larger pool.
-            newest: take the slot that was returned last, so that slots never used take no memory yet; otherwise the one
-                whose last use is the most likely to have ended.
+            spare: if no slot is free, allocate a temporary slot, which is freed on return, instead of growing the pool.
+            newest: take the slot that was returned last, so that slots that were never used occupy no physical memory
+                yet; by default the slot that was returned first, whose last use is the most likely to have ended.
         """
         free = self._free[self._class_of(num_bytes)]
         if free:
@@ -82,9 +82,9 @@ class BufferPool:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"'{self._name}' (see memory_report) grows by {num_bytes / 1e6:.1f} MB: more of the model is whole at "
-                "the same time than in a plain forward and backward (create_graph, units inside each other, a "
-                "parameter read by another unit); the memory stays for the rest of the run",
+                f"'{self._name}' (see memory_report) grows by {num_bytes / 1e6:.1f} MB: more parameters are unsharded "
+                "at the same time than in a plain forward and backward (create_graph, units inside each other, a "
+                "parameter read by another unit); the memory stays allocated for the rest of the run",
                 stacklevel=2,
             )
         return self._new(self._class_of(num_bytes))
@@ -97,13 +97,15 @@ class BufferPool:
         self._free[slot.num_bytes].append(slot)
 
     def leave(self, slot: Slot) -> None:
-        """Leave a slot's memory to the storage that has it now (see :meth:`Loan.drop`); the slot gets other memory."""
+        """Transfer a slot's memory permanently to the storage that uses it (see :meth:`Loan.drop`), and allocate new
+        memory for the slot.
+        """
         self._ledger.add(KEPT, slot.num_bytes, self._tier)
         if self._backed and not slot.spare:
             slot.storage = self._memory(slot.num_bytes)
 
     def left(self, num_bytes: int) -> None:
-        """Note that memory which a slot had left to a storage was freed."""
+        """Record that transferred memory was freed (see :meth:`leave`)."""
         self._ledger.remove(KEPT, num_bytes, self._tier)
 
     def _class_of(self, num_bytes: int) -> int:
@@ -115,7 +117,7 @@ class BufferPool:
     def _new(self, num_bytes: int, spare: bool = False) -> Slot:
         self._ledger.add(self._name, num_bytes, self._tier)
         memory = self._memory(num_bytes if self._backed else 0)
-        # The current stream is still filling it with zeros, and may be using what it was before.
+        # The current stream is still filling it with zeros, and may still use earlier tensors at this address.
         return Slot(memory, num_bytes, record(self._device), spare)
 
     def _memory(self, num_bytes: int) -> torch.UntypedStorage:
@@ -124,10 +126,10 @@ class BufferPool:
 
 
 class Loan:
-    """Lends a slot's memory to a tensor's storage and takes it back, without a copy.
+    """Moves a slot's memory into a tensor's storage and back, without a copy.
 
-    Where torch cannot swap the memory of two storages (before 2.12, or with ``swap=False``) the storage is resized
-    instead: the same residency, but memory is allocated and freed.
+    If torch cannot swap the memory of two storages (before 2.12), or with ``swap=False``, the storage is resized
+    instead: the peak is the same, but memory is allocated and freed.
     """
 
     def __init__(self, swap: bool = True) -> None:
@@ -146,7 +148,7 @@ class Loan:
             storage.resize_(0)
 
     def drop(self, storage: torch.UntypedStorage) -> None:
-        """Free the memory that a slot has left to a storage."""
+        """Free the memory that a slot has transferred to a storage."""
         if self.swap:
             _swap(storage, torch.UntypedStorage(0, device=storage.device))
         else:

@@ -1,4 +1,4 @@
-"""The capacity of this process, as the system reports it: cores, and the free bytes of each memory."""
+"""Capacities of this process that the system reports: cores, and the free bytes of each memory."""
 
 import os
 import sys
@@ -13,15 +13,14 @@ from partita.memory.disk import filesystem_in_memory, scratch_folder
 from partita.memory.ledger import process_memory
 from partita.planner.budget import MemoryBudget
 
-# What the states and the working memory leave free: on the device for activations, whose size is not known before the
-# first forward; elsewhere for what other processes take meanwhile.
+# Shares of the free memory that states and working memory may use. The rest is reserved: on the device for activations,
+# whose size is unknown before the first forward; on host and disk for other processes.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.7, 0.85, 0.95
 
 
 def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
-    """Return the memory that a process may use, less a margin; the host and the disk are those of its whole node.
-
-    The values that a model was passed with count as taken.
+    """Return the memory that a process may use, minus a margin. Host and disk are those of the entire node. The current
+    values of the model count as used.
 
     Raises:
         PartitaError: the free space of the disk tier's folder cannot be read.
@@ -33,13 +32,13 @@ def free_budget(device: torch.device, offload: Offload) -> MemoryBudget:
 
 
 def free_now(device: torch.device) -> int:
-    """Return the bytes of the device's memory that are free for tensors; on the CPU those of the node."""
+    """Return the bytes of the device's memory that are free for tensors; on the CPU, the free bytes of the node."""
     accelerator.reclaim(device)
     return host_memory()[1] if accelerator.is_host(device) else accelerator.free_bytes(device)
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Return the bytes of the device's memory that this process has not needed yet, not even at its peak."""
+    """Return the bytes of the device's memory that this process has not used yet, not even at its peak."""
     now, peak = process_memory() if accelerator.is_host(device) else accelerator.allocated_bytes(device)
     return max(0, free_now(device) - (peak - now))
 
@@ -63,20 +62,20 @@ def host_memory() -> tuple[int, int]:
 
 
 def _free_disk(folder: Path) -> int:
-    """Return the bytes free for the disk tier; 0 if it does not run here, or if the filesystem is in memory."""
+    """Return the free bytes for the disk tier; 0 if this system does not support it, or for an in-memory filesystem."""
     if sys.platform != "linux" or filesystem_in_memory(folder):
         return 0
     try:
         status = os.statvfs(folder)
     except OSError as error:
         raise PartitaError(
-            f"offload to disk, in '{folder}': {error.strerror}; let zero.offload.path name a folder"
+            f"offload to disk, in '{folder}': {error.strerror}; set zero.offload.path to a folder"
         ) from error
     return status.f_bavail * status.f_frsize
 
 
 def _reclaimable() -> int:
-    """Return the bytes of memory that the container's files take, and that are freed when they are needed."""
+    """Return the bytes of the container's page cache, which the system frees on demand."""
     try:
         lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
     except OSError:

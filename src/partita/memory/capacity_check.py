@@ -1,4 +1,4 @@
-"""Capacity check before allocation: whether a rank's states fit into the free memory, or would at a lower stage."""
+"""Capacity check before allocation: a rank's states must fit into the free memory; a cheaper ZeRO stage is logged."""
 
 import logging
 from collections import Counter
@@ -17,18 +17,17 @@ from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.remedies import fitting_changes, lighter_stage
 
 _log = logging.getLogger("partita")
-# The disk's space is taken when its tier is opened, which says what is missing.
+# Disk space is reserved when the disk tier is opened, which raises if it is missing.
 _UNKNOWN = 2**63
 
 
 def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-    """Check that the states fit into the free memory. The states alone are checked, because they are known to the byte;
-    if memory for the remaining work of a step is missing, that is explained when it happens.
-
-    Ranks of a node that share its memory are not counted together.
+    """Check that the states of this rank fit into the free memory. Only the states are checked, because their size is
+    exact; other ranks of the node are not included. Out-of-memory errors of a step are explained when they occur.
 
     Raises:
-        PartitaError: they do not fit; with what is missing of each memory, and the nearest changes with which they fit.
+        PartitaError: the states do not fit. The text lists the missing bytes of each memory, and config changes with
+            which they would fit.
     """
     if accelerator.is_simulated(device):
         return
@@ -51,8 +50,8 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
 
 
 def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
-    """Log one line, before anything is allocated, if a lower stage is certain to fit and sends less. A memory that
-    ranks may share is divided as if all of them did.
+    """Log one line if a lower ZeRO stage is certain to fit and sends less. A memory that ranks may share is divided by
+    the number of ranks.
     """
     num_ranks = blueprint.resolved.mesh.num_ranks
     if accelerator.is_simulated(device) or num_ranks == 1:
@@ -63,7 +62,7 @@ def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.de
 
 
 def _free(model: nn.Module, device: torch.device) -> MemoryBudget:
-    """Return the free bytes, plus those of the model's values now: the values move to their planned tier."""
+    """Return the free bytes plus the current bytes of the model's values, which will move to their planned tier."""
     host = host_memory()[1] + _bytes_on(model, accelerator.HOST)
     if accelerator.is_host(device):
         return MemoryBudget(host, 0, _UNKNOWN, one_memory=True)

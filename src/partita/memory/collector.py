@@ -1,8 +1,8 @@
-"""Python's garbage collector: paused while very many lasting objects are made, or kept from visiting existing ones.
+"""Python's garbage collector: pause it while many long-lived objects are created, or freeze existing objects.
 
-It looks for cycles each time that enough new objects exist, and so visits those that stay again and again: more than
-half of the time that the records of many small parameters take. While training, a rank whose collector visits
-everything that imports have made stops for a tenth of a second or more, and with it every rank that waits for it.
+The collector looks for cycles whenever enough new objects exist, and so traverses long-lived objects again and again.
+This takes more than half of the time of creating the records of many small parameters. During training, a collection
+that traverses all imported modules stops a rank for a tenth of a second or more, and every rank that waits for it.
 """
 
 import gc
@@ -35,7 +35,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def collector_spared() -> Iterator[None]:
-    """Run the collector once, then keep it from visiting the existing objects inside the block."""
+    """Run the collector once, then exclude the existing objects from collections inside the block."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,10 +1,10 @@
 """The disk as a tier of memory: one scratch file per rank, in regions that are read and written asynchronously.
 
-- The file has no name. It is gone, and its space free, when the process ends, however it ends.
-- A region's space is taken before it is written, at the start (``provide``) or when it is reserved: a full disk is
-  found before anything is lost.
-- Requests to one region are done in the order in which they were made, requests to different regions in parallel.
-- Data bypasses the page cache (O_DIRECT), which would otherwise fill the memory that the tier is there to spare.
+- The file has no name, so the system frees its space when the process ends, even if it is killed.
+- A region's space is reserved before it is written, at the start (``provide``) or by ``reserve``: a full disk is
+  reported before data is lost.
+- Requests to one region run in order, requests to different regions in parallel.
+- Data bypasses the page cache (O_DIRECT), which would otherwise fill the memory that this tier frees.
 """
 
 import errno
@@ -32,21 +32,21 @@ from partita.memory.accelerator import HOST
 from partita.memory.step_events import span
 from partita.memory.streams import Event, Workers
 
-# O_DIRECT asks for offsets, sizes and memory in multiples of the device's block: 512 or 4096 bytes.
+# O_DIRECT requires offsets, sizes and addresses in multiples of the device's block: 512 or 4096 bytes.
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 * 2**20
 IN_MEMORY = ("tmpfs", "ramfs")
 
 REMEDIES = {
-    errno.ENOENT: "create the folder, or let zero.offload.path name another",
-    errno.ENOTDIR: "let zero.offload.path name a folder",
-    errno.EACCES: "let zero.offload.path name a folder in which this user may write",
-    errno.EPERM: "let zero.offload.path name a folder in which this user may write",
-    errno.EROFS: "let zero.offload.path name a folder on a filesystem that is not read-only",
-    errno.ENOSPC: "make room there, or let zero.offload.path name a folder on a larger disk",
-    errno.EDQUOT: "make room in this user's quota, or let zero.offload.path name a folder on another disk",
-    errno.EFBIG: "raise the largest size of a file (`ulimit -f unlimited`), or offload less to the disk",
-    errno.EIO: "see the system's log (`dmesg`): the disk may be failing; let zero.offload.path name another",
+    errno.ENOENT: "create the folder, or set zero.offload.path to another",
+    errno.ENOTDIR: "set zero.offload.path to a folder",
+    errno.EACCES: "set zero.offload.path to a folder in which this user may write",
+    errno.EPERM: "set zero.offload.path to a folder in which this user may write",
+    errno.EROFS: "set zero.offload.path to a folder on a filesystem that is not read-only",
+    errno.ENOSPC: "free space there, or set zero.offload.path to a folder on a larger disk",
+    errno.EDQUOT: "free space in this user's quota, or set zero.offload.path to a folder on another disk",
+    errno.EFBIG: "raise the limit of the file size (`ulimit -f unlimited`), or offload less to the disk",
+    errno.EIO: "see the system's log (`dmesg`): the disk may be failing; set zero.offload.path to another disk",
 }
 
 
@@ -60,14 +60,14 @@ class Region:
 
 @dataclass(frozen=True)
 class DiskReport:
-    """The bytes read and written; ``busy_s`` counts the seconds in which at least one block was under way."""
+    """The bytes read and written; ``busy_s`` counts the seconds in which at least one request was in flight."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     busy_s: float = 0.0
 
     def since(self, earlier: "DiskReport") -> "DiskReport":
-        """Return what was moved after ``earlier``."""
+        """Return the traffic after ``earlier``."""
         return DiskReport(
             self.bytes_read - earlier.bytes_read,
             self.bytes_written - earlier.bytes_written,
@@ -84,13 +84,13 @@ class DiskReport:
 class Disk:
     """A scratch file in ``folder``.
 
-    Tensors are flat, on the CPU, and begin at a page (see :mod:`partita.memory.allocate`). A request keeps their memory
-    until it is done; their values must not change until then. An event's ``wait`` blocks the caller, even if there is
-    an accelerator. After a failed request every later one to its region fails, too, until the region is released.
+    Tensors are flat, on the CPU, and page-aligned (see :mod:`partita.memory.allocate`). A request keeps their memory
+    alive until it is done; their values must not change until then. An event's ``wait`` blocks the caller, even if
+    there is an accelerator. After a failed request every later one to its region fails until the region is released.
 
     Args:
-        name: tells the file from those of other ranks in the same folder.
-        threads: blocks of ``BLOCK_BYTES`` that are under way at most.
+        name: the name of the file while it is created; differs between ranks.
+        threads: the maximum number of blocks of ``BLOCK_BYTES`` in flight.
 
     Raises:
         PartitaError: the folder is missing or is not a folder, is not writable, or has no space.
@@ -103,9 +103,9 @@ class Disk:
         try:
             self._file, self.direct = _open(folder, name)
         except OSError as error:
-            raise _failure(error, "making a scratch file", folder) from error
+            raise _failure(error, "creating a scratch file", folder) from error
         self._close = weakref.finalize(self, os.close, self._file)
-        self._close.atexit = False  # threads may be writing, and the number must not come to mean another file
+        self._close.atexit = False  # threads may be writing, and the descriptor must not be reused for another file
         self._workers = Workers("disk", threads)
         self._num_bytes = 0  # of the file
         self._lent_bytes = 0  # of its regions
@@ -117,7 +117,7 @@ class Disk:
         return self._meter.report()
 
     def provide(self, num_bytes: int) -> None:
-        """Reserve space that later regions are cut from, so that a full disk is found now.
+        """Reserve the space of later regions, so that a full disk is reported now.
 
         Raises:
             PartitaError: the disk does not have the space.
@@ -145,15 +145,15 @@ class Disk:
         self._free[region.num_bytes].append(region)
 
     def read(self, region: Region, into: Tensor) -> Event:
-        """Begin to fill a tensor that is no larger than the region, from the region's beginning; returns at once."""
+        """Start reading the beginning of a region into a tensor that is no larger; returns at once."""
         return self._request(region, into, self._read)
 
     def write(self, region: Region, values: Tensor) -> Event:
-        """Begin to write the values to the region's beginning; returns at once."""
+        """Start writing the values to the beginning of a region; returns at once."""
         return self._request(region, values, self._write)
 
     def close(self) -> None:
-        """Wait for all requests, however they end, and free the file's space."""
+        """Wait for all requests, ignoring their errors, and free the file's space."""
         self._workers.close()
         self._close()
 
@@ -163,13 +163,13 @@ class Disk:
             os.posix_fallocate(self._file, self._num_bytes, num_bytes)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                os.ftruncate(self._file, self._num_bytes)  # some of it may have been taken
+                os.ftruncate(self._file, self._num_bytes)  # some of it may have been reserved
                 raise _failure(error, f"reserving {num_bytes} bytes", self._folder) from error
             if not self._sparse:
                 self._sparse = True
                 warnings.warn(
-                    f"the filesystem of '{self._folder}' cannot reserve space: a full disk will end a step, not the "
-                    "start; let zero.offload.path name a folder on a local disk",
+                    f"the filesystem of '{self._folder}' cannot reserve space: a full disk will raise in a step, not "
+                    "at the start; set zero.offload.path to a folder on a local disk",
                     stacklevel=3,
                 )
             os.ftruncate(self._file, end)
@@ -213,7 +213,7 @@ class Disk:
 
 
 class _Meter:
-    """Adds up the traffic of all threads."""
+    """The traffic of all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -251,18 +251,18 @@ class _Meter:
 def _memory(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's bytes, which keeps the memory alive."""
     assert tensor.device == HOST, f"a tensor on {tensor.device}"
-    assert tensor.is_contiguous(), "a tensor with holes"
-    assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor does not begin at a page: allocate it with memory.allocate"
+    assert tensor.is_contiguous(), "the tensor is not contiguous"
+    assert tensor.data_ptr() % ALIGNMENT == 0, "the tensor is not page-aligned: allocate it with memory.allocate"
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def in_pages(num_bytes: int) -> int:
-    """Return ``num_bytes`` rounded up to full pages, as they are stored in the file."""
+    """Return ``num_bytes`` rounded up to full pages."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _split(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    """Return the full pages of a block, the remainder, and a page that is moved in place of the remainder."""
+    """Return the full pages of a block, the remainder, and a page-sized bounce buffer for the remainder."""
     num_whole = len(block) // ALIGNMENT * ALIGNMENT
     whole, rest = block[:num_whole], block[num_whole:]
     return whole, rest, memoryview(mmap.mmap(-1, ALIGNMENT) if rest else bytearray())
@@ -287,7 +287,7 @@ def open_disk(offload: Offload, rank: int) -> Disk:
     if rank == 0 and (filesystem := filesystem_in_memory(folder)):
         warnings.warn(
             f"offload to disk, in '{folder}': the filesystem there is {filesystem}, whose files are in memory, so "
-            "states take the memory that this tier is to spare; let zero.offload.path name a folder on a disk",
+            "offloading frees no memory; set zero.offload.path to a folder on a disk",
             stacklevel=2,
         )
     return Disk(folder, f"partita-rank-{rank}")
@@ -321,8 +321,8 @@ def _open(folder: Path, name: str) -> tuple[int, bool]:
         if error.errno != errno.EINVAL:
             raise
     warnings.warn(
-        f"the filesystem of '{folder}' takes no O_DIRECT requests of {ALIGNMENT} bytes: offload to disk goes through "
-        "the page cache there, which is slower and takes memory; let zero.offload.path name a folder on a local disk",
+        f"the filesystem of '{folder}' does not support O_DIRECT requests of {ALIGNMENT} bytes: offload to disk uses "
+        "the page cache, which is slower and takes memory; set zero.offload.path to a folder on a local disk",
         stacklevel=3,
     )
     return _open_unnamed(folder, name, 0), False
@@ -333,7 +333,7 @@ def _open_unnamed(folder: Path, name: str, flags: int) -> int:
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # of filesystems, and of kernels, that cannot
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # O_TMPFILE is not supported by filesystem or kernel
             raise
     path = folder / name
     path.unlink(missing_ok=True)  # of a process that was killed between the next two calls
@@ -349,5 +349,5 @@ def _failure(error: OSError, what: str, folder: Path) -> PartitaError:
         free = f"{system.f_bavail * system.f_frsize} bytes are free"
     except OSError:
         free = "its free space is unknown"
-    remedy = REMEDIES.get(error.errno or 0, "let zero.offload.path name a folder on another disk")
+    remedy = REMEDIES.get(error.errno or 0, "set zero.offload.path to a folder on another disk")
     return PartitaError(f"offload to disk, in '{folder}' ({free}): {what} failed: {error.strerror}; {remedy}")

@@ -1,4 +1,4 @@
-"""The ledger of bytes by state and tier: entered by the code that allocates, never estimated afterwards."""
+"""The ledger of bytes by state and tier, which the allocating code records; they are not estimates."""
 
 import resource
 import sys
@@ -19,14 +19,14 @@ class MemoryReport:
     """Bytes of this rank, by state and tier, now and at their peak.
 
     ``held`` and ``peak`` are keyed by (state, tier). The model states are ``parameters``, ``gradients``, ``feedback``
-    (residuals of error feedback), ``momentum`` (the average that all ranks have), ``outer`` (of the optimizer that
-    averages replicas), ``master`` (only if it is not the parameter itself) and ``moments``. The other states are the
-    ``buffer_pool`` for unsharded parameters, the ``buckets`` of gradients, the ``codes`` of compressed parameters, the
-    ``activations`` that are offloaded or split, what the forwards under way may keep of units that are ``kept_whole``,
-    and parameters that graphs made inside ``engine.gathered`` refer to (``gathered``). ``process_bytes`` is the
-    resident set of the process (its peak: ``process_peak_bytes``), ``device_bytes`` and ``device_peak_bytes`` are those
-    of the device's allocator (0 on CPU). ``disk`` is what the disk tier has moved so far (None: nothing is stored
-    there).
+    (error-feedback residuals), ``momentum`` (the averaged momentum of 1-bit Adam, equal on all ranks), ``outer`` (the
+    outer optimizer of DiLoCo), ``master`` (only if it is not the parameter itself) and ``moments``. The other states
+    are the ``buffer_pool`` for unsharded parameters, the ``buckets`` of gradients, the ``codes`` of quantized
+    parameters, the ``activations`` that are offloaded or sharded, the activations of units that skip recomputation
+    (``kept_whole``), and unsharded parameters that graphs made inside ``engine.gathered`` refer to (``gathered``).
+    ``process_bytes`` is the resident set of the process (its peak: ``process_peak_bytes``); ``device_bytes`` and
+    ``device_peak_bytes`` are those of the device's allocator (0 on CPU). ``disk`` is the traffic of the disk tier so
+    far (None: nothing is stored there).
     """
 
     held: dict[tuple[str, str], int]
@@ -39,7 +39,7 @@ class MemoryReport:
 
     @property
     def model_state_bytes(self) -> int:
-        """Bytes held for the model states (:data:`STATES`), in every tier."""
+        """Bytes of the model states (:data:`STATES`) in all tiers."""
         return sum(num for (state, _), num in self.held.items() if state in STATES)
 
     @property
@@ -74,11 +74,11 @@ class Ledger:
 
     def remove(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         key = (state, tier.value)
-        assert self._held[key] >= num_bytes, f"more {state} given back than was taken"
+        assert self._held[key] >= num_bytes, f"more bytes of {state} freed than allocated"
         self._held[key] -= num_bytes
 
     def set(self, state: str, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Set the bytes of a state that is counted as a whole."""
+        """Replace the bytes of a state."""
         self.remove(state, self._held[state, tier.value], tier)
         self.add(state, num_bytes, tier)
 
@@ -97,7 +97,7 @@ class Ledger:
 
 
 def process_memory() -> tuple[int, int]:
-    """Return the resident bytes of this process, now and at their peak (now: 0 if the system does not report it)."""
+    """Return the resident bytes of this process, now and at their peak (now: 0 if the system does not report them)."""
     sizes = {"VmRSS:": 0, "VmHWM:": 0}
     try:
         with open("/proc/self/status") as status:

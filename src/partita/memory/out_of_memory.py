@@ -1,4 +1,4 @@
-"""The out-of-memory report: the bytes that each state holds, and the changes to the config that would help most."""
+"""The out-of-memory report: the bytes of each state, and the config changes that would help most."""
 
 import errno
 import functools
@@ -21,7 +21,7 @@ CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
 
 
 class Shortages:
-    """Explains the out-of-memory errors of one engine. ``rank`` is named in messages."""
+    """Adds the out-of-memory report to the errors of one engine. ``rank`` appears in messages."""
 
     def __init__(self, blueprint: Blueprint, ledger: Ledger, device: torch.device, rank: int) -> None:
         self._blueprint = blueprint
@@ -32,7 +32,7 @@ class Shortages:
 
     @contextmanager
     def explained(self, where: str) -> Iterator[None]:
-        """Turn an out-of-memory error inside the block into one with the breakdown and the remedies."""
+        """Convert out-of-memory errors inside the block into a PartitaError with the breakdown and remedies."""
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
@@ -60,7 +60,7 @@ class Shortages:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on the device or on the host."""
+    """Return whether an error is an out-of-memory error, on the device or on the host."""
     if isinstance(error, PartitaError):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -78,7 +78,7 @@ S = TypeVar("S", bound=_Explains)
 
 
 def explained(where: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorate a method, so that the ``_shortages`` of its object explain its out-of-memory errors."""
+    """Decorate a method, so that the ``_shortages`` of its object explains its out-of-memory errors."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)

@@ -31,7 +31,7 @@ class SimulatedDisk:
         return DiskReport(self._read_bytes, self._written_bytes)
 
     def provide(self, num_bytes: int) -> None:
-        """Do nothing: there is space for everything."""
+        """Do nothing: space is unlimited."""
 
     def reserve(self, num_bytes: int) -> Region:
         region = Region(self._end, in_pages(num_bytes))
@@ -39,7 +39,7 @@ class SimulatedDisk:
         return region
 
     def release(self, region: Region) -> None:
-        """Do nothing: regions are not used again."""
+        """Do nothing: regions are not reused."""
 
     def read(self, region: Region, into: Tensor) -> Event:
         self._read_bytes += into.nbytes

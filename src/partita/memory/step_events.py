@@ -1,7 +1,7 @@
-"""Events of a step, reported as they happen to a profile or the simulator.
+"""Events of a step, reported to a profile or the simulator.
 
-Spans are named by the work (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or by the wait
-(:data:`WAIT` and the work). Without a watcher, reporting costs next to nothing.
+Spans are named after the work (``gather``, ``reduce``, ``update``, ``copy``, ``disk``, ``pipeline``) or the wait for it
+(:data:`WAIT` and the work). Without a watcher, reporting costs almost nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ class Watcher(ABC):
 
     @abstractmethod
     def span(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Return a context around work, or a wait, of this kind on what is called ``name`` (a unit, a parameter)."""
+        """Return a context for work or a wait of kind ``what`` on ``name`` (a unit, a parameter)."""
 
     @abstractmethod
     def sent(self, key: TrafficKey, num_bytes: int) -> None:
-        """Note that this rank sends ``num_bytes``."""
+        """Record that this rank sends ``num_bytes``."""
 
 
-_watchers: tuple[Watcher, ...] = ()  # one may come, and go, while others watch
+_watchers: tuple[Watcher, ...] = ()  # replaced, never mutated: other threads may be iterating over it
 _NOTHING = nullcontext()
 
 
@@ -41,7 +41,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def span(what: str, name: str = "") -> AbstractContextManager[None]:
-    """See :meth:`Watcher.span`."""
+    """Open a span in every watcher, as in :meth:`Watcher.span`."""
     return _all_told(_watchers, what, name) if _watchers else _NOTHING
 
 
@@ -66,6 +66,6 @@ def told(work: Callable[[], object], what: str, name: str) -> Callable[[], objec
 
 
 def sent(key: TrafficKey, num_bytes: int) -> None:
-    """See :meth:`Watcher.sent`."""
+    """Report sent bytes to every watcher, as in :meth:`Watcher.sent`."""
     for watcher in _watchers:
         watcher.sent(key, num_bytes)

@@ -1,7 +1,7 @@
 """Asynchronous work: in order on a :class:`Stream`, in parallel by :class:`Workers`.
 
-Callers hand work over and get an :class:`Event`; code that needs the result waits for it. So no caller branches on the
-device. Threads pay off on the CPU, too: gloo's send writes into the socket on the thread that calls it.
+Callers submit work and get an :class:`Event`; code that needs the result waits for it. So no caller depends on the
+device type. Threads are useful on the CPU, too: gloo's send writes to the socket on the calling thread.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 
 Piece = Callable[[], object]
-# When the process ends, work is given up of which no piece ends for so long.
+# At exit, the process abandons its work if no piece completes within this time.
 STUCK_S = 2.0
 
 
@@ -49,7 +49,7 @@ class Event:
             self._wait()
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait, but block the caller for at most ``seconds``; return whether the point has passed."""
+        """Wait, but block the caller for at most ``seconds``; return whether the point was reached."""
         if self._wait_for is not None and not self._wait_for(seconds):
             return False
         self.wait()
@@ -71,14 +71,14 @@ def finish(device: torch.device) -> None:
 
 
 class Stream:
-    """Work that overlaps with the current stream's, one piece after the other: on an accelerator's stream, or on a
-    thread. On a simulated device it runs at once.
+    """A queue of work that overlaps with the current stream: on a stream of the accelerator, or on a thread. On a
+    simulated device, work runs immediately.
 
-    After a piece fails, no other is run: their events raise the same error.
+    After an item fails, no later item runs; their events raise the same error.
 
     Args:
-        waits: True if the work waits for the host (for the disk, for arithmetic there): it then has a thread on an
-            accelerator, too.
+        waits: True if the work waits for the host (the disk, computation on the CPU). It then runs on a thread also
+            with an accelerator.
     """
 
     def __init__(self, device: torch.device, name: str, *, waits: bool = False) -> None:
@@ -105,7 +105,7 @@ class Stream:
             return self._run_in_thread(work, self._stream)
         with self._stream:
             work()
-            # What was launched may still read what only ``work`` holds.
+            # The launched kernels may still read tensors that only ``work`` references.
             return Event(record(self._device).wait, keeps=work)
 
     def _run_in_thread(self, work: Callable[[], object], stream: AbstractContextManager[object]) -> Event:
@@ -125,24 +125,24 @@ class Stream:
         return Event(wait, wait_for=task.wait_for, keeps=work)
 
     def finish(self) -> None:
-        """Block the caller until the thread has nothing left to do, however that ends."""
+        """Block the caller until the thread has finished all work, ignoring errors."""
         self._thread.forget(None)
 
     def close(self) -> None:
-        """Release the thread, which ends after the queued work; another is started if more work comes."""
+        """Release the thread, which ends after the queued work. New work starts another thread."""
         self._thread.let_go()
 
 
 class Workers:
-    """A few threads that share work which can be cut into pieces, such as the blocks of a file.
+    """A thread pool for jobs that consist of pieces, such as the blocks of a file.
 
-    A job is a list of pieces for one key. Jobs with the same key are done one after the other, in the order in which
-    they were handed over; the pieces of a job, and jobs with different keys, are done by any free thread. After a job
-    fails, no other with its key is done until :meth:`forget`: their events raise the same error.
+    A job is a list of pieces for one key. Jobs with the same key run in order; the pieces of a job, and jobs with
+    different keys, run in parallel. After a job fails, no later job with its key runs until :meth:`forget`: their
+    events raise the same error.
 
-    The threads start with the first job. They are daemons: a request that the system, or a rank that is gone, never
-    answers must not keep the process from ending. A process that ends finishes its jobs as long as they make progress:
-    a thread that returns to Python from torch's code after the interpreter is gone would abort the process.
+    The threads start with the first job. They are daemons, so that a request that the system or a dead rank never
+    answers does not prevent the process from exiting. At exit, the process finishes its jobs as long as they make
+    progress: a thread that returns from torch's code to Python after interpreter shutdown would abort the process.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -152,18 +152,19 @@ class Workers:
         self._last: dict[Hashable, _Job] = {}
         self._lock = threading.Lock()
         self._end: weakref.finalize[..., Workers] | None = None
-        self._process = 0  # that has the threads
+        self._process = 0  # the process that started the threads
 
     def run(self, key: Hashable, pieces: Iterable[Piece]) -> Event:
-        """Hand over a job, of at least one piece.
+        """Submit a job of at least one piece.
 
         Raises:
-            PartitaError: this process was forked from the one that has the threads.
+            PartitaError: this process was forked from the one that started the threads.
         """
-        if self._end is not None and os.getpid() != self._process:  # nothing would ever be done
+        if self._end is not None and os.getpid() != self._process:  # the job would never run
             raise PartitaError(
-                "this process was forked from the one that made the engine, whose threads and connections it does not "
-                "have: start processes that train before partita.initialize, or with multiprocessing's method spawn"
+                "this process was forked from the one that created the engine, and does not have the engine's threads "
+                "and connections: start processes that train before partita.initialize, or with multiprocessing's "
+                "method spawn"
             )
         job = _Job(pieces, self)
         with self._lock:
@@ -177,21 +178,21 @@ class Workers:
         return Event(job.wait, wait_for=job.ends_within)
 
     def forget(self, key: Hashable) -> None:
-        """Wait for the key's jobs, however they end; the next job with the key has no predecessor."""
+        """Wait for the jobs of ``key``, ignoring errors. Later jobs with the key do not depend on them."""
         with self._lock:
             last = self._last.pop(key, None)
         if last is not None:
-            with contextlib.suppress(Exception):  # it has been raised to those who waited for it
+            with contextlib.suppress(Exception):  # every wait for the event raises it
                 last.wait()
 
     def close(self) -> None:
-        """Wait for all jobs, however they end, and release the threads."""
+        """Wait for all jobs, ignoring errors, and release the threads."""
         for key in list(self._last):
             self.forget(key)
         self.let_go()
 
     def go_on(self) -> bool:
-        """Wait for all jobs, however they end; return False as soon as no piece has ended for ``STUCK_S``."""
+        """Wait for all jobs, ignoring errors; return False as soon as no piece has completed for ``STUCK_S``."""
         if self._process != os.getpid():
             return True
         for job in list(self._last.values()):
@@ -203,7 +204,7 @@ class Workers:
         return True
 
     def let_go(self) -> None:
-        """Let the threads end after the jobs that were handed over; others are started if more come."""
+        """Let the threads end after the submitted jobs. New jobs start other threads."""
         with self._lock:
             end, jobs = self._end, list(self._last.values())
             self._end = None
@@ -221,21 +222,21 @@ class Workers:
 
 
 class _Job:
-    pieces_ended = 0  # of all jobs of this process: whether there is progress
+    pieces_ended = 0  # of all jobs of this process; shows progress
 
     def __init__(self, pieces: Iterable[Piece], workers: Workers) -> None:
         self._pieces = deque(pieces)
         self._num_left = len(self._pieces)
         assert self._num_left, "a job without pieces would never end"
-        self._workers: Workers | None = workers  # whose threads stay until the job is done
+        self._workers: Workers | None = workers  # keeps the threads alive until the job is done
         self._lock = threading.Lock()
         self._running = threading.Lock()
-        self._running.acquire()  # until it is done: whoever waits takes it then, and lets go at once
+        self._running.acquire()  # held until the job is done; waiting threads acquire and release it
         self._following = list[Callable[[Exception | None], object]]()
         self._error: Exception | None = None
 
     def start(self, failed: Exception | None) -> None:
-        """Queue the pieces; they are dropped without being run if a predecessor has ``failed``."""
+        """Queue the pieces; they are skipped if a predecessor has ``failed``."""
         assert self._workers is not None
         self._error = failed
         ready = self._workers.ready
@@ -258,7 +259,7 @@ class _Job:
                 piece()
         except Exception as raised:
             error = raised
-        del piece  # and with it the memory it works on, before anybody is told that the job is done
+        del piece  # frees the memory it works on before waiting threads continue
         _Job.pieces_ended += 1
         with self._lock:
             self._error = self._error or error
@@ -285,7 +286,7 @@ class _Job:
 
 
 def _serve(ready: "SimpleQueue[_Job | None]") -> None:
-    """Run pieces of jobs. A waiting thread refers to none: an error's traceback holds the engine and its workers."""
+    """Run pieces of jobs. An idle thread must not reference a job: its error's traceback references the engine."""
     while (job := ready.get()) is not None:
         job.do_piece()
         del job
@@ -312,7 +313,7 @@ def _end(ready: "SimpleQueue[_Job | None]", num_threads: int) -> None:
 
 
 def after(events: Iterable[Event], work: Callable[..., object], *args: object) -> None:
-    """Wait for these events, then do ``work``."""
+    """Wait for these events, then call ``work``."""
     for event in events:
         event.wait()
     work(*args)

@@ -1,7 +1,7 @@
-"""The memories in which a state can be stored, behind one interface: it is *kept* in a tier, and *lent* while in use.
+"""States stored in a memory tier (device, host, disk), behind one interface: a state is acquired while in use.
 
-On the device and on the host a loan is the memory itself. From the disk it is temporary host memory, read when it is
-lent and written back if it has changed; several loans may be active, from several threads.
+On the device and on the host, a lease is the memory itself. For the disk it is temporary host memory, which is read on
+acquisition and written back if it has changed. Several leases may be active, in several threads.
 
 Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall", 2021, section 6 (infinity offload engine).
 """
@@ -23,13 +23,13 @@ from partita.memory.scratch import Scratch
 from partita.memory.streams import Event, finish
 from partita.plan.residence import Tier
 
-# A staging slot serves what needs at least this share of it.
+# A staging slot is used for requests of at least this share of its size.
 FITS = 0.6
 
 
 @dataclass
 class Lease:
-    """A kept state in memory: ``tensor`` may be used once :meth:`wait` returned, until :meth:`end`."""
+    """A state in memory while it is in use: ``tensor`` is valid from :meth:`wait` until :meth:`end`."""
 
     tensor: Tensor
     _ready: Event = field(default_factory=Event)
@@ -54,31 +54,31 @@ class Kept(ABC):
 
     @abstractmethod
     def lend(self, *, read: bool = True) -> Lease:
-        """Return the state in memory; without ``read`` the memory has any content, and is to be written in full."""
+        """Return the state in memory. With ``read=False`` its content is undefined, and must be overwritten in full."""
 
     def read_into(self, target: Tensor) -> Event | None:
-        """Begin to read the state directly into ``target``; None if that is not possible, and the state has to be lent.
+        """Start reading the state directly into ``target``; None if that is not possible, and a lease is needed.
 
         The memory must not be used until the event has passed.
         """
         return None
 
     def write_from(self, source: Tensor) -> Event | None:
-        """Begin to overwrite the state directly from ``source``; None as in :meth:`read_into`."""
+        """Start overwriting the state directly from ``source``; None as in :meth:`read_into`."""
         return None
 
     def load(self) -> Tensor:
-        """Return a copy of the values (of the disk tier: on the host)."""
-        loan = self.lend()
-        values = loan.wait().clone()
-        loan.end(changed=False)
+        """Return a copy of the values (on the host for the disk tier)."""
+        lease = self.lend()
+        values = lease.wait().clone()
+        lease.end(changed=False)
         return values
 
     def store(self, values: Tensor) -> None:
         """Overwrite the state."""
-        loan = self.lend(read=False)
-        loan.wait().copy_(values)
-        loan.end(changed=True)
+        lease = self.lend(read=False)
+        lease.wait().copy_(values)
+        lease.end(changed=True)
 
 
 class InMemory(Kept):
@@ -126,19 +126,19 @@ class OnDisk(Kept):
         return self._disk.write(self.region, source) if self._is_like(source) else None
 
     def release(self) -> None:
-        """Let another state use the region."""
+        """Release the region for other states."""
         self._disk.release(self.region)
 
     def _is_like(self, other: Tensor) -> bool:
-        """Return whether the disk can read into, and write from, this memory without a copy."""
+        """Return whether the disk can read into and write from this memory directly."""
         on_page = accelerator.is_host(other.device) and other.data_ptr() % ALIGNMENT == 0
         return on_page and other.dtype == self.dtype and other.shape == (self.num_elements,) and other.is_contiguous()
 
 
 class Staging:
-    """Host memory that states on disk pass through. It is used from several threads.
+    """Host staging buffers for states on disk. Thread-safe.
 
-    It grows to what is in use at a time and keeps that: nothing is allocated after the first full step.
+    They grow to the maximum in use at a time and are not freed: nothing is allocated after the first full step.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
@@ -148,7 +148,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def borrow(self, num_bytes: int) -> Slot:
-        """Return a slot of at least ``num_bytes``, once its earlier content is written to the disk."""
+        """Return a slot of at least ``num_bytes``, after its earlier content is written to the disk."""
         with self._lock:
             fitting = [slot for slot in self._free if FITS * slot.num_bytes <= num_bytes <= slot.num_bytes]
             if fitting:
@@ -161,7 +161,7 @@ class Staging:
         return slot
 
     def give_back(self, slot: Slot, write: Callable[[], Event] = Event) -> None:
-        """Take a slot back once the current stream's copies to and from it are done; then ``write`` its content."""
+        """Return a slot. Wait for the current stream's copies to and from it, then ``write`` its content."""
         finish(self._device)
         slot.last_use = write()
         with self._lock:
@@ -169,10 +169,10 @@ class Staging:
 
 
 class StateMemory:
-    """The memory of this rank's states; every byte is entered in the ledger.
+    """The memory of this rank's states. The ledger records every byte.
 
     Args:
-        disk: opens the disk tier when the first state is kept there.
+        disk: opens the disk tier when the first state is stored there.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, disk: Callable[[], Scratch]) -> None:
@@ -183,24 +183,24 @@ class StateMemory:
         self._disk: Scratch | None = None
 
     def adopt(self, state: str, tensor: Tensor) -> Kept:
-        """Return a state that already has its memory on the device."""
+        """Register a tensor that already exists on the device as a state."""
         self.ledger.add(state, tensor.nbytes)
         return InMemory(tensor, Tier.DEVICE)
 
     def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
-        """Allocate permanent memory for a state; its values are zeros, on the disk undefined."""
+        """Allocate a state. Its values are zeros; on the disk they are undefined."""
         kept = self._room(num_elements, dtype, tier)
         self.ledger.add(state, num_elements * dtype.itemsize, tier)
         return kept
 
     def drop(self, state: str, kept: Kept) -> None:
-        """Free the memory of a state that no copy uses any more."""
+        """Free the memory of a state that no copy in flight uses."""
         self.ledger.remove(state, kept.num_elements * kept.dtype.itemsize, kept.tier)
         if isinstance(kept, OnDisk):
             kept.release()
 
     def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> Kept:
-        """Store a copy of flat ``values``."""
+        """Allocate a state and store a copy of flat ``values`` in it."""
         kept = self.keep(state, values.numel(), dtype, tier)
         kept.store(values)
         return kept
@@ -221,21 +221,21 @@ class StateMemory:
         return InMemory(allocate(num_elements, dtype, self._device), tier)
 
     def provide_disk(self, num_bytes: int, num_states: int) -> None:
-        """Reserve the disk space of ``num_states`` states of ``num_bytes`` together before the first of them is stored.
+        """Reserve disk space for ``num_states`` states with a total of ``num_bytes``, before the first one is stored.
 
         Raises:
             PartitaError: the disk does not have the space, or the folder cannot be used.
         """
         if num_states:
             self._disk = self._disk or self._open_disk()
-            self._disk.provide(num_bytes + num_states * ALIGNMENT)  # each begins at a page
+            self._disk.provide(num_bytes + num_states * ALIGNMENT)  # each starts at a page
 
     def disk_report(self) -> DiskReport | None:
-        """Return the bytes that the disk tier has moved so far; None where nothing is stored on it."""
+        """Return the traffic of the disk tier so far; None if nothing is stored on it."""
         return self._disk.report() if self._disk is not None else None
 
     def close(self) -> None:
-        """Close the disk tier; its content is lost. Host memory may be dropped then: no copy is under way."""
+        """Wait for all copies, and close the disk tier; its content is lost. Host memory may be dropped afterwards."""
         accelerator.wait_for_all(self._device)
         if self._disk is not None:
             self._disk.close()

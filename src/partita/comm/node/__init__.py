@@ -1,1 +1,1 @@
-"""Ranks of one node read each other's memory: who may, how they find each other, and what forked children let go of."""
+"""Direct memory reads between ranks of one node: permission, handshake, messages, and sockets in forked children."""

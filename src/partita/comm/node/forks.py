@@ -1,7 +1,7 @@
-"""Sockets that forked children (a DataLoader's workers) let go of.
+"""Sockets that forked children (a DataLoader's workers) close.
 
-A child has all that its parent had open, and the other side of a socket learns of an end only when nobody has it any
-more: with a child alive, a rank that was killed would look like one that is slow.
+A child inherits all open sockets of its parent, and the peer of a socket is notified only when the last process closes
+it. As long as a child is alive, a rank that was killed would look like a slow rank.
 """
 
 import contextlib
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SOCKET_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# By number and inode: a number that was closed may come to mean another file.
+# By descriptor and inode: the descriptor of a closed file may be reused.
 _own: set[tuple[int, int]] = set()
 
 
 def keep_from_children(descriptor: int) -> None:
-    """Children that are forked from now on do not have this socket."""
+    """Close this socket in children that are forked from now on."""
     _own.add((descriptor, os.fstat(descriptor).st_ino))
 
 
 @contextlib.contextmanager
 def connections_kept_from_children() -> Iterator[None]:
-    """The same for each network connection that a library opens inside the block, and does not name. (One that another
-    thread happens to open meanwhile is taken for such a one.)
+    """Close in forked children every network connection that a library opens inside the block. Connections that other
+    threads open meanwhile are included.
     """
     before = _sockets()
-    _own.intersection_update(before)  # without those that were closed
+    _own.intersection_update(before)  # drop sockets that were closed
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def connections_kept_from_children() -> Iterator[None]:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """Those that are open, by number and inode; none are seen where the system has no /proc."""
+    """Return the open sockets, by descriptor and inode; an empty set if the system has no /proc."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for entry in Path("/proc/self/fd").iterdir():
@@ -55,7 +55,9 @@ def _is_of_network(descriptor: int) -> bool:
 
 
 def _let_go() -> None:
-    """In a child. The numbers stay taken, so that whatever closes them there does not close another file."""
+    """Close the sockets in a child. Their descriptors stay in use (/dev/null), so that a later close of them in the
+    child does not close another file.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor, inode in _own:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""The handshake by which ranks of one node become peers: each shows a token in its memory, and a socket's name, and
-tries those of the others.
+"""The handshake by which ranks of one node become peers: each publishes the address of a token in its memory and the
+name of a socket, and tries to read the tokens of the others.
 
-Every process of the machine can find that socket. The kernel tells who is at the other end of a connection; whoever is
-no rank of the group is turned away unheard.
+Every process of the machine can find that socket. The kernel reports the process at the other end of a connection;
+connections from processes outside the group are closed unread.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from partita.errors import PartitaError
 _log = logging.getLogger("partita")
 TOKEN_BYTES = 32
 CONNECT_S = 30.0
-MAX_PENDING = 4096  # connections that wait at a time; the system may allow fewer
-# The token of who is connected to, and for which purpose.
+MAX_PENDING = 4096  # backlog of the socket; the system may allow fewer
+# The token of the accepting rank, and the number of the purpose.
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sq")
 # Process, user and group at the other end; seconds and microseconds (unix(7), socket(7)).
 CREDENTIALS, TIME = struct.Struct("iII"), struct.Struct("@ll")
@@ -37,23 +37,23 @@ CREDENTIALS, TIME = struct.Struct("iII"), struct.Struct("@ll")
 def find_node_peers(
     own: int, exchange: Callable[[object], list[Any]], purposes: Sequence[str], *, timeout_s: float, required: bool
 ) -> dict[int, NodePeer]:
-    """The ranks of a group that can read this one's memory and be read, by index; called on all of them.
+    """Return the ranks of a group that can read this one's memory and whose memory it can read, by index. Collective.
 
     Args:
         own: this rank's index in the group.
-        exchange: tells a value to each rank, and returns every rank's.
-        purposes: of the channels to each peer.
-        timeout_s: how long to wait for a message there.
-        required: all ranks of a node have to be peers.
+        exchange: all-gathers a value.
+        purposes: purposes of the channels to each peer.
+        timeout_s: how long to wait for a message on a channel.
+        required: raise unless all ranks of each node can be peers.
 
     Raises:
-        PartitaError: on all ranks, where they are ``required`` to be and cannot.
+        PartitaError: on all ranks: peers are ``required``, and some ranks cannot be.
     """
     peers, failed = dict[int, NodePeer](), None
     with Handshake(timeout_s) as handshake:
         endpoints = exchange(handshake.endpoint)
         handshake.admit(endpoints)
-        exchange(None)  # nobody tries before all have admitted the others
+        exchange(None)  # a barrier: nobody reads before all ranks have given permission
         tried = exchange(handshake.readable(endpoints))
         known = {i: endpoints[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
         try:
@@ -63,7 +63,7 @@ def find_node_peers(
         unanswered = [why for why in exchange(failed) if why is not None]
     problems = [endpoint.problem for endpoint in endpoints if endpoint.problem]
     problems += [why for row in tried for why in row.values() if why is not None] + unanswered
-    if unanswered or (problems and required):  # some may have channels to ranks that have none
+    if unanswered or (problems and required):  # a rank may have channels to a rank that has none
         for peer in peers.values():
             peer.close()
     if problems and required:
@@ -78,8 +78,13 @@ def find_node_peers(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a rank: its node and process, the address of a token that proves a reading, the name of the socket
-    that it listens on, and the ``problem`` where it can have no peers.
+    """The address of a rank.
+
+    Attributes:
+        address: the memory address of the token.
+        token: random bytes, to check that a read reaches this process.
+        socket_name: the name of the socket on which the rank listens.
+        problem: the reason why the rank cannot have peers; empty if it can.
     """
 
     node: str
@@ -91,10 +96,10 @@ class Endpoint:
 
 
 class Handshake:
-    """Finds the peers among the ranks of a group. A context manager: its token and socket are there meanwhile.
+    """One handshake among the ranks of a group. A context manager: its token and socket exist during the block.
 
     Args:
-        timeout_s: of the channels; half of it, at most ``CONNECT_S``, is what connecting may take.
+        timeout_s: the time-out of the channels. Connecting may take half of it, at most ``CONNECT_S``.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -103,25 +108,25 @@ class Handshake:
         problem = ""
         self._admitted: list[int] = []
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
-        name = f"\0partita-{secrets.token_hex(16)}"  # in no folder
+        name = f"\0partita-{secrets.token_hex(16)}"  # an abstract socket, not in the file system
         node = secrets.token_hex(8)
         try:
             node = _node()
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind(name)
             self._listener.listen(MAX_PENDING)
-        except (OSError, AttributeError) as error:  # another system than Linux, or less than all of it
+        except (OSError, AttributeError) as error:  # not Linux, or a restricted one
             problem = str(error)
         token = bytes(self._token.tolist())
         self.endpoint = Endpoint(node, os.getpid(), self._token.data_ptr(), token, name, problem)
 
     def admit(self, endpoints: Sequence[Endpoint]) -> None:
-        """Let the ranks of this node try to read; peers may later, too."""
+        """Permit the ranks of this node to read this one's memory during the handshake."""
         self._admitted = [other.process for other in self._others(endpoints).values()]
         admit(self._admitted)
 
     def readable(self, endpoints: Sequence[Endpoint]) -> dict[int, str | None]:
-        """For each other rank of the node: None, or why its memory cannot be read."""
+        """Return, for each other rank of the node, None or the reason why its memory cannot be read."""
         problem, others = self.endpoint.problem, self._others(endpoints)
         return {index: problem or other.problem or _trial(other) for index, other in others.items()}
 
@@ -132,7 +137,7 @@ class Handshake:
         }
 
     def connect(self, own: int, endpoints: Mapping[int, Endpoint], purposes: Sequence[str]) -> dict[int, NodePeer]:
-        """Have channels to the ranks at these endpoints, which do the same.
+        """Connect channels to the ranks at these endpoints, which make the same call.
 
         Raises:
             OSError: one does not answer.
@@ -178,8 +183,8 @@ class Handshake:
 
 
 def _connect(connection: socket.socket, other: Endpoint, wait_s: float) -> None:
-    # The kernel then waits for a place among the pending ones, of which strangers can make many. With Python's time-out
-    # it would not.
+    # With SO_SNDTIMEO the kernel waits for a free entry in the backlog, which other processes can fill. With Python's
+    # time-out it would fail at once.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(*divmod(int(wait_s * 1e6), 10**6)))
     connection.connect(other.socket_name)
     connection.settimeout(wait_s)
@@ -188,14 +193,14 @@ def _connect(connection: socket.socket, other: Endpoint, wait_s: float) -> None:
 
 
 def _who(connection: socket.socket) -> int:
-    """The process at the other end, if it is the same user's; else 0."""
+    """Return the process id at the other end; 0 if it belongs to another user."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     process, user, _ = CREDENTIALS.unpack(told)
     return int(process) if user == os.geteuid() else 0
 
 
 def _left(end: float) -> float:
-    """Seconds until then."""
+    """Return the seconds until ``end``. Raises TimeoutError: it has passed."""
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")
@@ -212,10 +217,11 @@ def _trial(other: Endpoint) -> str | None:
 
 
 def _node() -> str:
-    """The same for processes that know each other's numbers and sockets, and for no others.
+    """Return an id of this boot and of this process's pid and network namespaces. Processes with equal ids see each
+    other's process ids and sockets.
 
     Raises:
-        OSError: the system does not say.
+        OSError: /proc does not have them.
     """
     spaces = (Path("/proc/self/ns", kind).stat().st_ino for kind in ("pid", "net"))
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *map(str, spaces)])

@@ -1,8 +1,8 @@
-"""Ranks of one node read each other's memory (``process_vm_readv``): the kernel copies once, where a socket takes two
-copies and a protocol.
+"""Direct reads of the memory of another rank on the node (``process_vm_readv``). The kernel copies once, while a socket
+needs two copies and a protocol.
 
-Node peers tell each other where the memory is, and when it was read, over a socket of the node: whoever waits there
-sleeps until the message comes, the other's process ends, or the time is up.
+Node peers announce over a Unix socket where their memory is, and when they have read it. A wait on the socket ends when
+the message arrives, the other process ends, or the time-out expires.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor
 from partita.comm.node.forks import keep_from_children
 from partita.comm.node.ptrace_permission import admit, withdraw
 
-# Its kind, the tag of its exchange; address and size of memory.
+# Kind of message, tag of the exchange, address and size of the memory.
 MESSAGE = struct.Struct("<qqqq")
 OFFERED, READ = 0, 1
 
@@ -40,7 +40,7 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
     """Fill a contiguous host tensor from the memory of another process.
 
     Raises:
-        OSError: the system does not let it, or the process has ended.
+        OSError: permission denied, or the process has ended.
     """
     call = getattr(system(), "process_vm_readv", None)
     if call is None:
@@ -59,20 +59,19 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
 
 
 class Channel:
-    """Messages to and from one peer, for one purpose, each waited for at most ``timeout_s``. Several threads may wait
-    for messages of their own.
+    """Messages to and from one peer for one purpose. A wait takes at most ``timeout_s``. Several threads may wait for
+    different messages.
 
-    Sending never waits for the peer: two ranks that begin many exchanges before they end the first one would
-    otherwise both wait for the other to receive. Messages that the socket has no space for are sent, in order, by a
-    thread that ends with the last of them.
+    Sending never blocks: two ranks that start many exchanges before they finish the first one would otherwise wait for
+    each other. If the socket is full, a thread sends the queued messages in order, and ends after the last one.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         connection.settimeout(timeout_s)  # this also makes the descriptor non-blocking, as `send` requires
         self._socket = connection
-        keep_from_children(connection.fileno())  # or it would not end with this process
+        keep_from_children(connection.fileno())  # a child would keep the connection open after this process has ended
         self._received: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
-        self._listening = False  # one thread does, for all
+        self._listening = False  # one thread receives for all
         self._changed = threading.Condition()
         self._unsent = deque[bytes]()
         self._sending = threading.Lock()
@@ -119,7 +118,7 @@ class Channel:
                 return
 
     def receive(self, kind: int, tag: int) -> tuple[int, int]:
-        """Wait for a message of this kind and tag; others are kept until they are asked for.
+        """Wait for a message of this kind and tag, and store others for later calls.
 
         Raises:
             RuntimeError: the peer has ended, or does not send it in time.
@@ -133,7 +132,7 @@ class Channel:
             return self._received[kind, tag].popleft()
 
     def _listen(self) -> None:
-        """Take one message in, while the others may look for theirs."""
+        """Receive one message, with the lock released."""
         self._listening = True
         self._changed.release()
         try:
@@ -147,7 +146,7 @@ class Channel:
         self._received[kind, tag].append((address, num_bytes))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # so that whoever waits in another thread is told
+        with contextlib.suppress(OSError):  # wakes threads that wait for a message
             self._socket.shutdown(socket.SHUT_RDWR)
         if (sender := self._sender) is not None:
             sender.join()
@@ -155,10 +154,10 @@ class Channel:
 
 
 def receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
-    """Just so many.
+    """Receive exactly ``num_bytes``.
 
     Raises:
-        OSError: the other end is closed, or the time is up.
+        OSError: the other end is closed, or the time-out expired.
     """
     content = b""
     while len(content) < num_bytes:
@@ -180,14 +179,14 @@ class NodePeer:
         admit([self.process])
 
     def close(self) -> None:
-        """Called once: the peer may not read any more."""
+        """Close the channels and revoke the peer's permission to read. Called once."""
         for channel in self.channels.values():
             channel.close()
         withdraw([self.process])
 
 
 class Offer:
-    """Memory that a peer reads. It stays as it is until :meth:`wait` returns."""
+    """Memory that a peer reads. It must not change until :meth:`wait` returns."""
 
     def __init__(self, values: Tensor, channel: Channel, tag: int) -> None:
         self._values = values
@@ -200,9 +199,9 @@ class Offer:
 
 
 class Fetch:
-    """``num_elements`` of a peer's, read when asked for (:class:`~partita.comm.transport.Arriving`): at once into
-    ``buffer``, or in pieces, each into the beginning of ``buffer``. Ask for the last one before waiting for any
-    :class:`Offer`, for which the peer does the same.
+    """A read of ``num_elements`` from a peer (:class:`~partita.comm.transport.Arriving`): in one piece into ``buffer``,
+    or in several, each to the start of ``buffer``. Read the last piece before waiting for any :class:`Offer`: the peer
+    does the same.
     """
 
     def __init__(self, buffer: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:

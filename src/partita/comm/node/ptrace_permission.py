@@ -1,7 +1,7 @@
-"""Permission for other processes of the same user to read this one's memory.
+"""Permission for other processes of the same user to read this one's memory (ptrace).
 
-Where the Yama security module guards it, a process names one other, which is admitted with all that descend from it,
-for as long as it is named: every single reading is checked.
+With the Yama security module a process names one other process, and that process and its descendants may read. The
+kernel checks every single read, so the permission ends when another process is named.
 """
 
 import ctypes
@@ -13,20 +13,20 @@ from pathlib import Path
 
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h
 _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-# Under other scopes than this nobody asks who is named: all are admitted, or none.
+# Only in this scope does the named process matter; in other scopes all processes may read, or none.
 _RESTRICTED = "1"
 _INIT = 1
-# How many want each process to be admitted.
+# Number of times that each process was given permission.
 _admitted: Counter[int] = Counter()
 
 
 def admit(processes: Iterable[int]) -> None:
-    """Let these read, until they are withdrawn as often."""
+    """Permit these processes to read. Permissions are counted; :func:`withdraw` removes one."""
     _count(processes, 1)
 
 
 def withdraw(processes: Iterable[int]) -> None:
-    """Take one admission of each back."""
+    """Remove one permission of each process."""
     _count(processes, -1)
 
 
@@ -41,7 +41,7 @@ def _count(processes: Iterable[int], change: int) -> None:
 
 
 def _set_tracer(process: int) -> None:
-    """Name it to the kernel; 0: nobody."""
+    """Name the process that may read to the kernel; 0: none."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(process), 0, 0, 0)
 
 
@@ -52,8 +52,8 @@ def _scope() -> str:
 
 
 def common_ancestor(processes: list[int]) -> int:
-    """The nearest that all are or descend from; 0 if there is none. Init, of which every process descends, is one only
-    where it has started this process itself, as the launcher of a container.
+    """Return the nearest common ancestor of the processes (or one of them); 0 if there is none. Init, the ancestor of
+    every process, counts only if it is the parent of this process, as the launcher of a container is.
     """
     lines = [_with_ancestors(process) for process in processes]
     shared = (one for one in (lines[0] if lines else ()) if all(one in line for line in lines))
@@ -66,7 +66,7 @@ def _with_ancestors(process: int) -> list[int]:
     while process > 0:
         line.append(process)
         try:
-            # The parent follows the state, and that the command, which is in parentheses and may hold any character.
+            # Fields: pid (command) state parent. The command may contain any character, including parentheses.
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended, or is hidden
             break

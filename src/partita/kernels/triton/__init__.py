@@ -1,1 +1,1 @@
-"""Updates on an accelerator as one Triton kernel each, where Triton is installed. It comes with torch for CUDA."""
+"""Updates on an accelerator, each as one Triton kernel. Triton is optional; it comes with torch for CUDA."""

@@ -1,8 +1,8 @@
 """The updates of :mod:`partita.kernels.update` in Triton: every state is read once and written once.
 
-The bits are those of :mod:`partita.kernels.reference`, except for 8-bit moments that are not finite. Each operation is
-rounded once in float32, in the same order; the compiler must not fuse products and sums. A program works on a tile of
-blocks of ``QUANTUM`` elements, one block per row, because 8-bit moments have one scale per block.
+The results equal those of :mod:`partita.kernels.reference` bit by bit, except for non-finite 8-bit moments. Each
+operation is rounded once in float32, in the same order; the compiler must not fuse products and sums. A program
+processes a tile of blocks of ``QUANTUM`` elements, one block per row, because 8-bit moments have one scale per block.
 
 Bytes moved per parameter by AdamW with a bf16 gradient: 26 with a split master (4 + 8 read and written, 2 read), 14
 with 8-bit moments too.
@@ -20,10 +20,10 @@ from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights,
 from partita.memory.accelerator import on_device
 from partita.plan.span import QUANTUM
 
-# Blocks and warps of one program. A thread reads and writes 16-bit values in 16 bytes.
+# Blocks and warps per program. With these, a thread accesses 16-bit values in vectors of 16 bytes.
 ROWS, WARPS = 4, 4
 
-# The constants of :mod:`partita.kernels.quantize`, as kernels read them.
+# The constants of :mod:`partita.kernels.quantize` for kernels.
 _QUANTUM = tl.constexpr(QUANTUM)
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -31,7 +31,7 @@ _CUT, _KEPT, _ONE_CODE, _ONE = (tl.constexpr(number) for number in (19, 13, 1 <<
 
 
 def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.adam_`."""
+    """Update as :func:`partita.kernels.update.adam_` does."""
     finite = _flag(grad)
     _launch(
         _adam,
@@ -51,7 +51,7 @@ def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, fact
 
 
 def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: SgdRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.sgd_`."""
+    """Update as :func:`partita.kernels.update.sgd_` does."""
     finite = _flag(grad)
     _launch(
         _sgd,
@@ -67,7 +67,7 @@ def sgd_(weights: Weights, momentum_buffer: Tensor | None, grad: Tensor, rule: S
 
 
 def lion_(weights: Weights, exp_avg: Tensor, grad: Tensor, rule: LionRule, factor: float) -> Tensor:
-    """See :func:`partita.kernels.update.lion_`."""
+    """Update as :func:`partita.kernels.update.lion_` does."""
     finite = _flag(grad)
     _launch(
         _lion,
@@ -92,7 +92,7 @@ def _launch(kernel: Any, grad: Tensor, *args: Any, **constants: Any) -> None:
 
 
 def _pointers(weights: Weights, grad: Tensor, finite: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that every kernel takes. In place of a missing one it takes ``grad`` and does not use it."""
+    """Return the tensors that every kernel takes. A missing one is replaced by ``grad``, which is not accessed."""
     return _or(weights.param, grad), _or(weights.master, grad), _or(weights.low, grad), grad, finite
 
 
@@ -119,7 +119,7 @@ def _inverse(reach: float) -> float:
 
 @triton.jit
 def _places(n, rows: tl.constexpr):
-    """Return the blocks of this program, their elements, and a mask of the elements that exist."""
+    """Return the blocks of this program, their elements, and a mask of the elements inside the buffer."""
     blocks = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     at = blocks[:, None] * _QUANTUM + tl.arange(0, _QUANTUM)[None, :]
     return blocks, at, at < n
@@ -186,7 +186,7 @@ def _decoded(codes, scale, inverse, beta):
 
 @triton.jit
 def _encoded(magnitudes, scale, reach, dither):
-    """Return the codes, with the bits below them that are to be cut."""
+    """Return the codes, followed by the low bits that the caller truncates."""
     u = magnitudes * tl.div_rn(reach + tl.zeros_like(scale), scale)[:, None] + 1.0
     return u.to(tl.int32, bitcast=True) + dither.to(tl.int32, bitcast=True) - _ONE
 
@@ -265,6 +265,6 @@ def _lion(
     m = tl.load(first + at, here, other=0.0)
     direction = m * beta1 + g * rest1
     tl.store(first + at, _flush(m * beta2 + g * rest2), here)
-    # The sign of what is not a number is that same.
+    # NaN has no sign: propagate it.
     sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, tl.where(direction == 0, 0.0, direction)))
     _store_weights(param, master, low, at, here, p * keep - lr * sign, splits, writes_param)

@@ -28,8 +28,8 @@ def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
     """Simulate a schedule in which each rank does its work in order, as early as possible.
 
     Args:
-        backward: the time of a backward with its weight gradients, in units of a forward. Weight gradients take as long as a
-            forward: they need the same products.
+        backward: the time of a backward with its weight gradients, in units of a forward. Weight gradients take as long
+            as a forward: they need the same products.
 
     Raises:
         PartitaError: the schedule has a deadlock, or a rank receives in another order than the sender sends.

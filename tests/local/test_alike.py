@@ -113,8 +113,8 @@ def test_nothing_is_found_where_all_is_alike(name: str) -> None:
 )
 def test_unit_and_rank_are_named_on_all_ranks(name: str, odd: int, like: int, among: str) -> None:
     expected = (
-        f"step 2: rank {odd} has other parameters of blocks.1 than rank {like}, which should be the same bits on ranks "
-        f"{among}"
+        f"step 2: rank {odd} has other parameters of blocks.1 than rank {like}; they should have the same bits on "
+        f"ranks {among}"
     )
     for said, steps in pool.run(4, differs, name, odd):
         assert expected in said

@@ -170,7 +170,7 @@ def keeps_a_list() -> str:
         model = Stack(1)
         if name == "device":
             with (
-                pytest.warns(UserWarning, match="changes 'steps' .a list.* checkpoints do not hold it"),
+                pytest.warns(UserWarning, match="changes 'steps' .a list.* checkpoints do not save it"),
                 partita.initialize(model, config, optimizer=Listing(model.parameters())) as engine,
             ):
                 assert engine.optimizer.steps == []  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def momentum_added_later() -> None:
 
 def amsgrad_added_later(offload: str) -> None:
     config = {"zero": {"offload": {"optimizer": offload}}}
-    with pytest.raises(PartitaError, match="optimizer Adam: its step found no 'max_exp_avg_sq'"):
+    with pytest.raises(PartitaError, match="optimizer Adam: its step found no state 'max_exp_avg_sq'"):
         state_added_later(config, lambda params: torch.optim.Adam(params), {"amsgrad": True})
 
 
@@ -405,7 +405,9 @@ def group_added_twice() -> None:
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             engine.optimizer.add_param_group({"params": [engine.module.first.weight]})
             engine.backward(square_loss(engine, rank(), 0))
-            with pytest.raises(ConfigError, match=r"group 1 holds 'first.weight', as an earlier group does"):
+            with pytest.raises(
+                ConfigError, match=r"group 1 contains 'first.weight', which is also in an earlier group"
+            ):
                 engine.step()
 
 
@@ -510,7 +512,7 @@ def on_parts_of_the_model(config: Mapping[str, Any], kind: type[Optimizer]) -> N
 def wrong() -> None:
     model, other = Stack(2), Stack(1)
     for zero in PLANS.values():
-        with pytest.raises(ConfigError, match=r"group 1 holds a tensor of shape \(16, 16\) that is no parameter"):
+        with pytest.raises(ConfigError, match=r"group 1 contains a tensor of shape \(16, 16\) that is not a parameter"):
             groups = [{"params": model.parameters()}, {"params": [other.first.weight]}]
             partita.initialize(model, {"zero": zero}, optimizer=torch.optim.SGD(groups, 0.1))
         model = Stack(2)

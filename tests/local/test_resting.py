@@ -48,7 +48,7 @@ def metadata() -> None:
             assert hash(param) == id(param)
             assert param in {param: 1}
             assert str(tuple(expected.shape)) in repr(param)
-            assert "rest" in repr(param)
+            assert "Sharded parameter" in repr(param)
         assert str(engine.module) == str(plain)
         assert "Sharded parameter" in str(next(engine.module.parameters()))
         assert "Sharded parameter" in f"{engine.module.first.weight}"

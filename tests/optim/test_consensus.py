@@ -129,7 +129,7 @@ def test_ranks_that_wrote_different_values_are_told_where() -> None:
 
     for said in agreed([rank(wrote="a"), rank(wrote="a"), rank(wrote="ab")], compared):
         assert said.startswith(
-            "step 7: rank 2 wrote other values into parameters than rank 0, or into others (of 2: 'b')"
+            "step 7: rank 2 wrote other values into parameters than rank 0, or into other parameters ('b', of 2)"
         )
     assert agreed([rank(wrote="a"), rank(wrote="a")], lambda consensus: before(consensus).num_passes) == [1, 1]
 

@@ -87,6 +87,6 @@ def test_a_state_that_is_not_there_is_named() -> None:
     Snapshot(optimizer, ()).step({id(param)})
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(
-        PartitaError, match=r"optimizer Adam: its step found no 'max_exp_avg_sq'\. A setting of a group"
+        PartitaError, match=r"optimizer Adam: its step found no state 'max_exp_avg_sq'\. Group settings that"
     ):
         Snapshot(optimizer, ()).step({id(param)})

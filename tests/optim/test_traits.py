@@ -186,7 +186,7 @@ class Ascending(Scaled):
         super().step()
 
 
-DIFFERS = "in a trial its result differs where each of two ranks has half of the "
+DIFFERS = "in a trial its result differs if each of two ranks has half of the "
 NEEDS_CLOSURE = (
     r"evaluates the loss in its step \(step\(closure\)\), which engine.step\(\) does not do on several ranks"
 )
@@ -253,7 +253,7 @@ def test_statistics_of_more_than_an_element_are_refused(kind: Any) -> None:
 def test_statistics_of_all_parameters_need_all_of_them(kind: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         check_elementwise(kind(params()), cuts=False)
-    assert str(caught.value) == message(kind, f"{DIFFERS}parameters", "a part of the parameters")
+    assert str(caught.value) == message(kind, f"{DIFFERS}parameters", "some of the parameters")
 
 
 @pytest.mark.parametrize("kind", [OverTheNorm, RowMeans, Projecting, torch.optim.Adafactor, torch.optim.Muon])

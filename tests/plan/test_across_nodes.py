@@ -29,8 +29,8 @@ def test_groups_that_span_nodes() -> None:
 def test_the_warning_has_the_figures() -> None:
     (crossing,) = needless_crossings(MeshShape(data=3, tensor=4), 6)
     assert str(crossing) == (
-        "parallel.tensor: 4 with 6 ranks on each node: 1 of 3 groups span up to 2 nodes, and what each layer exchanges "
-        "passes the network; with parallel.tensor: 1 or 2 none would. Across nodes, data sends less than tensor from "
+        "parallel.tensor: 4 with 6 ranks on each node: 1 of 3 groups span up to 2 nodes, so each layer communicates "
+        "over the network; with parallel.tensor: 1 or 2 none would. Across nodes, data sends less than tensor from "
         "3 x width tokens per replica and step on, and pipeline less than both where a stage has many layers"
     )
 

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule that a config names, or the user's own."""
+"""Construction of the optimizer and the learning-rate schedule, from the config or the user's arguments."""
 
 from collections.abc import Callable, Iterable
 from types import NoneType
@@ -28,28 +28,28 @@ def build_optimizer(
     *,
     kernels: bool,
 ) -> Optimizer:
-    """The user's optimizer, the one that the user's callable makes, or the config's.
+    """Return the user's optimizer, the one that the user's callable creates, or the config's.
 
     Args:
-        kernels: whether the config's is to be one of :mod:`partita.optim.fused` rather than torch's.
+        kernels: True if the config's optimizer is one of :mod:`partita.optim.fused` rather than torch's.
 
     Raises:
-        ConfigError: what is given is no optimizer, and no callable that returns one; or it cannot have the states that
-            the config asks for.
+        ConfigError: ``given`` is neither an optimizer nor a callable that returns one, or it cannot have the states
+            that the config asks for.
     """
     if given is not None:
         _check_states(config)
         if config.optimizer.name == "onebit_adam":
             raise ConfigError(
-                "optimizer.name: onebit_adam has a warm-up, after which other values travel, and an optimizer was "
-                "passed to partita.initialize: leave one of the two out"
+                "optimizer.name: onebit_adam was set, and an optimizer was passed to partita.initialize: leave one of "
+                "the two out"
             )
     if isinstance(given, Optimizer):
         return given
     if given is not None:
         if not callable(given):
             raise ConfigError(
-                f"optimizer: expected a torch.optim.Optimizer or a callable that makes one; got a {_kind(given)}"
+                f"optimizer: expected a torch.optim.Optimizer or a callable that returns one; got a {_kind(given)}"
             )
         made = given(params)
         if not isinstance(made, Optimizer):
@@ -60,7 +60,7 @@ def build_optimizer(
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, object]:
-    """The class, the groups' sizes and plain settings, by name: what every rank must have alike."""
+    """Return the class, the groups' sizes and plain settings, by name: they must be equal on all ranks."""
     found: dict[str, object] = {"the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -73,8 +73,9 @@ def settings_of(optimizer: Optimizer) -> dict[str, object]:
 
 
 def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> bool:
-    """Return whether the config's optimizer is one of :mod:`partita.optim.fused`: for 16-bit parameters that are
-    updated on the CPU, and for states that torch's do not have.
+    """Return whether the config's optimizer is one of :mod:`partita.optim.fused`.
+
+    These are used for 16-bit parameters that are updated on the CPU, and for states that torch's optimizers lack.
     """
     on_cpu = is_host(device) or config.zero.offload.optimizer != "none"
     in_16_bits = compute != "fp32" and (on_cpu or config.precision.master == "split")
@@ -82,12 +83,12 @@ def wants_kernels(config: schema.Config, compute: str, device: torch.device) -> 
 
 
 def _check_states(config: schema.Config) -> None:
-    """Only the config's own optimizers know other states than fp32 tensors."""
+    """Check that the config asks for fp32 states: the user's optimizer has no others."""
     for key, value in (("master", config.precision.master), ("moments", config.precision.moments)):
         if value != "fp32":
             raise ConfigError(
-                f"precision.{key}: {value} needs the config's optimizer, but one was passed to partita.initialize: "
-                f"leave one of the two out"
+                f"precision.{key}: {value} needs the config's optimizer, but an optimizer was passed to "
+                "partita.initialize: leave one of the two out"
             )
 
 
@@ -110,26 +111,26 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
 def build_schedule(
     optimizer: Optimizer, section: schema.Schedule, given: LRScheduler | Scheduling | None = None
 ) -> LRScheduler:
-    """The user's scheduler, the one that the user's callable makes, or the config's.
+    """Return the user's scheduler, the one that the user's callable creates, or the config's.
 
     Raises:
-        ConfigError: what is given is no scheduler of ``optimizer``, or one that has to be told a metric.
+        ConfigError: ``given`` is not a scheduler of ``optimizer``, or its ``step`` needs a metric.
     """
     if given is None:
         return Schedule(optimizer, section)
     if not isinstance(given, LRScheduler) and not callable(given):
-        raise ConfigError(f"scheduler: expected a torch scheduler or a callable that makes one; got a {_kind(given)}")
+        raise ConfigError(f"scheduler: expected a torch scheduler or a callable that returns one; got a {_kind(given)}")
     made = given if isinstance(given, LRScheduler) else given(optimizer)
     if not isinstance(made, LRScheduler):
         raise ConfigError(f"scheduler: the callable returned a {_kind(made)}, expected a torch scheduler")
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
-            "scheduler: ReduceLROnPlateau has to be told a metric, which the engine does not know; make it on "
+            "scheduler: ReduceLROnPlateau needs a metric, which the engine does not have; create it on "
             "engine.optimizer and call its step(metric) yourself"
         )
     if made.optimizer is not optimizer:
         raise ConfigError(
-            "scheduler: it was made on another optimizer than the engine's; pass that optimizer, too, or a callable"
+            "scheduler: it was created on another optimizer than the engine's; pass that optimizer, too, or a callable"
         )
     return made
 

@@ -1,4 +1,4 @@
-"""Agreement of the ranks around an update: flags, the gradients' norm, the loss scale, and equal parameters.
+"""Agreement of the ranks before an update: flags, the gradient norm, the loss scale, and equal parameters.
 
 Sources: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2 for the loss scale; the dynamic rule is
 that of NVIDIA's Apex.
@@ -30,13 +30,14 @@ FACTOR = 2.0
 
 
 class LossScale:
-    """The loss is multiplied by ``value`` before backward, gradients are divided by it before the update.
+    """The loss scale: the loss is multiplied by ``value`` before backward, gradients are divided by it before the
+    update.
 
     A dynamic scale halves when a gradient is not finite and doubles after ``loss_scale_window`` good steps.
 
     Args:
         section: its ``loss_scale`` is ``"dynamic"`` or a fixed factor.
-        needed: whether the compute dtype has fp16's range; otherwise the scale is 1 for ever.
+        needed: True if the compute dtype has fp16's range; otherwise the scale is always 1.
     """
 
     def __init__(self, section: schema.Precision, needed: bool) -> None:
@@ -48,7 +49,7 @@ class LossScale:
         self._good_steps = 0
 
     def carry(self, loss: Tensor) -> None:
-        """Lower the scale to the largest that the gradient of ``loss`` can hold. In fp16, 2**16 is infinite.
+        """Lower the scale to the largest one in the range of the loss's dtype. In fp16, 2**16 is infinite.
 
         Raises:
             PartitaError: the scale is fixed, and larger.
@@ -62,45 +63,46 @@ class LossScale:
             return
         if not self.dynamic:
             raise PartitaError(
-                f"precision.loss_scale: {self.value:g} is more than the loss, which was computed in {dtype}, can be "
-                f"multiplied by; set it to {largest:g} or less, or compute the loss in fp32 (logits.float())"
+                f"precision.loss_scale: {self.value:g} is out of the range of the loss, which was computed in {dtype}; "
+                f"set it to {largest:g} or less, or compute the loss in fp32 (logits.float())"
             )
         self.value = largest
 
     def succeeded(self) -> None:
+        """Count a step with finite gradients; a dynamic scale may double."""
         self._good_steps += 1
         if self.dynamic and self._good_steps % self._window == 0:
             self.value = min(self.value * FACTOR, self._largest)
 
     def counters(self) -> dict[str, float]:
-        """The scale and the good steps since a gradient was last not finite, for a checkpoint."""
+        """Return the scale and the number of steps since the last non-finite gradient, for a checkpoint."""
         return {"loss_scale": self.value, "good_steps": self._good_steps}
 
     def restore(self, counters: dict[str, float]) -> None:
-        """Go on from what :meth:`counters` was, where the scale changes by itself."""
+        """Continue from an earlier result of :meth:`counters`, if the scale is dynamic."""
         if self.dynamic:
             self.value = float(counters["loss_scale"])
             self._good_steps = int(counters["good_steps"])
 
     def overflowed(self, culprit: str) -> None:
-        """A gradient was not finite.
+        """Lower a dynamic scale after a non-finite gradient.
 
         Raises:
-            PartitaError: the scale cannot go lower; names the ``culprit``.
+            PartitaError: the scale is at its minimum; the message names the ``culprit``.
         """
         self._good_steps = 0
         if not self.dynamic:
             return
         if self.value <= SMALLEST:
             raise PartitaError(
-                f"the loss scale is at its smallest value ({SMALLEST:g}) and gradients are still not finite: "
-                f"{culprit}. Look for a division by zero or a too large learning rate, or use precision.compute bf16"
+                f"the loss scale is at its minimum ({SMALLEST:g}) and gradients are still not finite: {culprit}. Look "
+                "for a division by zero or a too large learning rate, or use precision.compute: bf16"
             )
         self.value /= FACTOR
 
 
 def _narrowest(loss: Tensor) -> torch.dtype:
-    """Return the dtype with the smallest range that a loss had before it was cast, scaled or divided."""
+    """Return the dtype of smallest range among a loss and the scalars that it was computed from by casts or scaling."""
     found, (node, index) = loss.dtype, (loss.grad_fn, 0)
     while (metadata := getattr(node, "_input_metadata", None)) and not metadata[index].shape:
         found = min(found, metadata[index].dtype, key=lambda dtype: torch.finfo(dtype).max)
@@ -111,9 +113,9 @@ def _narrowest(loss: Tensor) -> torch.dtype:
     return found
 
 
-# The message before an update, up to its flags: waves, changes by the user or forward, scale of the gradients.
+# The message before an update, up to its flags: number of reduce passes, changes of values, loss scale.
 HEADER = "<qqd"
-# The changes are the digest of what was written into parameters, with this bit set where buffers changed.
+# Changes of values are the digest of values written into parameters, with this bit set if buffers changed.
 NEWS = 1 << 32
 NO_SCALE, MANY_SCALES = 0.0, math.nan
 
@@ -122,10 +124,13 @@ NO_SCALE, MANY_SCALES = 0.0, math.nan
 class Agreed:
     """The messages of all ranks before an update, combined.
 
-    ``num_passes``: the most that a rank has begun; ``leftovers``: for each bucket, whether a rank has gradients that no
-    wave took; ``used``: ids of the members that got a gradient on any rank; ``scales``: what the ranks' gradients are
-    multiplied by; ``has_written``: whether a rank has written into parameters; ``has_news``: whether a rank has changed
-    a buffer that is not broadcast.
+    Attributes:
+        num_passes: the maximum number of reduce passes that a rank has ended.
+        leftovers: for each bucket, True if a rank has gradients that no reduce pass has reduced.
+        used: ids of the members that got a gradient on any rank.
+        scales: the loss scales of the ranks' gradients.
+        has_written: True if a rank has written into parameters.
+        has_news: True if a rank has changed a buffer that is not broadcast.
     """
 
     num_passes: int
@@ -138,8 +143,12 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Culprit:
-    """Why gradients are not finite: the ``name`` of a parameter, the ``ranks`` whose loss or gradient it was, and what
-    is said of the first of their ``arguments`` that has such values.
+    """The cause of non-finite gradients.
+
+    Attributes:
+        name: the name of a parameter.
+        ranks: the ranks whose loss or gradient was not finite.
+        arguments: a message about the first forward argument with such values, or an empty string.
     """
 
     name: str
@@ -148,15 +157,18 @@ class Culprit:
 
 
 class Consensus:
-    """Brings the ranks to the same view of a batch. ``step`` is the number of the update, for messages."""
+    """Brings the ranks to the same view of a batch.
+
+    ``step`` is the number of the update, ``call`` the name of the user's call, for messages.
+    """
 
     def __init__(self, runtime: Runtime, loss_scale: LossScale) -> None:
         self._group = runtime.gradient_group
         self._collectives = runtime.collectives
         self._all_ranks = runtime.collectives.all_ranks
-        # By the axes over which gradients are summed: the ranks that hold the same parameters.
+        # The ranks that have the same parameters, by the axes over which gradients are summed.
         axes = [runtime.row.summed_axes, *(member.segment.plan.summed_axes for _, member in runtime.members())]
-        self._alike = {each: runtime.collectives.group(each).ranks for each in dict.fromkeys(axes)}
+        self._equal_ranks = {each: runtime.collectives.group(each).ranks for each in dict.fromkeys(axes)}
         self._axes_of = {member.fqn: member.segment.plan.summed_axes for _, member in runtime.members()}
         self._device = runtime.device
         self._reducer: GradientReducer = runtime.reducer
@@ -164,10 +176,10 @@ class Consensus:
         self._buffers = runtime.buffers
         self._arguments = runtime.arguments
         self._loss_scale = loss_scale
-        self._told_unscaled = False
+        self._warned_unscaled = False
         shape, row = runtime.collectives.mesh.shape, runtime.row
         of_replica = tuple(axis for axis in expand(AXES) if axis not in row.separate_axes)
-        # The mesh's numbers of the ranks, which is their order among all.
+        # Rank numbers in the mesh, which are their order in the group of all ranks.
         self._replicas = [sorted(ranks) for ranks in shape.groups(of_replica)]
 
     @property
@@ -176,8 +188,9 @@ class Consensus:
         return [member for bucket in self._reducer.buckets for member in bucket.members]
 
     def before_update(self, call: str) -> Agreed:
-        """Exchange which parameters were used and what is left to reduce, in one small message, at ``call``, among the
-        ranks that reduce together; with those that have copies, which of these were used.
+        """Exchange in one small message which parameters were used and which buckets are still to be reduced.
+
+        It is exchanged among the ranks that reduce together; ranks with copies of a parameter also exchange its use.
         """
         reducer, members = self._reducer, self.members
         used = [id(member) in bucket.arrivals.used for bucket in reducer.buckets for member in bucket.members]
@@ -189,13 +202,13 @@ class Consensus:
         num_passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
         num_buckets = len(reducer.buckets)
-        taken = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
+        all_used = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
         has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
-        taken = self._used_by_copies(taken, call)
-        return Agreed(max(num_passes), flags[:num_buckets], taken, scales, has_written, has_news)
+        all_used = self._used_by_copies(all_used, call)
+        return Agreed(max(num_passes), flags[:num_buckets], all_used, scales, has_written, has_news)
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
-        """``used``, and what ranks that have copies of it have used."""
+        """Add the members to ``used`` that ranks with copies have used, and return it."""
         by_axes = defaultdict[tuple[str, ...], list[Member]](list)
         for member in self.members:
             by_axes[member.segment.plan.copies.axes].append(member)
@@ -207,22 +220,24 @@ class Consensus:
         return used
 
     def gradient_scale(self, step: int) -> float:
-        """Return the factor of the gradients collected so far.
+        """Return the loss scale of the gradients collected so far.
 
         Raises:
-            PartitaError: not all of them by the same factor.
+            PartitaError: they have several loss scales.
         """
-        self._reducer.join()  # another rank's backward may wait for this one in a reduction
+        self._reducer.join()  # another rank's backward may wait for this rank in a reduction
         return self._one_scale(self._all_ranks.exchange_objects(self._own_scale, "engine.gradient"), step)
 
     @property
     def _own_scale(self) -> float:
-        """The factor of this rank's gradients."""
+        """The loss scale of this rank's gradients."""
         scales = self._reducer.scales
         return MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
 
     def _one_scale(self, scales: Sequence[float], step: int) -> float:
-        """The factor of all ranks' gradients: its own, another engine's, or 1 where nobody scaled the loss."""
+        """Return the loss scale of all ranks' gradients: this engine's, another engine's, or 1 if the loss was not
+        scaled.
+        """
         found = {scale for scale in scales if scale != NO_SCALE}
         if len(found) > 1 or any(map(math.isnan, found)):
             raise PartitaError(
@@ -231,51 +246,58 @@ class Consensus:
                 "engine for all of them, or drop what came from the others by engine.zero_grad()"
             )
         scale = found.pop() if found else self._loss_scale.value
-        if scale == 1.0 != self._loss_scale.value and not self._told_unscaled:
-            self._told_unscaled = True
+        if scale == 1.0 != self._loss_scale.value and not self._warned_unscaled:
+            self._warned_unscaled = True
             warnings.warn(
-                "loss.backward() was called where engine.backward(loss) multiplies by the loss scale "
+                "loss.backward() was called instead of engine.backward(loss), which multiplies by the loss scale "
                 f"({self._loss_scale.value:g}): gradients too small for fp16 are lost; call engine.backward(loss)",
                 stacklevel=8,
             )
         return scale
 
     def compare_written(self, step: int) -> None:
-        """See that ranks that hold the same parameters wrote the same values into them.
+        """Check that ranks with the same parameters wrote the same values into them.
 
         Raises:
             PartitaError: on all ranks: they did not.
         """
         written = self._written
-        own = {axes: (ranks, dict[str, int]()) for axes, ranks in self._alike.items()}
+        own = {axes: (ranks, dict[str, int]()) for axes, ranks in self._equal_ranks.items()}
         for name, value in written.sums.items():
             own[self._axes_of[name]][1][name] = value
-        every = self._all_ranks.exchange_objects(own, "what was written")
+        every = self._all_ranks.exchange_objects(own, "a comparison of written values")
         written.agreed()
         for rank, axes in ((rank, axes) for rank, of_rank in enumerate(every) for axes in of_rank):
-            alike, sums = every[rank][axes]
-            _, first = every[alike[0]][axes]
+            equal_ranks, sums = every[rank][axes]
+            _, first = every[equal_ranks[0]][axes]
             if differing := [name for name in first | sums if first.get(name) != sums.get(name)]:
                 raise PartitaError(
-                    f"step {step}: rank {rank} wrote other values into parameters than rank {alike[0]}, or into "
-                    f"others (of {len(first | sums)}: '{differing[0]}'); write the same on every rank (in forward, "
-                    "nothing that depends on a rank's own samples, as nn.Embedding(max_norm=) does), or write inside "
-                    "`with engine.gathered(..., modify=True)`, where rank 0's values become those of all"
+                    f"step {step}: rank {rank} wrote other values into parameters than rank {equal_ranks[0]}, or into "
+                    f"other parameters ('{differing[0]}', of {len(first | sums)}); write the same on every rank (in "
+                    "forward, nothing that depends on a rank's own samples, as nn.Embedding(max_norm=) does), or write "
+                    "inside `with engine.gathered(..., modify=True)`, which broadcasts rank 0's values"
                 )
 
-    def norm(self, squares: Sequence[Tensor], agreed: Agreed, step: int) -> tuple[float, float]:
-        """The root of the sum of all ranks' ``squares`` (of scaled gradients, each copy's once), not finite where one
-        of them is not; and what the gradients are multiplied by. Replicas that train apart have a norm each.
+    def norm(self, squared_norms: Sequence[Tensor], agreed: Agreed, step: int) -> tuple[float, float]:
+        """Return the norm of all ranks' gradients, still scaled, and their loss scale.
 
-        It is rounded to fp32: the float64 sums differ in their last digits where the ranks' parts are other ones.
+        Replicas that train separately have separate norms; if one of them is not finite, none is. The norm is rounded
+        to fp32: the float64 sums depend in their last digits on how the gradients are sharded.
+
+        Args:
+            squared_norms: those of this rank's gradients, without those that another rank measures, too.
 
         Raises:
             PartitaError: on all ranks: the gradients have several loss scales, or the ranks wrote different values into
                 parameters.
         """
-        if len({square.device for square in squares}) > 1:
-            squares = [accelerator.read(square) for square in squares]
-        mine = torch.stack(list(squares)).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
+        if len({each.device for each in squared_norms}) > 1:
+            squared_norms = [accelerator.read(each) for each in squared_norms]
+        mine = (
+            torch.stack(list(squared_norms)).sum()
+            if squared_norms
+            else torch.zeros((), dtype=torch.float64, device="cpu")
+        )
         scales = set(agreed.scales) - {NO_SCALE}
         scale = MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
         numbers = [float(accelerator.read(mine)), scale, float(agreed.has_written + 2 * agreed.has_news)]
@@ -288,12 +310,12 @@ class Consensus:
             self._buffers.agree("buffers that changed")
         norms = [_root_of_sum(every[rank][0] for rank in replica) for replica in self._replicas]
         own = norms[next(i for i, replica in enumerate(self._replicas) if self._all_ranks.index in replica)]
-        skipped_elsewhere = math.isfinite(own) and not all(map(math.isfinite, norms))  # then by all
-        norm = math.nan if skipped_elsewhere else own
+        another_skips = math.isfinite(own) and not all(map(math.isfinite, norms))  # then all replicas skip the update
+        norm = math.nan if another_skips else own
         return norm, self._one_scale([scale for _, scale, _ in every], step)
 
     def check(self, agreed: Agreed, step: int) -> None:
-        """See that all ranks' gradients have one scale, and that they wrote the same, where no norm is asked for.
+        """Check loss scales and written values, if no norm is needed.
 
         Raises:
             PartitaError: as :meth:`norm` does.
@@ -302,40 +324,40 @@ class Consensus:
         if self._all_ranks.size > self._group.size or agreed.has_written or agreed.has_news or several:
             self.norm((), agreed, step)
 
-    def sums(self, of_part: Tensor, of_rank: Tensor) -> list[float]:
-        """The sums over all ranks of these numbers, one after the other."""
-        own = torch.cat([part.to(self._device) for part in (of_part, of_rank)])
+    def sums(self, squared_norms: Tensor, flags: Tensor) -> list[float]:
+        """Return the sums over all ranks of the concatenated tensors."""
+        own = torch.cat([part.to(self._device) for part in (squared_norms, flags)])
         found: list[float] = accelerator.read(self._all_ranks.all_reduce(own)).tolist()
         return found
 
     def culprit(self, number: int, name: str) -> Culprit:
-        """The ``name`` that goes with the least ``number`` of a rank, and what ranks know of the cause."""
+        """Return the ``name`` of the rank with the lowest ``number``, and what ranks know about the cause."""
         suspect = self._reducer.finite.is_suspect
         arguments = self._arguments.describe() if suspect else ""
         every = self._all_ranks.exchange_objects((number, name, suspect, arguments), "engine.step")
-        _, first, _, _ = min(every, key=lambda told: told[0])
+        _, first, _, _ = min(every, key=lambda message: message[0])
         ranks = [str(rank) for rank, (_, _, is_suspect, _) in enumerate(every) if is_suspect]
-        told = [f"; on rank {rank}, {text}" for rank, (_, _, _, text) in enumerate(every) if text]
-        return Culprit(first, ranks, told[0] if told else "")
+        messages = [f"; on rank {rank}, {text}" for rank, (_, _, _, text) in enumerate(every) if text]
+        return Culprit(first, ranks, messages[0] if messages else "")
 
 
-def _root_of_sum(squares: Iterable[float]) -> float:
-    """In float64, rounded to fp32."""
+def _root_of_sum(squared_norms: Iterable[float]) -> float:
+    """Return the root of the sum, computed in float64 and rounded to fp32."""
     total = 0.0
-    for square in squares:
-        total += square
+    for each in squared_norms:
+        total += each
     return torch.tensor(math.sqrt(total) if total >= 0 else math.nan, dtype=torch.float32, device="cpu").item()
 
 
-CALL = "a check of what ranks hold alike"
+CALL = "a comparison of parameters (communication.check_every)"
 
 
 class AlikeCheck:
-    """Compares them every so many steps.
+    """Compares stored parameters between ranks that must have the same bits, every so many steps.
 
     Args:
         wait_for_updates: waits for the updates under way.
-        every: optimizer steps between two comparisons; 0: none are made.
+        every: optimizer steps between two comparisons; 0 for none.
     """
 
     def __init__(self, runtime: Runtime, wait_for_updates: Callable[[], None], every: int) -> None:
@@ -350,7 +372,7 @@ class AlikeCheck:
         self._every = every if self._compared else 0
 
     def after_update(self, step: int) -> None:
-        """Compare, if it is time to; a collective then.
+        """Compare if the step is due; a collective then.
 
         Raises:
             PartitaError: as :meth:`compare` does.
@@ -359,10 +381,10 @@ class AlikeCheck:
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        """Compare one checksum per unit: the sum of its bits as whole numbers.
+        """Compare one checksum per unit: the sum of its bits as integers.
 
         Raises:
-            PartitaError: on all ranks: one has other bits of a unit than the others.
+            PartitaError: on all ranks: the bits of a unit differ between ranks.
         """
         self._wait_for_updates()
         found = list[tuple[Unit, dict[int, int]]]()
@@ -385,19 +407,19 @@ def _check(unit: Unit, by_rank: Mapping[int, int], step: int) -> None:
         like = next(rank for rank, checksum in by_rank.items() if checksum == usual)
         raise PartitaError(
             f"step {step}: rank {', '.join(differing)} has other parameters of {unit.title} than "
-            f"rank {like}, which should be the same bits on ranks {', '.join(map(str, by_rank))} "
-            "(communication.check_every): one of them wrote where nothing sees it, or its memory or "
-            "its processor is faulty. Go on from a checkpoint (engine.load); write inside `with "
-            "engine.gathered(..., modify=True)`"
+            f"rank {like}; they should have the same bits on ranks {', '.join(map(str, by_rank))} "
+            "(communication.check_every). A rank wrote parameters undetectedly, or its memory or processor is faulty. "
+            "Continue from a checkpoint (engine.load); write parameters inside `with engine.gathered(..., "
+            "modify=True)`"
         )
 
 
 def _checksum(segments: Sequence[Segment]) -> int:
-    """Return the checksum of what this rank stores of some segments."""
+    """Return the checksum of this rank's stored parameters of some segments."""
     total = 0
     for segment in segments:
         lease = segment.rest.lend()
-        words = lease.wait().view(torch.int32)  # segments are padded to whole words
+        words = lease.wait().view(torch.int32)  # segments are padded to multiples of 4 bytes
         total += int(accelerator.read(words.sum(dtype=torch.int64)))
         lease.end(changed=False)
     return total

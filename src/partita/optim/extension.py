@@ -1,4 +1,4 @@
-"""Live parts of an optional package: optimizers, and listeners that are told of updates."""
+"""Run-time interface of optional packages: optimizers, and listeners that are called at updates."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from partita.sharding.segment import Segment
 
 @dataclass(frozen=True)
 class ComingUpdate:
-    """An update that comes: the ``step``, the ids of the members that got a gradient, and the phase it belongs to."""
+    """The next update: its ``step``, the ids of the members that got a gradient, and its phase."""
 
     step: int
     used: AbstractSet[int]
@@ -27,51 +27,52 @@ class ComingUpdate:
 
 
 class UpdateListener:
-    """Is told of updates. Every method is called on all ranks, between two updates; all of them may be collectives."""
+    """Called at updates. Every method is called on all ranks, between two updates, and may be a collective."""
 
-    reads_weights = False  # True if after_update needs the updated weights: no update may be under way then
+    reads_weights = False  # True if after_update needs the updated weights, so that no update may be running then
 
     def before_update(self, coming: ComingUpdate) -> None:
-        """Gradients are measured and finite; nothing was changed yet."""
+        """Called when gradients are measured and finite, before anything is changed."""
 
     def after_update(self, step: int, *, is_warming_up: bool) -> None:
-        """The update was made, or is under way."""
+        """Called when the update is complete or running."""
 
     def settle(self, step: int, *, is_warming_up: bool) -> None:
-        """Make what is saved of this run all that it continues from."""
+        """Reduce all states to what a checkpoint saves, so that this run continues as one that loads it."""
 
     def clear(self) -> None:
-        """Forget what is kept between updates, before other values are loaded."""
+        """Forget the states kept between updates, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Mapping[str, Tensor]:
-        """Return what is saved of this rank's part of a segment, ``[part_elements]``, by the prefix of its keys.
+        """Return the states to save of this rank's shard of a segment, ``[part_elements]``, by the prefix of their
+        keys.
 
-        All ranks that have the same part load it.
+        All ranks with the same shard load them.
         """
         return {}
 
     @property
     def differs_between_replicas(self) -> bool:
-        """True while replicas have weights of their own."""
+        """True while replicas have different weights."""
         return False
 
 
 class RunExtension(Extension):
-    """An extension with live parts."""
+    """An extension with parts that run in training."""
 
     def shares(self, model: nn.Module, mesh: MeshShape, rank: int) -> Shares:
-        """Return what a rank holds of parameters of which it holds a part, by the parameters' ids.
+        """Return a rank's share of each split parameter, by the parameter's id.
 
-        The parameters are whole, and stay so until the engine gives each rank its place of rank 0's values.
+        The parameters are unsplit, and stay so until the engine gives each rank its slice of rank 0's values.
         """
         return NO_SHARES
 
     @abstractmethod
     def optimizer(self, params: list[nn.Parameter], config: Config) -> Optimizer | None:
-        """Return the optimizer that the configuration names; None where it is one of the core's."""
+        """Return the optimizer that the config names; None if it is one of the core's."""
 
     @abstractmethod
     def listeners(
         self, runtime: Runtime, optimizer: Optimizer, views: Views, config: Config
     ) -> tuple[UpdateListener, ...]:
-        """Return who is told of updates."""
+        """Return the listeners to call at updates."""

@@ -1,8 +1,8 @@
-"""Optimizers whose update is one kernel: gradient unscaled and clipped, states and 16-bit parameter written at once.
+"""Optimizers whose update is one kernel: it unscales and clips the gradient, and writes states and 16-bit parameter.
 
-They are real ``torch.optim.Optimizer`` objects, so rates, groups and schedulers work as ever. What torch's optimizers
-find in ``p`` and ``p.grad`` comes as :class:`Operands` here, for weights that are no tensor of their own (a split
-master) and gradients of another dtype than theirs.
+They are ``torch.optim.Optimizer`` objects, so learning rates, groups and schedulers work as usual. In place of ``p``
+and ``p.grad`` they use :class:`Operands`, for weights that are not one tensor (split master weights) and gradients of
+another dtype than the weights.
 
 Source of the 8-bit states: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the encoding is
 :mod:`partita.kernels.quantize`'s own.
@@ -37,9 +37,9 @@ class Operands:
 
 
 class FusedOptimizer(Optimizer):
-    """Updates the parameters that :attr:`operands` names, and fp32 parameters with a gradient.
+    """Base class: updates the parameters in :attr:`operands`, and fp32 parameters with a gradient.
 
-    The ``settings`` of groups have the names that they have in torch's optimizers.
+    The ``settings`` of groups have the same names as in torch's optimizers.
 
     Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
     """
@@ -72,7 +72,7 @@ class FusedOptimizer(Optimizer):
 
     @abstractmethod
     def _dtypes(self, group: dict[str, Any]) -> dict[str, torch.dtype]:
-        """The states that an update needs, by key; the group's settings may have changed since the last."""
+        """Return the dtypes of the states that an update needs, by key. They depend on the group's settings."""
 
     @abstractmethod
     def _update(self, operands: Operands, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -138,9 +138,9 @@ class FusedLion(FusedOptimizer):
 
 
 class KernelRule(UpdateRule[FusedOptimizer]):
-    """An optimizer whose update is one kernel (:mod:`partita.optim.fused`)."""
+    """The rule of optimizers whose update is one kernel."""
 
-    runs_beside = True
+    always_overlaps = True
 
     def writes_param(self, segment: Segment) -> bool:
         return segment.layout.encoding != FP32
@@ -160,15 +160,16 @@ def rule_for(optimizer: Optimizer) -> UpdateRule[FusedOptimizer] | UpdateRule[Op
 
 
 def rule_of(optimizer: Optimizer) -> str:
-    """The name of an optimizer's update rule, alike for torch's class and the fused one."""
+    """Return the name of an optimizer's update rule, the same for torch's class and the fused one."""
     if isinstance(optimizer, FusedAdam):
         return "adamw" if optimizer._decoupled else "adam"
     return type(optimizer).__name__.removeprefix("Fused").casefold()
 
 
 def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's flat state as another optimizer of the same kind kept it, in the encoding of this one: 8-bit
-    moments become numbers, or numbers 8-bit moments (at random, as after an update), where the two differ.
+    """Convert a parameter's flat state, of another optimizer with the same rule, to the encoding of this optimizer.
+
+    8-bit moments are decoded, or moments are encoded in 8 bits (with stochastic rounding, as in an update), if needed.
     """
     if not isinstance(optimizer, FusedAdam) or not optimizer.int8:
         return decoded(state)
@@ -186,7 +187,7 @@ def _own_operands(param: Tensor) -> Operands | None:
 
 
 def _zeros(key: str, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state before the first update: in the parameter's shape, or one value per block."""
+    """Return a state before the first update: in the parameter's shape, or with one value per block."""
     if key in BLOCK_STATES:
         return param.new_zeros(num_blocks(param.numel()), dtype=dtype)
     return torch.zeros_like(param, dtype=dtype)

@@ -1,10 +1,10 @@
-"""The user's optimizer as the engine runs it.
+"""How the engine runs an optimizer.
 
-- :class:`UpdateRule`: how it is given one parameter's weights and gradient, and what it writes.
-- :class:`Snapshot`: its step, later and on some of its parameters, with the settings of one moment. It runs on a second
-  object of the optimizer's class with the same state, so that changes to the first one do not interfere.
-- :class:`Guard`: its methods as the user calls them. None does something else than the user expects, silently.
-- :func:`carry_overrides`: the settings of single parameters that bitsandbytes keeps by the identity of the parameter.
+- :class:`UpdateRule`: passes one parameter's weights and gradient to the optimizer.
+- :class:`Snapshot`: a later step on some of its parameters, with the settings of an earlier moment. It runs on a clone
+  of the optimizer with the same state, so that changes of the settings do not interfere.
+- :class:`Guard`: checks of the methods that the user calls, so that none of them silently does nothing.
+- :func:`carry_overrides`: settings of single parameters that bitsandbytes stores by the parameter's id.
 """
 
 import copy
@@ -32,12 +32,12 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 @dataclass(frozen=True)
 class InMemory:
-    """The weights of this rank's part of a segment, in memory for one update.
+    """This rank's weights of a segment, in memory for one update.
 
     Attributes:
-        master: the master weights; of split ones the low bits.
-        param: the 16-bit parameters, where the rule writes them; of split masters their high bits.
-        is_split: the master weights are split.
+        master: the master weights; if split, their low halves.
+        param: the 16-bit parameters, if the rule writes them; with split master weights, their high halves.
+        is_split: True if the master weights are split.
     """
 
     master: Tensor
@@ -52,32 +52,32 @@ class InMemory:
 
 
 class UpdateRule(ABC, Generic[OptimizerT]):
-    """A way in which an optimizer updates the parameters of a segment.
+    """The way in which an optimizer updates the parameters of a segment.
 
     Attributes:
-        runs_beside: updates run beside the caller on every device, not only where states are off the device.
+        always_overlaps: True if updates always run on another stream, not only those with states off the device.
     """
 
-    runs_beside = False
+    always_overlaps = False
 
     def __init__(self, optimizer: OptimizerT) -> None:
         self.optimizer = optimizer
 
     @abstractmethod
     def writes_param(self, segment: Segment) -> bool:
-        """Return whether the update writes the parameters in compute, beside the master weights."""
+        """Return whether the update also writes the parameters in compute, besides the master weights."""
 
     @abstractmethod
     def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
-        """Give the optimizer one parameter's gradient, to be multiplied by ``factor``, and its weights."""
+        """Pass one parameter's gradient, to be multiplied by ``factor``, and its weights to the optimizer."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """The optimizer has stepped: forget what it was given."""
+        """Forget gradients and weights after the optimizer's step."""
 
 
 class TorchRule(UpdateRule[Optimizer]):
-    """An optimizer of torch, or the user's."""
+    """The rule of torch's and the user's optimizers."""
 
     def writes_param(self, segment: Segment) -> bool:
         return False
@@ -88,17 +88,17 @@ class TorchRule(UpdateRule[Optimizer]):
         view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
 
     def disconnect(self) -> None:
-        pass  # gradients are taken out of the views
+        pass  # SegmentUpdate.close removes the gradients
 
 
 Groups = list[dict[str, Any]]
 
 
 class Snapshot:
-    """The settings of an optimizer's groups, and the attributes that it counts in, when this is made.
+    """A snapshot of an optimizer's group settings and step counters.
 
     Args:
-        counted: the names of the attributes.
+        counted: the names of the optimizer's attributes that its step changes.
     """
 
     def __init__(self, optimizer: Optimizer, counted: Sequence[str]) -> None:
@@ -108,8 +108,10 @@ class Snapshot:
         self._attributes = copies(optimizer.__dict__, counted)
 
     def step(self, chosen: AbstractSet[int]) -> Callable[[], None]:
-        """The optimizer's own step on the ``chosen`` of its parameters (by id). Returns what has the optimizer take up
-        what the step has counted: on all ranks, also on those that own nothing of what changes.
+        """Run the optimizer's step on the ``chosen`` of its parameters (by id).
+
+        Returns: a function that copies the changed counters to the optimizer; call it on all ranks, also on those
+        without chosen parameters.
         """
         groups = [copies(group, group) for group in self._groups]
         for group in groups:
@@ -122,7 +124,7 @@ class Snapshot:
         return partial(self._take_up, groups, copies(clone.__dict__, self._counted))
 
     def _take_up(self, groups: Groups, attributes: dict[str, Any]) -> None:
-        """Take over what the step has changed; other settings stay as they are now."""
+        """Copy values that the step has changed to the optimizer; other settings stay as they are now."""
         for group, before, after in zip(self._optimizer.param_groups, self._groups, groups, strict=False):
             changed = (key for key in before if key != "params" and not _same(before[key], after[key]))
             group.update({key: after[key] for key in changed})
@@ -130,10 +132,10 @@ class Snapshot:
 
 
 def clone_of(optimizer: Optimizer, groups: Groups, state: dict[Tensor, Any]) -> Optimizer:
-    """A second object: the same optimizer on ``groups`` and ``state``, without the hooks on the first one's step."""
+    """Return a clone of the optimizer with other ``groups`` and ``state``, without the hooks on its step."""
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)  # a scheduler's wrapper around the other object's
+    clone.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original
     clone.param_groups = groups
     clone.state = state  # type: ignore[assignment]
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -142,28 +144,28 @@ def clone_of(optimizer: Optimizer, groups: Groups, state: dict[Tensor, Any]) -> 
 
 
 def run_step(optimizer: Optimizer) -> None:
-    """The optimizer's step.
+    """Run the optimizer's step.
 
     Raises:
-        PartitaError: it asks for a state that a parameter does not have.
+        PartitaError: it needs a state that a parameter does not have.
     """
     try:
         optimizer.step()
     except KeyError as error:
         raise PartitaError(
-            f"optimizer {type(optimizer).__name__}: its step found no {error}. A setting of a group that adds a state "
-            "(amsgrad, momentum, ...) has to be there before the group's first update, and a loaded checkpoint has to "
-            "be one of an optimizer with the same states"
+            f"optimizer {type(optimizer).__name__}: its step found no state {error}. Group settings that add a state "
+            "(amsgrad, momentum, ...) must be set before the group's first update, and a loaded checkpoint must be of "
+            "an optimizer with the same states"
         ) from error
 
 
 def copies(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those of the ``values`` that have these names, so that a step that changes them leaves the others as they are."""
+    """Return copies of the named values, so that a step that changes them leaves the originals as they are."""
     return {name: _copy_of(values[name]) for name in names if name in values}
 
 
 def _copy_of(value: Any) -> Any:
-    """A value that a step may change."""
+    """Return a copy of a value that a step may change in place."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, list | dict | set) else value
@@ -176,14 +178,14 @@ def _same(one: object, other: object) -> bool:
 
 
 class Guard:
-    """Watches an optimizer's methods.
+    """Wraps an optimizer's methods.
 
-    ``step`` and ``zero_grad`` are refused while they would do nothing. What ``train`` and ``eval`` write into
-    parameters (Schedule-Free's averages) is published.
+    ``step`` and ``zero_grad`` raise an error while they would silently do nothing. Values that ``train`` and ``eval``
+    write into parameters (Schedule-Free's averages) are published.
 
     Args:
         waiting: returns True while a batch's gradients wait for the engine's step.
-        writes: a context in which the optimizer may write parameters; after it all ranks have them. A collective.
+        writes: a context in which the optimizer may write parameters, which are published at its end. A collective.
     """
 
     def __init__(
@@ -197,10 +199,10 @@ class Guard:
         self._modes = [name for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
         for name in self._modes:
             setattr(optimizer, name, self._published(getattr(optimizer, name), writes))
-        self._steps = False  # the engine makes the step under way
+        self._steps = False  # True during the engine's own step
 
     def remove(self) -> None:
-        """Leave the optimizer to the user."""
+        """Restore the optimizer's methods."""
         self._hook.remove()
         for name in ("zero_grad", *self._modes):
             self._optimizer.__dict__.pop(name, None)
@@ -218,12 +220,12 @@ class Guard:
 
     @property
     def watched(self) -> bool:
-        """True if others have hooks on the optimizer's step."""
+        """True if the user has hooks on the optimizer's step."""
         optimizer = self._optimizer
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 
     def step(self, needed: bool) -> None:
-        """The engine's step, on what has a gradient; where it is not ``needed`` it is made for others' hooks only."""
+        """Run the step of the engine; if it is not ``needed``, only to call the user's hooks."""
         if needed or self.watched:
             self._steps = True
             try:
@@ -235,23 +237,23 @@ class Guard:
     def _before_step(self, *_: Any) -> None:
         if not self._steps and self._waiting():
             raise PartitaError(
-                "optimizer.step() between backward and engine.step(): it finds no gradients and would change nothing; "
+                "optimizer.step() between backward and engine.step() finds no gradients and would change nothing; "
                 "call engine.step() alone, which clips, steps the optimizer and the schedule, and zeroes gradients"
             )
 
     def _before_zero_grad(self, set_to_none: bool = True) -> None:
         if self._waiting():
             raise PartitaError(
-                "optimizer.zero_grad() between backward and engine.step(): gradients are not where it looks for them, "
-                "and would stay; to drop them call engine.zero_grad() (engine.step() zeroes them by itself)"
+                "optimizer.zero_grad() between backward and engine.step() would not zero the gradients, which are in "
+                "buffers; to drop them call engine.zero_grad() (engine.step() zeroes them by itself)"
             )
         self._zero_grad(set_to_none)
 
 
 def carry_overrides(optimizer: Optimizer, views: Iterable[View]) -> Callable[[], None]:
-    """Register the overrides of the user's parameters for their views, too.
+    """Register bitsandbytes' overrides for the user's parameters for their views, too.
 
-    Returns: what takes them back.
+    Returns: a function that removes them again.
     """
     manager: Any = getattr(optimizer, "mng", None)
     library: Any = sys.modules.get("bitsandbytes.optim")

@@ -1,4 +1,4 @@
-"""The learning rate over optimizer steps, as the config describes it."""
+"""The config's learning-rate schedule, and the engine's use of any scheduler."""
 
 import math
 from typing import Any
@@ -12,10 +12,10 @@ from partita.errors import PartitaError
 
 
 class EngineSchedule:
-    """The engine's scheduler, which only the engine steps: once for each update.
+    """The engine's scheduler, which only the engine steps, after each update.
 
     Args:
-        scheduler: the user's, or the config's.
+        scheduler: the user's scheduler, or the config's.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
@@ -23,20 +23,20 @@ class EngineSchedule:
         self.note()
 
     def note(self) -> None:
-        """Take the scheduler's position as it is now: it was loaded, or the engine has stepped it."""
+        """Record the scheduler's position, after it was loaded or stepped by the engine."""
         self._position = self._current()
 
     def check(self) -> None:
-        """See that nobody else has stepped the scheduler.
+        """Check that the user has not stepped the scheduler.
 
         Raises:
-            PartitaError: somebody has.
+            PartitaError: the scheduler was stepped.
         """
         if any(now == before + 1 for before, now in zip(self._position, self._current(), strict=False)):
             raise PartitaError(
                 "scheduler.step() was called in addition to engine.step(), which steps the scheduler after each "
                 "update: the learning rate would follow its schedule twice as fast. Remove the call; to step a "
-                "scheduler yourself, make it on engine.optimizer and do not pass it to partita.initialize"
+                "scheduler yourself, create it on engine.optimizer and do not pass it to partita.initialize"
             )
 
     def step(self) -> None:
@@ -44,7 +44,7 @@ class EngineSchedule:
         self._scheduler.step()
 
     def _current(self) -> list[int]:
-        """Steps that the scheduler, and those that it is made of, have done."""
+        """Return the step counts of the scheduler and of those inside it."""
         parts = (self._scheduler, *getattr(self._scheduler, "_schedulers", ()))
         return [int(getattr(part, "last_epoch", 0)) for part in parts]
 
@@ -52,9 +52,8 @@ class EngineSchedule:
 class Schedule(LRScheduler):
     """A schedule over optimizer steps: warm-up, then constant, or linear or cosine decay.
 
-    Every group's peak is its own rate, or ``max_lr`` where that is given; one whose peak is below ``min_lr`` keeps it.
-    A constant schedule leaves the rates alone after the warm-up, so that they may be set by hand or by another
-    scheduler.
+    Every group's peak is its own rate, or ``max_lr`` if that is set. A group whose peak is below ``min_lr`` keeps its
+    peak. After the warm-up a constant schedule does not change rates, so that the user or another scheduler may.
     """
 
     def __init__(self, optimizer: Optimizer, section: schema.Schedule) -> None:
@@ -65,16 +64,16 @@ class Schedule(LRScheduler):
         if section.total_steps and section.decay_steps:
             self._begin = section.total_steps - section.decay_steps
             self._decay_steps = section.decay_steps
-        # Another scheduler's may be below the group's own rate already.
+        # Another scheduler may already have lowered the group's own rate.
         self._keeps_first = self._peak_step == 0 and section.max_lr is None
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its position; the curve is the config's."""
+        """Return the position; the curve is the config's."""
         return {key: self.__dict__[key] for key in ("last_epoch", "_step_count", "_last_lr", "base_lrs")}
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rate of each group in the next step; groups may have been added since."""
+        """Return the rate of each group in the next step; groups may have been added."""
         step, groups = self.last_epoch, self.optimizer.param_groups
         if self._section.name == "constant" and (step > self._peak_step or self._keeps_first):
             return [group["lr"] for group in groups]
@@ -83,7 +82,7 @@ class Schedule(LRScheduler):
         return [peak * self._factor(peak, step) if peak else peak for peak in peaks]
 
     def _factor(self, peak: float, step: int) -> float:
-        """The share of its ``peak`` that a group's rate has in ``step``."""
+        """Return the factor of a group's ``peak`` rate in ``step``."""
         section = self._section
         if step < self._peak_step:
             start = min(1.0, (section.initial_lr or 0.0) / peak)

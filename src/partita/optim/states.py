@@ -1,12 +1,11 @@
-"""The optimizer's side of the parameters: views of this rank's master weights, and the states that belong to them.
+"""The parameters as the optimizer sees them: views of this rank's master weights, and their optimizer states.
 
-Where the optimizer sees parameters unsharded, a view has the parameter's shape; else it is the flat slice that this
-rank owns (empty, where it owns none). Views take the place of the user's parameters in the optimizer's groups, so
-per-group rates, schedulers and hooks stay as they are.
+If the optimizer sees parameters unsharded, a view has the parameter's shape; else it is this rank's flat slice (empty
+if it has none). Views replace the user's parameters in the optimizer's groups, so per-group rates, schedulers and hooks
+work unchanged.
 
-Which states an optimizer keeps is its own choice. On the disk tier every tensor with an element for each of the
-parameter's is stored there, whatever its key, and is in the optimizer only while it is lent; counters and other
-values stay where they are.
+An optimizer may keep any states. On the disk tier every tensor with one value per element of the parameter is stored on
+disk, whatever its key, and is in the optimizer only during an update; counters and other values stay in memory.
 """
 
 from collections import Counter, defaultdict
@@ -34,11 +33,14 @@ from partita.sharding.unit import Unit
 
 
 class View:
-    """This rank's master weights of one parameter, as the optimizer sees them; ``start`` is its first element's
-    place.
+    """This rank's master weights of one parameter, as the optimizer sees them.
+
+    Attributes:
+        start: the index of its first element in the parameter.
+        only_during_update: True if the view has memory only during an update.
 
     Args:
-        span: the parameter's, among the segment's ``master_spans``; None where this rank has no part of it.
+        span: the parameter's span among the segment's ``master_spans``; None if this rank has no slice of it.
     """
 
     def __init__(self, member: Member, span: Span | None) -> None:
@@ -48,19 +50,19 @@ class View:
         self._offset = span.offset if span else 0
         segment = member.segment
         master = segment.plan.master
-        self.lent = master.tier is Tier.DISK or master.encoding == SPLIT  # connected while it is updated
+        self.only_during_update = master.tier is Tier.DISK or master.encoding == SPLIT
         device = segment.full.device
         where = device if master.tier is Tier.DEVICE else host_of(device)
         self.tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=where), requires_grad=True)
-        if segment.master is not None and not self.lent:
+        if segment.master is not None and not self.only_during_update:
             self.connect(segment.master.lend().tensor)
 
     def over(self, flat: Tensor) -> Tensor:
-        """This view's elements of a flat state of its segment, as this rank holds it, in the view's shape."""
+        """Return this view's elements of a flat state of its segment on this rank, in the view's shape."""
         return self._shaped(flat, self._offset)
 
     def slice_of(self, flat: Tensor) -> Tensor:
-        """This view's elements of a parameter's flat values ``[numel]``, in the view's shape."""
+        """Return this view's elements of a parameter's flat values ``[numel]``, in the view's shape."""
         return self._shaped(flat, self.start)
 
     def _shaped(self, flat: Tensor, start: int) -> Tensor:
@@ -68,7 +70,7 @@ class View:
         return self.member.shaped(part) if self.member.segment.holds_whole_master else part
 
     def blocks_over(self, flat: Tensor) -> Tensor:
-        """As :meth:`over`, of a state with one value per block."""
+        """Return this view's elements, as :meth:`over`, of a state with one value per block."""
         first = self._offset // BLOCK
         return flat[first : first + -(-self.num_elements // BLOCK)]
 
@@ -78,25 +80,28 @@ class View:
             self.tensor.data = self.over(master)
 
     def disconnect(self) -> None:
-        """The master weights are at rest again: the view is as it was made, whatever it was connected to."""
+        """Remove the view's memory, as before :meth:`connect`."""
         with torch.no_grad():
             self.tensor.data = self.tensor.new_empty(0, dtype=torch.float32)
 
 
 class Views:
-    """All views, by parameter. ``others`` are those that no unit of this rank holds: they leave the optimizer's groups,
-    but for the names of those that another stage holds.
+    """All views, by parameter.
+
+    Args:
+        others: parameters in no unit of this rank: they leave the optimizer's groups, except the names of those on
+            other pipeline stages.
     """
 
     def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[Holding] = ()) -> None:
         self._memory = memory
         self._known = {id(member.param) for unit in units for member in unit.members}
         self._known |= {id(holding.param) for holding in others}
-        self._elsewhere = {id(h.param): h.fqns[0] for h in others if is_elsewhere(h.param)}
+        self._off_stage = {id(h.param): h.fqns[0] for h in others if is_elsewhere(h.param)}
         spans = {span.fqn: span for unit in units for segment in unit.segments for span in segment.master_spans}
         members = [member for unit in units for member in unit.members if member.param.is_floating_point()]
         self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}
-        # The parameters of each group, also those that this rank has no part of.
+        # The parameters of each group, including those that this rank has no slice of.
         self.names_in_groups = defaultdict[int, list[str]](list)
         self._grouped = set[int]()
         self._by_segment = defaultdict[int, list[View]](list)
@@ -108,24 +113,24 @@ class Views:
         return iter(self._views.values())
 
     def of_segment(self, segment: Segment) -> list[View]:
-        """The views of a segment's parameters."""
+        """Return the views of a segment's parameters."""
         return self._by_segment.get(id(segment), [])
 
     def is_grouped(self, view: View) -> bool:
-        """True if the view's parameter belongs to one of the optimizer's groups."""
+        """Return whether the view's parameter belongs to one of the optimizer's groups."""
         return id(view) in self._grouped
 
     def of(self, param: Tensor) -> View | None:
-        """The view of a parameter, or None if no unit of this rank holds it."""
+        """Return the view of a parameter; None if it is in no unit of this rank."""
         return self._views.get(id(param))
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Put views in place of the user's parameters in every group, and cut the state that the optimizer already has.
+        """Replace the user's parameters by views in every group, and slice the states that the optimizer already has.
 
-        A parameter of which this rank owns nothing leaves the group. Called again, it takes up groups added since.
+        Parameters without a slice on this rank leave the group. Call it again to handle added groups.
 
         Raises:
-            ConfigError: a group holds a tensor that is no parameter of the model, or one that another group holds.
+            ConfigError: a group has a tensor that is not a parameter of the model, or that is also in another group.
         """
         if all(id(param) in self._by_tensor for group in optimizer.param_groups for param in group["params"]):
             return
@@ -135,12 +140,12 @@ class Views:
             for param in group["params"]:
                 view = self._by_tensor.get(id(param)) or self.of(param)
                 if view is None:
-                    if (name := self._elsewhere.get(id(param))) is not None:
+                    if (name := self._off_stage.get(id(param))) is not None:
                         self.names_in_groups[number].append(name)
                     optimizer.state.pop(param, None)
                     continue
                 if param is not view.tensor:
-                    self._take(number, view)
+                    self._add_to_group(number, view)
                     state = optimizer.state.pop(param, None)
                     if state and view.num_elements:
                         optimizer.state[view.tensor] = self._cut(state, view)
@@ -148,15 +153,17 @@ class Views:
                     params.append(view.tensor)
             group["params"] = params
 
-    def _take(self, number: int, view: View) -> None:
+    def _add_to_group(self, number: int, view: View) -> None:
         if id(view) in self._grouped:
-            raise ConfigError(f"optimizer group {number} holds '{view.member.fqn}', as an earlier group does")
+            raise ConfigError(
+                f"optimizer group {number} contains '{view.member.fqn}', which is also in an earlier group"
+            )
         self._grouped.add(id(view))
         self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
-        """Return the view's part of a state that was made before the engine, of the global parameter or of this
-        rank's part.
+        """Return the view's slice of a state that was created before the engine, for the global parameter or for this
+        rank's local tensor.
         """
         member, place = view.member, view.member.span.place
 
@@ -172,39 +179,39 @@ class Views:
         return {key: cut(value) for key, value in state.items()}
 
     def unfreeze(self, segment: Segment) -> None:
-        """Give a segment that begins to train master weights, where it has none, and connect its views."""
+        """Create master weights for a segment that begins to train, if it has none, and connect its views."""
         if segment.master is not None:
             return
         master = segment.make_master(self._memory)
         for view in self.of_segment(segment):
-            if not view.lent:
+            if not view.only_during_update:
                 view.connect(master.lend().tensor)
 
 
 def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
-    """Refuse an optimizer on other tensors than those with the ``known`` ids.
+    """Check that an optimizer has only tensors with ``known`` ids.
 
     Raises:
-        ConfigError: a group holds a tensor that is no parameter of the model.
+        ConfigError: a group has a tensor that is not a parameter of the model.
     """
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in known:
                 raise ConfigError(
-                    f"optimizer group {number} holds a tensor of shape {tuple(param.shape)} that is no parameter of "
-                    "the model; build the optimizer on model.parameters()"
+                    f"optimizer group {number} contains a tensor of shape {tuple(param.shape)} that is not a parameter "
+                    "of the model; build the optimizer on model.parameters()"
                 )
 
 
-# States with one value a block of the parameter.
+# States with one value per block of the parameter.
 BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
 
-# By key; a segment's states of one key are kept together.
+# Leases of a segment's states on disk, by key.
 Leases = dict[str, Lease]
 
 
 class OptimizerStates:
-    """The states of all parameters."""
+    """The optimizer states of all parameters."""
 
     def __init__(self, optimizer: Optimizer, views: Views, memory: StateMemory) -> None:
         self._optimizer = optimizer
@@ -214,7 +221,7 @@ class OptimizerStates:
         self._num_counted = -1
 
     def on_disk(self, segment: Segment) -> "DiskStates | None":
-        """The states of a segment's parameters, where they rest on disk."""
+        """Return the states of a segment's parameters on disk; None if they are stored in memory."""
         if segment.plan.moments.tier is not Tier.DISK:
             return None
         if id(segment) not in self._on_disk:
@@ -224,14 +231,14 @@ class OptimizerStates:
         return self._on_disk[id(segment)]
 
     def of(self, view: View) -> dict[str, Any]:
-        """The states of one parameter, every value as a number of its own."""
+        """Return the states of one parameter, decoded."""
         state = dict(self._optimizer.state.get(view.tensor, {}))
         if (disk := self.on_disk(view.member.segment)) is not None:
             state.update(disk.load(view))
         return decoded(state)
 
     def count(self) -> None:
-        """Enter the bytes of those in memory in the ledger, the step counters left out."""
+        """Update the ledger with the bytes of the states in memory, without step counters."""
         num_states = sum(len(state) for state in self._optimizer.state.values())
         if num_states == self._num_counted:
             return
@@ -247,7 +254,7 @@ class OptimizerStates:
 
 
 class DiskStates:
-    """The states of one segment on the disk tier; ``state`` is the optimizer's."""
+    """The states of one segment on the disk tier. ``state`` is that of the optimizer."""
 
     def __init__(
         self, segment: Segment, views: list[View], state: dict[Tensor, dict[str, Any]], memory: StateMemory
@@ -258,38 +265,38 @@ class DiskStates:
         self._num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
         self._kept: dict[str, Kept] = {}
 
-    def _room(self, key: str) -> int:
+    def _num_values(self, key: str) -> int:
         return num_blocks(self._num_elements) if key in BLOCK_STATES else self._num_elements
 
     @staticmethod
     def _place(key: str, view: View, values: Tensor) -> Tensor:
-        """A parameter's part of a state's values."""
+        """Return a parameter's slice of a state's values."""
         return view.blocks_over(values) if key in BLOCK_STATES else view.over(values)
 
     def lend(self) -> Leases:
-        """Begin to read the states."""
+        """Start to read the states."""
         return {key: kept.lend() for key, kept in self._kept.items()}
 
     def load(self, view: View) -> dict[str, Tensor]:
-        """A copy of what the disk has of one parameter."""
+        """Return a copy of one parameter's states on disk."""
         state = self._state.get(view.tensor, {})
-        away = {key: kept for key, kept in self._kept.items() if _is_away(state.get(key))}
-        return {key: self._place(key, view, kept.load()).clone() for key, kept in away.items()}
+        on_disk = {key: kept for key, kept in self._kept.items() if _is_on_disk(state.get(key))}
+        return {key: self._place(key, view, kept.load()).clone() for key, kept in on_disk.items()}
 
     def connect(self, leases: Leases) -> None:
-        """Let the optimizer find the states."""
+        """Put the states into the optimizer."""
         for key, lease in leases.items():
             values = lease.wait()
             for view in self._views:
-                if _is_away(self._state.get(view.tensor, {}).get(key)):
+                if _is_on_disk(self._state.get(view.tensor, {}).get(key)):
                     self._state[view.tensor][key] = self._place(key, view, values)
 
     def replace(self) -> None:
-        """Keep what is in the optimizer now, whatever was kept before."""
+        """Store the states that are in the optimizer now, in place of earlier ones."""
         self.put_back({key: kept.lend(read=False) for key, kept in self._kept.items()})
 
     def put_back(self, leases: Leases, *, changed: bool = True) -> None:
-        """Take the states out of the optimizer, new ones too, write them where they have ``changed``, and end the
+        """Take all states out of the optimizer, including new ones, write them if they have ``changed``, and end the
         leases.
         """
         known = len(leases)
@@ -297,7 +304,7 @@ class DiskStates:
             for key, value in self._state.get(view.tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
                     if key not in leases:
-                        self._kept[key] = self._memory.keep("moments", self._room(key), value.dtype, Tier.DISK)
+                        self._kept[key] = self._memory.keep("moments", self._num_values(key), value.dtype, Tier.DISK)
                         leases[key] = self._kept[key].lend(read=False)
                     place = self._place(key, view, leases[key].tensor)
                     if place.data_ptr() != value.data_ptr():
@@ -305,17 +312,17 @@ class DiskStates:
                     self._state[view.tensor][key] = value.new_empty(0)
         for lease in leases.values():
             lease.end(changed=changed)
-        if len(leases) > known:  # the optimizer has made them
+        if len(leases) > known:  # the optimizer has created states
             trim()
 
 
-def _is_away(state: object) -> bool:
+def _is_on_disk(state: object) -> bool:
     """Return whether a state's values are on disk. (All states of a parameter with one element stay in memory.)"""
     return isinstance(state, Tensor) and state.numel() == 0
 
 
 def decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with numbers in place of 8-bit codes."""
+    """Return a parameter's state with 8-bit moments decoded."""
     if any(key not in state for key in ("exp_avg", "exp_avg_sq", *BLOCK_STATES)):
         return state
     first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -328,5 +335,5 @@ def decoded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(values: Tensor) -> Tensor:
-    """The values of a dense tensor in the order in which they lie in memory, as a view."""
+    """Return a flat view of a dense tensor's values in memory order."""
     return values.as_strided((values.numel(),), (1,), values.storage_offset())

@@ -1,7 +1,7 @@
-"""Facts about an optimizer: whether it may run on slices of parameters, which states it keeps, what it counts.
+"""Properties of an optimizer: whether it may run on slices of parameters, its states, and its step counters.
 
-Some classes are known by name. The rest is found by steps of a copy of the optimizer on small parameters, which leave
-the optimizer and the random numbers as they are.
+Some classes are known by name. Other properties are found by trial steps of a copy of the optimizer on small
+parameters, which change neither the optimizer nor the random state.
 """
 
 import copy
@@ -32,16 +32,17 @@ _REASONS = {
     "Muon": "it orthogonalizes each matrix",
     "SparseAdam": "it works on sparse gradients",
 }
-# Of a small parameter: large enough for 8-bit states.
+# The shape of a small parameter: large enough for 8-bit states.
 _SMALL = (64, 64)
 _NUMBERS = (int, float, complex, Tensor)
 
-# The trial's parameters. Two have elements on both ranks; each of the others is on one rank. The second is large enough
-# for 8-bit states (4,096 elements), and its halves are not. All parts are multiples of 64 elements: torch computes a
-# rest by other instructions, with other last bits.
+# The trial's parameters. The first two are split over both ranks; each of the others is on one rank. The second is
+# large
+# enough for 8-bit states (4,096 elements), and its halves are not. All slices are multiples of 64 elements: torch
+# computes a remainder by other instructions, with other last bits.
 _SHAPES = ((8, 16), (80, 80), (16, 16), (8, 8))
 _NUM_CUT = 2
-# Gradients of changing size set off clipping by norms; one direction throughout lets learned step sizes grow.
+# Gradients of changing size trigger clipping by norms; a constant direction lets learned step sizes grow.
 _SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 100.0, 1.0, 1.0, 0.01, 1.0)
 
 
@@ -49,30 +50,30 @@ def elementwise(cls: OptimizerClass) -> OptimizerClass:
     """Declare that an optimizer class updates every element of a parameter independently of all others.
 
     Use it as a decorator or a call, for a class that :func:`initialize` cannot try by itself. Sharded stages then run
-    the class on slices of parameters. A class that a trial shows to be something else is refused nevertheless.
+    the class on slices of parameters. A class for which a trial shows the opposite is refused nevertheless.
     """
     _DECLARED.add(cls)
     return cls
 
 
 def runs_on_slices(cls: OptimizerClass) -> OptimizerClass:
-    """Register an optimizer of this package that is right on slices of parameters."""
+    """Register an optimizer of this package that is correct on slices of parameters."""
     _ELEMENTWISE.add(cls)
     return cls
 
 
 class _UnknownError(Exception):
-    """A trial was not possible, or its result says nothing."""
+    """Raised if a trial was not possible or its result is inconclusive."""
 
 
 def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
-    """Refuse an optimizer that computes something else on a rank's share of the parameters than on all of them.
+    """Check that an optimizer computes the same on a rank's slices of the parameters as on all parameters.
 
     Args:
-        cuts: True if ranks hold parts of parameters; False if each has some of the parameters, all of them uncut.
+        cuts: True if ranks have slices of parameters; False if each rank has some of the parameters, uncut.
 
     Raises:
-        ConfigError: names the class, the reason, and the remedies.
+        ConfigError: it does not; the message names the class, the reason, and the remedies.
     """
     kind = type(optimizer)
     check_closure(optimizer)
@@ -91,7 +92,7 @@ def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
             f"partita.elementwise({kind.__name__})"
         )
     if reason:
-        what = "slices of parameters" if cuts else "a part of the parameters"
+        what = "slices of parameters" if cuts else "some of the parameters"
         raise ConfigError(
             f"optimizer {kind.__name__} cannot run on {what}: {reason}. Use an elementwise optimizer such as AdamW, or "
             f"zero.stage 0 without parallel axes and offload (every rank then updates all parameters){advice}"
@@ -99,10 +100,10 @@ def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
 
 
 def check_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step evaluates the loss by itself.
+    """Check that an optimizer's step does not evaluate the loss by itself.
 
     Raises:
-        ConfigError: names the class.
+        ConfigError: it does; the message names the class.
     """
     if _needs_closure(optimizer):
         raise ConfigError(
@@ -113,20 +114,20 @@ def check_closure(optimizer: Optimizer) -> None:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """True if a step on small parameters fails without a closure, and succeeds with one."""
+    """Return whether a step on small parameters fails without a closure, and succeeds with one."""
     if _keeps_step(type(optimizer), _ELEMENTWISE) or _stepped(optimizer) is not None:
         return False
     return _stepped(optimizer, lambda: torch.zeros((), dtype=torch.float32, device="cpu")) is not None
 
 
 def _keeps_step(kind: type, classes: set[type]) -> bool:
-    """True if the class is one of these, or has one's step."""
+    """Return whether the class is one of these, or inherits the step of one."""
     base = next((base for base in kind.__mro__ if base in classes), None)
     return base is not None and _step(kind) is _step(base)
 
 
 def _step(kind: Any) -> object:
-    """The class's own function: torch wraps ``step`` anew in each class when its first object is made."""
+    """Return the unwrapped step: torch wraps ``step`` in each class when its first object is created."""
     return inspect.unwrap(kind.step)
 
 
@@ -135,14 +136,14 @@ def _known_reason(kind: type) -> str | None:
 
 
 def _trial(optimizer: Optimizer, *, cuts: bool = True) -> str | None:
-    """The reason why the optimizer is wrong on a rank's share of the parameters; None if it is right, bit for bit.
+    """Return why the optimizer is wrong on a rank's slices of the parameters; None if it is right, bit for bit.
 
     Raises:
         _UnknownError: the trial raised an error, or draws random numbers.
     """
     try:
         return _compare(partial(_small_copy, optimizer), optimizer, cuts=cuts)
-    except _UnknownError as unknown:  # its __init__ may make states that a copy does not have
+    except _UnknownError as unknown:  # its __init__ may create states that a copy does not have
         if "random" in str(unknown):
             raise
         try:
@@ -152,7 +153,7 @@ def _trial(optimizer: Optimizer, *, cuts: bool = True) -> str | None:
 
 
 def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimizer, *, cuts: bool) -> str | None:
-    """Steps on all of some parameters, and by two optimizers that each have the share of one of two ranks."""
+    """Compare steps on full parameters with steps of two optimizers on the slices of two ranks."""
     groups = {repr(_settings(group)): number for number, group in reversed([*enumerate(optimizer.param_groups)])}
     chosen = sorted(groups.values())
     generator = torch.Generator().manual_seed(0)
@@ -181,7 +182,7 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
                 if callable(leave := getattr(trial, "eval", None)):
                     leave()
             draws = not torch.equal(before, torch.get_rng_state())
-    except Exception as error:  # the class is the user's: whatever it raises is the reason
+    except Exception as error:  # the user's class may raise anything
         raise _UnknownError(f"a trial on slices of small parameters raised {type(error).__name__}: {error}") from None
     if all(
         torch.equal(part.view(torch.int32), found.view(torch.int32))
@@ -193,11 +194,11 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
     if draws:
         raise _UnknownError("it draws random numbers, so a trial cannot tell whether its elements are independent")
     half = "elements" if cuts else "parameters"
-    return f"in a trial its result differs where each of two ranks has half of the {half}"
+    return f"in a trial its result differs if each of two ranks has half of the {half}"
 
 
 def _share(params: Sequence[Any], rank: int, cuts: bool) -> list[nn.Parameter]:
-    """Copies of what one of two ranks has of the trial's parameters (or of their gradients)."""
+    """Return copies of one rank's slices of the trial's parameters (or of their gradients), for two ranks."""
     values = [param.detach() for param in params]
     if not cuts:
         return [nn.Parameter(value.clone()) for value in values[rank::2]]
@@ -206,7 +207,7 @@ def _share(params: Sequence[Any], rank: int, cuts: bool) -> list[nn.Parameter]:
 
 
 def _gradient(param: Tensor, grad: Tensor, number: int) -> Tensor:
-    """A gradient, in every second step orthogonal to each row of the parameter, as of scale-invariant weights."""
+    """Return the gradient, in every second step orthogonal to each row, like that of scale-invariant weights."""
     if number % 2 == 0:
         return grad
     weights = param.detach()
@@ -215,7 +216,7 @@ def _gradient(param: Tensor, grad: Tensor, number: int) -> Tensor:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings in the trial: with a rate that moves parameters, whatever a warm-up has set by now."""
+    """Return a group's settings for the trial, with a nonzero rate, even if a warm-up has set it to 0."""
     settings = {key: value for key, value in group.items() if key != "params"}
     if "lr" in settings and not float(settings["lr"]):
         settings["lr"] = settings.get("initial_lr") or 1e-3
@@ -223,7 +224,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train_mode(optimizer: Optimizer) -> None:
-    """Put an optimizer that has modes into the one in which it steps."""
+    """Put an optimizer with modes (Schedule-Free) into train mode."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
 
@@ -234,12 +235,12 @@ def _small_copy(
     params: Sequence[Sequence[nn.Parameter]],
     known: dict[int, Any] | None = None,
 ) -> Optimizer:
-    """A copy of the optimizer, and of those that it wraps, without states and on other parameters.
+    """Return a copy of the optimizer, and of those that it wraps, without states and on other parameters.
 
     Args:
-        chosen: the groups that it has.
-        params: the parameters of each.
-        known: copies by the id of what they are of.
+        chosen: the indices of its groups.
+        params: the parameters of each group.
+        known: existing copies, by the id of the original.
     """
     known = {} if known is None else known
     for number, own in zip(chosen, params, strict=True):
@@ -262,7 +263,7 @@ def _small_copy(
 
 
 def _made_again(optimizer: Optimizer, chosen: Sequence[int], params: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """An optimizer that the class makes from what the optimizer's defaults tell of its arguments."""
+    """Return a new optimizer of the class, with arguments from the optimizer's defaults."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -279,45 +280,45 @@ def _made_again(optimizer: Optimizer, chosen: Sequence[int], params: Sequence[Se
 
 
 def states_per_element(optimizer: Optimizer) -> int:
-    """Tensors of the parameter's shape that the optimizer keeps beside it; Adam's where a trial does not tell."""
+    """Return the number of state tensors of the parameter's shape; that of Adam if a trial is inconclusive."""
     if (states := _states(optimizer)) is None:
         return ADAM_MOMENTS
     return max(sum(isinstance(value, Tensor) and value.shape == _SMALL for value in state.values()) for state in states)
 
 
 def state_names(optimizer: Optimizer) -> frozenset[str]:
-    """The names of what the optimizer keeps after a first step; none where a trial does not tell."""
+    """Return the names of the states after a first step; none if a trial is inconclusive."""
     return frozenset(name for state in _states(optimizer) or () for name in state)
 
 
 def check_states_can_be_saved(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose states are no plain tensors: its first checkpoint could not be saved.
+    """Check that an optimizer's states are plain tensors, which checkpoints can store.
 
     Raises:
-        ConfigError: names the class and the state.
+        ConfigError: they are not; the message names the class and the state.
     """
     for state in _states(optimizer) or ():
         for key, value in state.items():
             if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} keeps its state '{key}' as {type(value).__name__}, which "
-                    "checkpoints cannot hold; for 8-bit states use precision.moments: int8 with the config's adamw, or "
-                    "an 8-bit optimizer of bitsandbytes (on one rank, or at zero.stage 0)"
+                    "checkpoints cannot store; for 8-bit states use precision.moments: int8 with the config's adamw, "
+                    "or an 8-bit optimizer of bitsandbytes (on one rank, or at zero.stage 0)"
                 )
 
 
 def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
-    """The names of the numbers and tensors beside ``state`` and groups that a step changes (``self.t += 1``); none
-    where a trial does not tell.
+    """Return the names of number and tensor attributes that a step changes (``self.t += 1``), besides ``state`` and
+    groups; none if a trial is inconclusive.
 
-    Steps beside the caller are made on a second object, and a checkpoint holds what it is told of: these are carried
-    over to both. What a step changes of other kinds is not, with a warning.
+    Overlapped updates run on a clone of the optimizer, and checkpoints save only what the engine knows: these
+    attributes are copied and saved. Changed attributes of other types are not, with a warning.
 
     Args:
-        apart: whether steps are made on a second object, where that is an error.
+        apart: True if updates run on a clone; changed attributes of other types are then an error.
 
     Raises:
-        ConfigError: names the attribute.
+        ConfigError: a step changes such an attribute; the message names it.
     """
     if (stepped := _stepped(optimizer)) is None:
         return ()
@@ -326,21 +327,19 @@ def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
     changed = [key for key in after if key not in ("param_groups", "state") and not _same(before.get(key), after[key])]
     others = [key for key in changed if not isinstance(after[key], _NUMBERS)]
     if others:
-        said = (
+        problem = (
             f"optimizer {type(optimizer).__name__} changes '{others[0]}' (a {type(after[others[0]]).__name__}) in its "
-            "step, beside its state and groups"
+            "step, outside of its state and groups"
         )
         remedy = f"keep it in self.state[param] or in the groups, or as numbers and tensors (self.{others[0]} = 0)"
         if apart:
-            raise ConfigError(
-                f"{said}; updates beside the caller (offload, gradients in_backward) would lose it: {remedy}"
-            )
-        warnings.warn(f"{said}: checkpoints do not hold it; {remedy}", stacklevel=4)
+            raise ConfigError(f"{problem}; overlapped updates (offload, gradients in_backward) would lose it: {remedy}")
+        warnings.warn(f"{problem}: checkpoints do not save it; {remedy}", stacklevel=4)
     return tuple(key for key in changed if key not in others)
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """Return the states of a small parameter in each group; None where a trial does not tell."""
+    """Return the states of a small parameter in each group; None if a trial is inconclusive."""
     if (stepped := _stepped(optimizer)) is None:
         return None
     trial, _ = stepped
@@ -350,8 +349,8 @@ def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
 def _stepped(
     optimizer: Optimizer, closure: Callable[[], Tensor] | None = None
 ) -> tuple[Optimizer, dict[str, Any]] | None:
-    """A second object after a step on one small parameter in each group, and its attributes before; None where the
-    step fails.
+    """Return a copy after a step on one small parameter in each group, and its attributes before; None if the step
+    fails.
     """
     try:
         numbers = range(len(optimizer.param_groups))
@@ -363,19 +362,19 @@ def _stepped(
         before = copies(trial.__dict__, trial.__dict__)
         with torch.random.fork_rng(devices=[]):
             trial.step() if closure is None else trial.step(closure)  # type: ignore[arg-type]
-    except Exception:  # the class is the user's: whatever it raises, it has not told
+    except Exception:  # the user's class may raise anything
         return None
     return trial, before
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether a value is unchanged: containers by what they hold, objects by which they are."""
+    """Return whether a value is unchanged: containers by the identity of their items, objects by identity."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if type(one) is type(other) and isinstance(one, list | dict | set):
-        return _held(one) == _held(other)
+        return _item_ids(one) == _item_ids(other)
     return one is other or (isinstance(one, int | float | complex) and isinstance(other, type(one)) and one == other)
 
 
-def _held(box: Any) -> list[int]:
+def _item_ids(box: Any) -> list[int]:
     return [id(item) for item in (box.values() if isinstance(box, dict) else box)]

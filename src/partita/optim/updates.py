@@ -1,10 +1,10 @@
-"""The optimizer run on a model's units: at once, or beside the caller while the next forward goes on.
+"""Updates of a model's units, inline or overlapped with the next forward.
 
-Both are the same :class:`Update`. Overlapped are the updates of units whose states rest off the device, and all where
-an update is a kernel of ours: unit by unit, in the order in which the next forward needs them, each with its states
-read, written and copied. Where the ranks are on several nodes, gathers of what was updated at once go on under the next
-forward, too. Nothing that is computed depends on it: the global norm is known before the first unit is updated, and
-every hyperparameter is the one of :meth:`Engine.step`'s moment.
+Both use the same :class:`Update`. Updates are overlapped for units whose states are stored off the device, and for all
+units if an update is one of our kernels. They run unit by unit, in the order in which the next forward needs them, each
+with its reads, writes and copies of states. If the ranks are on several nodes, all-gathers after inline updates are
+overlapped, too. Results do not depend on it: the global norm is known before the first unit is updated, and
+hyperparameters are those at the time of :meth:`Engine.step`.
 
 Source: Ren et al., "ZeRO-Offload", 2021, section 5 (one-step delayed update, which this is not: the next forward sees
 every update).
@@ -49,15 +49,17 @@ class Context:
     device: torch.device
 
     def device_of(self, tier: Tier) -> torch.device:
-        """Return the device that computes with states of a tier."""
+        """Return the device that updates states of a tier."""
         return self.device if tier is Tier.DEVICE else accelerator.host_of(self.device)
 
 
 class SegmentUpdate:
-    """One update of one segment from the gradients of its bucket: :meth:`choose` and :meth:`open`, in any order, then
-    :meth:`connect`, the optimizer's step, :meth:`close`, and :meth:`deliver`.
+    """One update of one segment with the gradients of its bucket.
 
-    Attributes: ``changing``: this rank's views of what is updated, each with its gradient where that is in place.
+    Call :meth:`choose` and :meth:`open`, in any order, then :meth:`connect`, the optimizer's step, :meth:`close`, and
+    :meth:`deliver`.
+
+    Attributes: ``changing``: this rank's views to update, each with its gradient if that is in ``.grad``.
     """
 
     def __init__(self, segment: Segment, bucket: Bucket, context: Context) -> None:
@@ -95,10 +97,10 @@ class SegmentUpdate:
         return self._writes_param and not self.gathers and where(self._result.tier) == where(at_rest)
 
     def choose(self, members: Sequence[Member], used: AbstractSet[int], factor: float) -> None:
-        """Update those of the ``members`` that are ``used`` (by id), train now, and lie in the segment.
+        """Choose those of the ``members`` to update that are ``used`` (by id), train now, and are in the segment.
 
         Args:
-            factor: what their gradients are multiplied by.
+            factor: the factor that their gradients are multiplied by.
         """
         self._factor = factor
         views, is_in_place = self._context.views, not self._bucket.buffer.collects
@@ -116,7 +118,7 @@ class SegmentUpdate:
                     self.changing.append((view, grad))
 
     def open(self) -> None:
-        """Begin to bring states into memory."""
+        """Start to move states into memory."""
         assert self.segment.master is not None
         self._master = self.segment.master.lend()
         if self._disk is not None:
@@ -129,9 +131,9 @@ class SegmentUpdate:
     def connect(self) -> None:
         """Point the optimizer at the states and the gradients."""
         master = self._master.wait()
-        param = self._lent_param()
+        param = self._param_values()
         for view in self._views:
-            if view.lent:
+            if view.only_during_update:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
@@ -140,8 +142,8 @@ class SegmentUpdate:
             grad = self._reduced(view) if in_place is None else in_place
             self._context.rule.connect(view, grad, self._factor, weights)
 
-    def _lent_param(self) -> Tensor | None:
-        """The 16-bit parameters of this rank's part: those at rest, or room for them, filled where they are read."""
+    def _param_values(self) -> Tensor | None:
+        """Return this rank's 16-bit parameters: the stored ones, or scratch memory, with values if they are read."""
         if not self._writes_param:
             return None
         if self._param is not None:
@@ -163,7 +165,7 @@ class SegmentUpdate:
         return grad
 
     def close(self) -> None:
-        """The optimizer has stepped: take the states out of it again."""
+        """Remove states and gradients from the optimizer after its step."""
         if self._disk is not None:
             self._disk.put_back(self._leases)
         if self._shard is not None:
@@ -171,13 +173,14 @@ class SegmentUpdate:
         self._context.rule.disconnect()
         for view in self._views:
             view.tensor.grad = None
-            if view.lent:
+            if view.only_during_update:
                 view.disconnect()
 
     def deliver(self) -> None:
-        """Bring the result into what rests."""
+        """Publish the result to the stored parameters."""
         publisher = self._context.publisher
-        takes_master = self.segment.planned.publish.needs_master  # deltas make up for what 16 bits lose, too
+        # parameter deltas also contain the rounding errors of 16 bits
+        takes_master = self.segment.planned.publish.needs_master
         if self._param is None or takes_master:
             publisher.deliver(self.segment, self._master.tensor, self.segment.plan.master)
         elif not self._writes_rest:
@@ -192,9 +195,9 @@ PASSED = Event()
 
 @dataclass
 class Update:
-    """One call of the optimizer's step: on what changes in some segments of some units.
+    """One call of the optimizer's step on some segments of some units.
 
-    ``done`` passes when what rests has the result; ``stepped`` is what the step has returned by then.
+    ``done`` passes when the stored parameters have the result; ``stepped`` is the return value of the step.
     """
 
     units: Sequence[Unit]
@@ -209,14 +212,14 @@ class Update:
         return any(segment.gathers for segment in self.segments)
 
     def open(self) -> None:
-        """Begin to bring states into memory."""
+        """Start to move states into memory."""
         if not self._is_open:
             self._is_open = True
             for segment in self.segments:
                 segment.open()
 
     def run(self, step: Callable[[AbstractSet[int]], Any]) -> None:
-        """Have ``step`` update what changes: the optimizer's parameters with these ids."""
+        """Call ``step`` with the ids of the optimizer's parameters to update."""
         self.open()
         for segment in self.segments:
             segment.connect()
@@ -225,12 +228,12 @@ class Update:
             segment.close()
 
     def deliver(self) -> None:
-        """Bring the result into what rests."""
+        """Publish the results to the stored parameters."""
         for segment in self.segments:
             segment.deliver()
 
     def finish(self) -> None:
-        """Wait until it is done, and let go of the gradients, which its event would keep."""
+        """Wait for the update, and release the gradients, which its event would keep alive."""
         self.done.wait()
         self.done = PASSED
         self.segments.clear()
@@ -240,7 +243,7 @@ class Updates:
     """Runs the optimizer on all units.
 
     Args:
-        counted: names of the attributes that the optimizer counts in.
+        counted: the names of the optimizer's attributes that its step changes.
     """
 
     def __init__(self, runtime: Runtime, context: Context, counted: Sequence[str]) -> None:
@@ -248,8 +251,8 @@ class Updates:
         self._context = context
         self._counted = counted
         self._stream = Stream(runtime.device, "updates", waits=True)
-        beside = context.rule.runs_beside
-        self._overlapped = [u for u in runtime.units if beside or not u.planned.row.updates_on_device]
+        overlaps_all = context.rule.always_overlaps
+        self._overlapped = [u for u in runtime.units if overlaps_all or not u.planned.row.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
         later = [unit for unit in self._inline if runtime.spans_nodes and _is_gathered(unit)]
         self._gathered_later = sorted(later, key=_place_in_model)
@@ -259,30 +262,30 @@ class Updates:
         runtime.wait_for_updates([*self._overlapped, *self._gathered_later])
 
     def unit_of(self, segment: Segment) -> Unit:
-        """The unit that the segment is part of."""
+        """Return the unit of a segment."""
         return self._unit_of[id(segment)]
 
     @property
     def inline_buckets(self) -> list[Bucket]:
-        """Buckets whose gradients are used up by updates at once."""
+        """The buckets whose gradients are used by inline updates."""
         inline = {id(segment) for unit in self._inline for segment in unit.segments}
         return [bucket for bucket in self._runtime.reducer.buckets if id(bucket.segments[0]) in inline]
 
     def note_settings(self) -> None:
-        """Take the optimizer's settings as they are before any parameter is updated: some optimizers count in them."""
+        """Take a snapshot of the optimizer's settings, before any update: some optimizers count in them."""
         self._settings = Snapshot(self._context.rule.optimizer, self._counted)
 
     # ------------------------------------------------------------------ at the step
 
     def run(self, used: AbstractSet[int], factor: float, guard: Guard) -> None:
-        """Update every unit, or have its update under way.
+        """Update every unit; overlapped updates are still running on return.
 
         Args:
             used: ids of the members that got a gradient on any rank.
-            factor: what the gradients of overlapped updates are multiplied by.
+            factor: the factor that gradients of overlapped updates are multiplied by.
         """
         self.note_settings()
-        if guard.watched:  # hooks find everything updated, and the step that calls them counts
+        if guard.watched:  # hooks find everything updated, and the step that calls them does the counting
             self._start(used, factor)
             self.wait(takes_up=False)
             self._run_inline(used, guard)
@@ -293,7 +296,7 @@ class Updates:
             self._context.states.count()
 
     def _run_inline(self, used: AbstractSet[int], guard: Guard) -> None:
-        """One step on all that changes in the units that are not overlapped."""
+        """Run one step on all units that are not overlapped."""
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         with span("update"):
             Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
@@ -302,7 +305,7 @@ class Updates:
         publisher.publish([unit for unit in later if unit.trained], ahead=True)
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
-        if self._overlapped:  # what was launched may read states that the host will write, or write those it will read
+        if self._overlapped:  # launched kernels may use states that the host will use
             finish(self._context.device)
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
         updates = sorted(self._one_per_unit(changing, used, factor), key=self._place)
@@ -310,7 +313,7 @@ class Updates:
         self.await_all(updates)
 
     def _one_per_unit(self, units: Sequence[Unit], used: AbstractSet[int], factor: float) -> list[Update]:
-        """An update of each unit."""
+        """Return an update of each unit."""
         bucket_of = {id(segment): bucket for bucket in self._runtime.reducer.buckets for segment in bucket.segments}
         updates = []
         for unit in units:
@@ -321,8 +324,10 @@ class Updates:
         return updates
 
     def _place(self, update: Update) -> int:
-        """When the next forward will need a unit. Those that are gathered after their update keep the order that is the
-        same on all ranks: the model's, with the root unit, which spans all others, first.
+        """Return the position of a unit's update in the queue: the order in which the next forward needs the units.
+
+        Units that are gathered after their update must have the same order on all ranks: that of the model, with the
+        root unit first, which contains all others.
         """
         order = self._runtime.unsharder.forward_order
         (unit,) = update.units
@@ -330,18 +335,19 @@ class Updates:
             return order.index(unit)
         return _place_in_model(unit)
 
-    # ------------------------------------------------------------ beside the caller
+    # ------------------------------------------------------------------- overlapped
 
     def of_bucket(self, bucket: Bucket) -> list[Update]:
-        """An update of each unit that has segments in the bucket, of these; what changes has yet to be chosen."""
+        """Return an update of each unit for its segments in the bucket; parameters are not chosen yet."""
         return [
             Update([unit], [SegmentUpdate(segment, bucket, self._context) for segment in segments])
             for unit, segments in groupby(bucket.segments, self.unit_of)
         ]
 
     def queue(self, updates: Sequence[Update], ready: Event = PASSED) -> None:
-        """Run updates beside the caller in this order, not before ``ready``, each with the states of the next one on
-        their way meanwhile. Gathers of their units wait for them.
+        """Queue updates in this order on another stream, after ``ready``; each prefetches the states of the next one.
+
+        Gathers of their units wait for them.
         """
         for update, following in zip(updates, [*updates[1:], None], strict=False):
             name = update.units[0].title
@@ -362,17 +368,17 @@ class Updates:
             update.deliver()
 
     def await_all(self, updates: Sequence[Update]) -> None:
-        """Have whoever uses parameters, also those that rest whole, wait for these updates: all that are queued."""
+        """Make each use of parameters, also of always unsharded units, wait for these updates: all that are queued."""
         for update in updates:
             for unit in update.units:
                 unit.await_update(update.done)
         self._under_way = list(updates)
 
     def wait(self, *, takes_up: bool = True) -> None:
-        """Wait until every update is done, and parameters are what they will be in the next forward.
+        """Wait until every update is complete, and parameters are ready for the next forward.
 
         Args:
-            takes_up: whether the optimizer takes up what was counted.
+            takes_up: True to copy changed counters to the optimizer.
         """
         updates = self._under_way
         self._under_way = []
@@ -391,12 +397,12 @@ class Updates:
         self._context.states.count()
 
     def close(self) -> None:
-        """Let go of the thread."""
+        """End the thread of the stream."""
         self._stream.close()
 
 
 def _place_in_model(unit: Unit) -> int:
-    """The root unit, which spans all others, is first."""
+    """Return a unit's position in the model, with the root unit, which contains all others, first."""
     return unit.number if unit.name else -1
 
 
@@ -406,5 +412,5 @@ def _is_gathered(unit: Unit) -> bool:
 
 
 def _changes(unit: Unit, used: AbstractSet[int]) -> bool:
-    """Return whether the unit changes. A rank that owns nothing of what changes takes part in the gathers."""
+    """Return whether the unit is updated on any rank: a rank without a slice of it takes part in the gathers."""
     return any(id(member) in used and member.param.requires_grad for member in unit.members)

@@ -1,7 +1,7 @@
 """Groups of ranks that span several nodes, and the elements that a layer sends along each axis.
 
-Ranks are numbered node by node, and the mesh's innermost axis is tensor: the axis that sends most in a layer stays
-within a node if its size allows it, then sequence, data, and pipeline, which sends least.
+Ranks are numbered node by node, and tensor is the innermost axis of the mesh: it sends most per layer, and stays within
+a node if its size allows it. Then follow sequence, data, and pipeline, which sends least.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from partita.plan.mesh_shape import MeshShape
 # (M. Shoeybi et al., "Megatron-LM", 2019, section 3), each as two halves of (n - 1) / n; data sums and gathers the
 # layer's 12 w^2 parameters (S. Rajbhandari et al., "ZeRO", 2020, section 7).
 _TENSOR_SUMS, _LAYER_MATRICES = 4, 12
-# Axes whose groups should lie within a node, with those that lie within theirs.
+# Axes whose groups should be within a node, with the axes inside them.
 _WITHIN_NODES = (("tensor", ()), ("sequence", ("tensor",)))
 
 
@@ -36,7 +36,7 @@ class Crossing:
         sizes = " or ".join(map(str, self.sizes))
         text = (
             f"parallel.{self.axis}: {self.size} with {self.ranks_per_node} ranks on each node: {self.num_crossing} of "
-            f"{self.num_groups} groups span up to {self.num_nodes} nodes, and what each layer exchanges passes the "
+            f"{self.num_groups} groups span up to {self.num_nodes} nodes, so each layer communicates over the "
             f"network; with parallel.{self.axis}: {sizes} none would"
         )
         if self.axis == "tensor":
@@ -66,12 +66,12 @@ def needless_crossings(mesh: MeshShape, ranks_per_node: int | None) -> list[Cros
 
 def sent_elements(axis: str, size: int, tokens: int, width: int) -> float:
     """Return the elements that each rank sends along ``axis`` for one transformer layer and step, with ``tokens`` per
-    replica; along pipeline, for all of its layers together.
+    replica; along pipeline, for all of its layers.
 
     Raises:
         ValueError: for another axis than tensor, data and pipeline.
     """
-    share = 2 * (size - 1) / size  # of a sum over the ranks: what comes together, and what goes back
+    share = 2 * (size - 1) / size  # of an all-reduce: a reduce-scatter and an all-gather
     if axis == "tensor":
         return _TENSOR_SUMS * share * tokens * width
     if axis == "data":

@@ -1,4 +1,4 @@
-"""Pieces of a global parameter: rectangles in its own coordinates."""
+"""Boxes: rectangular slices of a global parameter in its own coordinates."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a global tensor: where it starts and how far it goes, a dimension each."""
+    """A rectangular slice of a global tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

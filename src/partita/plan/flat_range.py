@@ -1,9 +1,9 @@
-"""The flat ranges that ranks hold of a global parameter, as rectangles in its own coordinates.
+"""Flat ranges of a global parameter, as boxes in its own coordinates.
 
-A rank holds elements ``[start, stop)`` of a local tensor in the order in which they lie in memory. In the global
-tensor's coordinates this is, for each of the ranges that the local tensor consists of, a part of a row, full rows, and
-a part of a row, and the same for each part of a row: for n dimensions at most 2n - 1 boxes, each contiguous in the
-range. So states can be described without reference to ranks.
+A rank stores elements ``[start, stop)`` of a local tensor in memory order. In the global tensor's coordinates each of
+the ranges that the local tensor consists of is the end of a row, full rows, and the beginning of a row; the same holds
+inside these rows. So for n dimensions there are at most 2n - 1 boxes, each contiguous in the range. Thus states can be
+described without reference to ranks.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Communication formats: how the values of one all-gather or reduce-scatter travel between ranks."""
+"""Communication formats: the encodings of values in all-gathers and reduce-scatters."""
 
 from abc import ABC, abstractmethod
 
@@ -7,7 +7,7 @@ from partita.plan.residence import Encoding
 
 
 class Format(ABC):
-    """A format in which values travel. The core sends them as they are (:data:`FULL`); optional packages add others.
+    """A communication format. The core sends values uncompressed (:data:`FULL`); optional packages add other formats.
 
     Subclasses are immutable and comparable: rows of the table that use equal formats are equal.
     """
@@ -17,7 +17,7 @@ class Format(ABC):
 
     @abstractmethod
     def num_bytes(self, num_elements: int, encoding: Encoding) -> int:
-        """Return the bytes that stand for ``num_elements`` values of ``encoding``."""
+        """Return the bytes sent for ``num_elements`` values of ``encoding``."""
 
     def sent_bytes(self, num_elements: int, encoding: Encoding, num_ranks: int) -> int:
         """Return the bytes that a rank sends in an all-gather that yields ``num_elements`` on each of ``num_ranks``.
@@ -40,7 +40,9 @@ class Format(ABC):
 
 
 class Full(Format):
-    """The values themselves; :func:`~partita.plan.scratch.scratch_bytes` counts what a reduce-scatter receives."""
+    """The format of uncompressed values; :func:`~partita.plan.scratch.scratch_bytes` counts what a reduce-scatter
+    receives.
+    """
 
     is_exact = True
     sum_collective = "reduce_scatter"

@@ -11,27 +11,27 @@ from partita.errors import ConfigError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
 DATA_PARTS = ("node", "local")
-# Ranks with other coordinates on these are fed other samples.
+# Ranks with different coordinates on these axes get different samples.
 BATCH_AXES = ("data",)
-# Ranks along these compute the same parameters, of other samples or other parts of a sample.
+# Ranks along these use the same parameters, for different samples or parts of a sample.
 STATE_AXES = ("data", "sequence")
 # Ranks along these run the same modules.
 MODULE_AXES = ("data", "sequence", "tensor")
 TENSOR_AXES = ("tensor",)
-# Ranks along these have other blocks of the model.
+# Ranks along these have different blocks of the model.
 PIPELINE_AXES = ("pipeline",)
-# Along one of these, activations travel.
+# Activations are communicated along each of these.
 ACTIVATION_AXES = ("pipeline", "sequence", "tensor")
 _STAGES = "pipeline:"
 
 
 def expand(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``axes`` with ``data`` replaced by its parts, ``node`` and ``local``."""
+    """Return ``axes`` with ``data`` replaced by ``node`` and ``local``."""
     return tuple(part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,)))
 
 
 def part_of_pipeline(stages: tuple[int, ...]) -> str:
-    """Return the name of the axis along which these stages of the pipeline are, in this order: ``pipeline:0,3``."""
+    """Return the name of the axis of these pipeline stages, in this order: ``pipeline:0,3``."""
     return _STAGES + ",".join(map(str, stages))
 
 
@@ -88,13 +88,14 @@ class MeshShape:
         return self.named(AXES)
 
     def active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return ``axes`` without those of size 1, with data replaced by its parts."""
+        """Return ``axes`` without those of size 1, with data replaced by ``node`` and ``local``."""
         return tuple(axis for axis in expand(axes) if self.size(axis) > 1)
 
     def named(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return ``axes`` as messages and counts name them: without those of size 1, and with the parts of data as
-        ``data``, if all of them that are larger are there in their order. Two ways to write one communicator get the
-        same name.
+        """Return the canonical names of ``axes``, for messages and counts.
+
+        Axes of size 1 are left out, and ``node`` and ``local`` become ``data`` if all of data is there in order. So
+        different spellings of one communicator get the same name.
         """
         axes, parts = self.active(axes), self.active(DATA_PARTS)
         for at in range(len(axes)):
@@ -103,7 +104,7 @@ class MeshShape:
         return axes
 
     def group_size(self, axes: tuple[str, ...]) -> int:
-        """Return the number of ranks in a communicator over several axes together."""
+        """Return the number of ranks in a communicator over several axes."""
         product = 1
         for axis in axes:
             product *= self.size(axis)
@@ -136,15 +137,15 @@ class MeshShape:
         return index
 
     def is_first_replica(self, rank: int, shard_axes: tuple[str, ...] = ()) -> bool:
-        """Return whether a rank has coordinate 0 on every axis over which a state is replicated, if it is sharded over
-        ``shard_axes``. This is true of exactly one of the ranks that hold the same part.
+        """Return whether a rank is the first of those with the same shard of a state, which is sharded over
+        ``shard_axes`` and replicated over all other axes.
         """
-        whole = (axis for axis in expand(AXES) if axis not in expand(shard_axes))
-        return all(self.coordinate(rank, axis) == 0 for axis in whole)
+        replicated = (axis for axis in expand(AXES) if axis not in expand(shard_axes))
+        return all(self.coordinate(rank, axis) == 0 for axis in replicated)
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
         """Return all communicators over ``axes``: lists of ranks in the order of :meth:`group_index`. Ranks of stages
-        that are not on ``axes`` are in none.
+        that are not on ``axes`` are in no group.
         """
         stages = next((found for axis in axes if (found := _stages_of(axis)) is not None), None)
         named = expand(axes) if stages is None else ("pipeline", *expand(axes))

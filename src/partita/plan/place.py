@@ -1,4 +1,4 @@
-"""The place of a rank's local tensor in a global parameter: all of it, or ranges of one of its dims."""
+"""The position of a rank's local tensor in a global parameter: all of it, or ranges of one of its dims."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class Place:
     """The position of a local tensor in a global tensor of ``shape``.
 
     The local tensor consists of the ``ranges`` ``[start, stop)`` of ``dim``, one after the other (None: all of it).
-    They need not be in order or next to each other: of fused weights a rank has a range of each part. A single range of
+    They need not be in order or adjacent: a rank has one range of each of several fused weights. A single range of
     all of the dim is stored as None.
 
     Raises:
@@ -94,21 +94,21 @@ class Place:
         offsets[self.dim] = start
         return Box(tuple(offsets), (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """Return a copy of the local tensor's elements of a global one. If there are several ranges, the dim is
         outermost in memory, so that each of them is contiguous there.
         """
         if self.ranges is None:
-            return whole.clone()
-        local = torch.empty_strided(self.sizes, self.stride, dtype=whole.dtype, device=whole.device)
+            return full.clone()
+        local = torch.empty_strided(self.sizes, self.stride, dtype=full.dtype, device=full.device)
         for own, place in self.pieces():
-            local[own.slices] = whole[place.slices]
+            local[own.slices] = full[place.slices]
         return local
 
-    def put(self, local: Tensor, whole: Tensor) -> None:
+    def put(self, local: Tensor, full: Tensor) -> None:
         """Write a local tensor into the global one: the inverse of :meth:`take`."""
         for own, place in self.pieces():
-            whole[place.slices] = local[own.slices]
+            full[place.slices] = local[own.slices]
 
 
 def even(num: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
-"""A model on paper: the layout of each unit with its rows of the table.
+"""The plan of a model: the layout of each unit with its rows of the table.
 
-The runtime is built from it, and the estimates are computed from it. What follows from a row is defined here only.
+The runtime is built from it, and the estimates are computed from it. All consequences of a row are defined here.
 """
 
 from collections.abc import Sequence
@@ -47,11 +47,11 @@ class PlannedSegment:
     @cached_property
     def master_is_parameter(self) -> bool:
         """True if the master weights are the stored parameters, or a part of them."""
-        rest, master = self.row.param_rest, self.row.master
-        same = (rest.encoding, rest.tier) == (master.encoding, master.tier)
+        stored, master = self.row.param_rest, self.row.master
+        same = (stored.encoding, stored.tier) == (master.encoding, master.tier)
         same = same and not any(publish.needs_master for publish in self.publishes)
-        if same and rest.tier is Tier.DISK:  # what is read and written there is all of it
-            same = self.num_shards(rest) == self.num_shards(master)
+        if same and stored.tier is Tier.DISK:  # a state on disk is read and written as one
+            same = self.num_shards(stored) == self.num_shards(master)
         return same
 
     @cached_property
@@ -98,11 +98,11 @@ class PlannedSegment:
         return PlannedGradients(self.layout, self.row, self.mesh)
 
     def is_first_copy(self, rank: int) -> bool:
-        """Return whether ``rank`` is the one that saves its part, among the ranks that hold the same part."""
+        """Return whether ``rank`` saves its shard, among the ranks with the same shard."""
         return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.alike_axes, *self.row.copies.axes))
 
     def is_first_of_replica(self, rank: int) -> bool:
-        """Return whether ``rank`` is the first in its replica to hold its part.
+        """Return whether ``rank`` is the first in its replica with its shard.
 
         Replicas that train separately measure their gradients separately.
         """
@@ -113,18 +113,18 @@ class PlannedSegment:
         return self.mesh.group_size(residence.shard_axes)
 
     def held_bytes(self, residence: Residence) -> int:
-        """Return the bytes that a rank holds under ``residence``, with the padding."""
+        """Return the bytes that a rank stores under ``residence``, padding included."""
         return residence.num_bytes(self.layout.padded, self.mesh)
 
     def spans_of(self, residence: Residence, rank: int) -> tuple[Span, ...]:
-        """Return the spans that ``rank`` holds under ``residence``, with offsets counted from the start of its part."""
+        """Return the spans that ``rank`` stores under ``residence``, with offsets from the start of its shard."""
         num = residence.num_elements(self.layout.padded, self.mesh)
         return self.layout.cut(self.mesh.group_index(rank, residence.shard_axes) * num, num)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """The segments of a unit, whose rows differ in encodings only; ``inside`` are the names of the units around it.
+    """The segments of a unit, whose rows differ in encodings only; ``inside`` are the names of the enclosing units.
 
     The root unit is called ``""``.
     """
@@ -158,5 +158,5 @@ class PlannedUnit:
 
 
 def reduction_order(units: Sequence[PlannedUnit]) -> list[PlannedSegment]:
-    """Return the segments that train, last unit first: the order in which backward finishes them."""
+    """Return the segments that train, last unit first: the order in which backward completes them."""
     return [segment for unit in reversed(units) for segment in unit.segments if segment.trains]

@@ -1,4 +1,4 @@
-"""Buckets on paper: groups of gradients that are collected and reduced together."""
+"""Planned buckets: groups of gradients that are reduced together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ BUCKET_BYTES = 4 * 2**20
 class PlannedBucket:
     """Segments whose gradients are collected and reduced together.
 
-    Their gradients are stored alike, on the same mesh, with copies along the same axes (:func:`share_buckets`), so one
-    plan holds for all: that of the first.
+    Their gradients have the same residence, mesh and axes of copies (:func:`share_buckets`), so the plan of the first
+    segment is that of all.
     """
 
     segments: tuple[PlannedSegment, ...]
@@ -41,17 +41,17 @@ class PlannedBucket:
 
     @property
     def num_parts(self) -> int:
-        """Number of ranks that each sum a part."""
+        """Number of ranks that each sum a shard."""
         return self.segments[0].layout.num_parts
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of all parts, padding included."""
+        """Elements of all shards, padding included."""
         return sum(segment.layout.padded for segment in self.segments)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all parts as they are collected."""
+        """Bytes of all shards in the encoding in which gradients are collected."""
         return sum(segment.gradients.num_bytes for segment in self.segments)
 
     @property
@@ -63,36 +63,36 @@ class PlannedBucket:
         """Return the scratch memory of the bucket's sums and gathers, those of the warm-up included.
 
         Args:
-            in_pieces: as :func:`~partita.plan.scratch.received_elements` has it.
+            in_pieces: see :func:`~partita.plan.scratch.received_elements`.
         """
-        ways = [(sync.sums, self.num_elements) for sync in self.gradients.syncs]
+        moves = [(sync.sums, self.num_elements) for sync in self.gradients.syncs]
         further = [self.gradients.copy_steps, *(sync.gathers for sync in self.gradients.syncs)]
-        ways += [(operations, self.num_elements // self.num_parts) for operations in further]
+        moves += [(operations, self.num_elements // self.num_parts) for operations in further]
         itemsize = self.row.grad_step.encoding.itemsize
-        return max(scratch_bytes(ops, num, itemsize, self.mesh, in_pieces=in_pieces) for ops, num in ways)
+        return max(scratch_bytes(ops, num, itemsize, self.mesh, in_pieces=in_pieces) for ops, num in moves)
 
 
 def share_buckets(segments: Sequence[PlannedSegment], max_bytes: int = BUCKET_BYTES) -> list[PlannedBucket]:
     """Return the buckets of the segments, in the order in which they are reduced.
 
-    Adjacent segments share a bucket if they are stored alike, have copies along the same axes, and fit in
-    ``max_bytes``. Segments of which other stages have copies share none, because other stages have other neighbours. A
-    gradient that is not sharded has a bucket of its own, so that it keeps its parameter's shape.
+    Adjacent segments share a bucket if their gradients have the same residence and axes of copies, and fit in
+    ``max_bytes``. Segments with copies on other stages share none, because their neighbours differ between stages. A
+    gradient that is not sharded has its own bucket, so that it keeps its parameter's shape.
     """
     groups: list[list[PlannedSegment]] = []
-    room, before = 0, None
+    free_bytes, before = 0, None
     for segment in segments:
         stored = (segment.row.grad_step, segment.row.master.tier, segment.row.copies)
         if (
             stored == before
             and not segment.row.copies.is_tied
-            and segment.gradients.num_bytes <= room
+            and segment.gradients.num_bytes <= free_bytes
             and segment.num_shards(segment.row.grad_step) > 1
         ):
             groups[-1].append(segment)
-            room -= segment.gradients.num_bytes
+            free_bytes -= segment.gradients.num_bytes
         else:
             groups.append([segment])
-            room = max_bytes - segment.gradients.num_bytes
+            free_bytes = max_bytes - segment.gradients.num_bytes
             before = stored
     return [PlannedBucket(tuple(group)) for group in groups]

@@ -1,4 +1,4 @@
-"""The plan of a segment's gradients: where they are collected, and how they are summed."""
+"""The plan of a segment's gradients: their buffers and their sums."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,7 +50,7 @@ class PlannedGradients:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts, in the encoding in which gradients are collected."""
+        """Bytes of all shards in the encoding in which gradients are collected."""
         return self.layout.padded * self.row.grad_step.encoding.itemsize
 
     # ------------------------------------------------------------------- summing
@@ -80,7 +80,7 @@ class PlannedGradients:
 
     @cached_property
     def copy_steps(self) -> tuple[Step, ...]:
-        """The operations from the sums that a rank measures to the sums over all copies."""
+        """The operations from the shard of a sum that a rank measures to the sum over all copies."""
         summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
         return in_phases(steps(replace(summed, partial_axes=self.row.copies.axes), summed, self.mesh))
 

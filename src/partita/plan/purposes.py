@@ -1,4 +1,4 @@
-"""The purposes of messages between ranks. Each has connections of its own, so no order between them has to be kept.
+"""The purposes of messages between ranks. Each has its own connections, so they need no common order.
 
 Parameters are unsharded, gradients reduced, activations exchanged in forward and backward. Control messages, which are
 small, coordinate all of it; a group without connections for them uses those of a larger group.
@@ -30,7 +30,7 @@ def purposes_of_all_ranks(shape: MeshShape) -> frozenset[str]:
 
 
 def united(needs: Iterable[Needs]) -> dict[tuple[str, ...], frozenset[str]]:
-    """Return all needs together, in the order in which their axes are first named."""
+    """Return the union of all needs, in the order in which their axes are first named."""
     found = dict[tuple[str, ...], frozenset[str]]()
     for each in needs:
         for axes, purposes in each.items():

@@ -14,7 +14,7 @@ class Tier(Enum):
     DISK = "disk"
 
 
-# Elements that share a scale. Parameters start, and shards are cut, at multiples of it.
+# Elements that share a scale. Parameters and shards start at multiples of it.
 BLOCK = 256
 
 
@@ -36,8 +36,8 @@ class Encoding:
 FP32 = Encoding("fp32", 4)
 BF16 = Encoding("bf16", 2)
 FP16 = Encoding("fp16", 2)
-# The lean ones: the low half of an fp32 value whose high half is the bf16 parameter at rest, and 8-bit codes with an
-# fp32 scale a block (:mod:`partita.kernels.quantize`).
+# Memory-saving encodings: the low half of an fp32 value whose high half is the stored bf16 parameter, and 8-bit codes
+# with an fp32 scale per block (:mod:`partita.kernels.quantize`).
 SPLIT = Encoding("split", 2)
 INT8 = Encoding("int8", 1, 4)
 ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
@@ -47,7 +47,7 @@ ENCODINGS = {encoding.name: encoding for encoding in (FP32, BF16, FP16)}
 class Residence:
     """The storage of one state of one unit.
 
-    ``shard_axes``: the axes it is sharded over, outermost first; a rank holds the part of its
+    ``shard_axes``: the axes it is sharded over, outermost first; a rank has the shard of its
     :meth:`MeshShape.group_index`. ``partial_axes``: the axes over which the ranks' values still have to be added up.
 
     Raises:
@@ -65,9 +65,9 @@ class Residence:
             raise ValueError(f"a state is sharded or partial over an axis once at most (data: node, local): {self}")
 
     def num_elements(self, padded: int, mesh: MeshShape) -> int:
-        """Return the elements that a rank holds of a padded flat buffer of ``padded`` elements."""
+        """Return the elements that a rank stores of a padded flat buffer of ``padded`` elements."""
         return padded // mesh.group_size(self.shard_axes)
 
     def num_bytes(self, padded: int, mesh: MeshShape) -> int:
-        """Return the bytes that a rank holds of a padded flat buffer of ``padded`` elements."""
+        """Return the bytes that a rank stores of a padded flat buffer of ``padded`` elements."""
         return self.encoding.num_bytes(self.num_elements(padded, mesh))

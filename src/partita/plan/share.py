@@ -9,13 +9,13 @@ from partita.plan.place import Place
 
 @dataclass(frozen=True)
 class Copies:
-    """The axes along which ranks have equal copies of a state, and those along which they have other states.
+    """The axes along which ranks have equal copies of a state, and those along which they have different states.
 
     Attributes:
-        averaged: the copies' gradients are equal up to rounding. Their mean is taken at the step, so that copies do not
+        averaged: the copies' gradients are equal up to rounding. They are averaged at the step, so that copies do not
             drift.
-        summed: the copies' gradients are parts of the true one, and are summed at the step.
-        distinct: of the axes over which gradients are averaged, those along which ranks have other parameters
+        summed: the copies' gradients are partial, and are summed at the step.
+        distinct: the axes, among those over which gradients are averaged, along which ranks have different parameters
             (experts). Gradients are summed over the remaining axes only, but divided by the number of ranks along all
             of them: each rank's gradient already includes the samples of the ranks along these axes.
     """
@@ -26,7 +26,7 @@ class Copies:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which other ranks have copies, outermost first: of the pipeline, then of tensor."""
+        """The axes along which other ranks have copies, outermost first: pipeline, then tensor."""
         return tuple(sorted((*self.averaged, *self.summed), key=lambda axis: not is_part_of_pipeline(axis)))
 
     def on(self, mesh: MeshShape) -> "Copies":
@@ -44,10 +44,11 @@ class Share:
     """A rank's share of one parameter: its ``place``, and the ranks that have copies of it.
 
     Beyond the mean over data and sequence, gradients are averaged over the ranks along ``averaged`` (they are equal up
-    to rounding: norm weights under tensor), or summed over those along ``summed`` (they are parts of the true one:
-    query norms applied to own heads, key heads that several ranks use). ``stages`` are the pipeline coordinates of all
-    ranks that hold the parameter, if there are several (tied embeddings): gradients are summed over them. Along
-    ``distinct`` axes, of data and sequence, ranks hold other places of the parameter (experts): see :class:`Copies`.
+    to rounding: norm weights under tensor), or summed over those along ``summed`` (they are partial:
+    query norms applied to a rank's own heads, key heads that several ranks use). ``stages`` are the pipeline
+    coordinates of all ranks that hold the parameter, if there are several (tied embeddings): gradients are summed over
+    them. Along ``distinct`` axes, of data and sequence, ranks have different places of the parameter (experts): see
+    :class:`Copies`.
 
     A parameter without a share is not split, is held by this stage alone, and is averaged over tensor. Code that
     applies an axis leaves the parameter as it was: unsharded, with its values. When the engine is built, every rank

@@ -10,10 +10,10 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.residence import Tier
 
-# Sizes down to this share of a class's size join the class instead of having slots of their own.
+# Smaller sizes down to this fraction of a size class use its slots instead of their own.
 CLASS_SHARE = 0.75
-# How many buckets of gradients may be filled or under way at a time. One part is received at a time. Of gradients that
-# rest nowhere, one sum is used up while the next is made.
+# Slots for buckets that are filled or reduced; for receiving, one at a time; and for reduced gradients that are not
+# stored, one of which is used by an update during the next reduction.
 SENDING, RECEIVING, SUMMED = 2, 1, 2
 
 
@@ -56,7 +56,7 @@ def class_of(classes: Sequence[int], num_bytes: int) -> int | None:
 
 def bytes_ahead(units: Sequence[PlannedUnit], prefetch: int | str) -> int:
     """Return the bytes gathered ahead of their use, as ``zero.prefetch_bytes`` says. ``auto``: one unit (the largest
-    except the root, which is unsharded throughout), or all units if each has a slot of its own.
+    except the root, which is unsharded throughout), or all units if each has its own slot.
     """
     if isinstance(prefetch, int):
         return prefetch
@@ -94,9 +94,9 @@ class BucketPools:
 
 
 def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> BucketPools:
-    """Return the pools of ``buckets``. ``in_pieces`` as :func:`~partita.plan.scratch.received_elements` has it."""
+    """Return the pools of ``buckets``. ``in_pieces``: see :func:`~partita.plan.scratch.received_elements`."""
     passing = [bucket for bucket in buckets if bucket.gradients.pass_through]
-    of_each = dict[tuple[int, ...], int]()  # plans have one object for all segments that are alike
+    of_each = dict[tuple[int, ...], int]()  # equal segments are one object in plans
     received = list[int]()
     for bucket in buckets:
         key = tuple(map(id, bucket.segments))
@@ -111,7 +111,7 @@ def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> Bucket
 
 
 def _sum_bytes(buckets: Sequence[PlannedBucket], tier: Tier) -> Iterator[int]:
-    """Yield the bytes of a rank's part of each bucket's sum that passes through a pool in ``tier``."""
+    """Yield the bytes of a rank's shard of each bucket's sum that uses a pool in ``tier``."""
     return (bucket.num_bytes // bucket.num_parts for bucket in buckets if bucket.gradients.sums_tier is tier)
 
 

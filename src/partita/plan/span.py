@@ -1,10 +1,10 @@
-"""The layout of a unit: the range of a flat buffer that holds each parameter.
+"""The layout of a unit: the range of each parameter in a flat buffer.
 
-A unit's parameters are held in *segments*: one for each encoding, separately for parameters that train and those that
-do not when the layout is made, and for parameters with and without copies on other ranks. A segment is a flat buffer
-cut into equal parts, one for each of the ranks that sum its gradients. Every parameter starts, and every part ends, at
-a multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a cut and vectorized kernels have the
-same tails wherever the cuts are. One layout serves gather, reduce, optimizer, tiers and checkpoint.
+A unit's parameters are in *segments*: one for each encoding, separately for parameters that train and those that do
+not when the layout is created, and for parameters with and without copies on other ranks. A segment is a flat buffer
+with equal shards, one for each of the ranks that sum its gradients. Every parameter starts, and every shard ends, at a
+multiple of :data:`QUANTUM` elements, so block-wise encodings never straddle a shard border and vectorized kernels have
+the same tails under every sharding. Gathers, reductions, the optimizer, tiers and checkpoints use the same layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ CountRanks = Callable[[Copies], int]
 class Span:
     """Elements ``[start, stop)`` of a parameter's local tensor (in its own stride order) at ``offset`` of a segment.
 
-    ``place`` is where the local tensor lies in the global parameter.
+    ``place`` is the position of the local tensor in the global parameter.
     """
 
     fqn: str
@@ -46,11 +46,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter as the layout sees it.
+    """A parameter to lay out.
 
     Attributes:
         shape: of the global parameter, of which the local tensor is at ``place`` (None: all of it).
-        copies: the ranks along these axes have copies of it.
+        copies: the axes along which ranks have copies of it.
         frozen_master: True for a frozen parameter that keeps its values in fp32, besides those in 16 bits.
     """
 
@@ -66,7 +66,7 @@ class Entry:
     def kind(self) -> tuple[object, ...]:
         """The key of the parameter's segment: parameters of one kind share a segment.
 
-        A parameter that several pipeline stages hold has a segment of its own, so that it is laid out alike on all of
+        A parameter that several pipeline stages have is alone in its segment, so that its layout is the same on all of
         them.
         """
         tied = self.fqn if self.copies.is_tied else None
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """One flat buffer of a unit: ``num_parts`` equal parts of ``part_elements``."""
+    """One flat buffer of a unit: ``num_parts`` equal shards of ``part_elements``."""
 
     encoding: Encoding
     trainable: bool
@@ -101,11 +101,11 @@ class SegmentLayout:
         return self.padded * self.encoding.itemsize
 
     def part(self, index: int) -> tuple[Span, ...]:
-        """Return the spans of part ``index``, with offsets counted from its start."""
+        """Return the spans of shard ``index``, with offsets from its start."""
         return self.cut(index * self.part_elements, self.part_elements)
 
     def cut(self, begin: int, num_elements: int) -> tuple[Span, ...]:
-        """Return the spans of the ``num_elements`` from ``begin`` on, with offsets counted from there."""
+        """Return the spans of the ``num_elements`` from ``begin`` on, with offsets from there."""
         found = (span.within(begin, begin + num_elements) for span in self.spans)
         return tuple(span for span in found if span is not None)
 
@@ -113,11 +113,11 @@ class SegmentLayout:
 def lay_out(
     entries: Sequence[Entry], num_parts: int | CountRanks, num_copies: CountRanks = lambda _: 1
 ) -> tuple[SegmentLayout, ...]:
-    """Lay the parameters of one unit out in flat segments, in the order given.
+    """Return the flat segments of one unit's parameters, in the order given.
 
     Args:
         num_parts: the number of shards; a function if it depends on ``copies``.
-        num_copies: the number of ranks that have the same part, which can be cut evenly among them.
+        num_copies: the number of ranks with the same shard, which is divisible by it.
     """
     grouped: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:

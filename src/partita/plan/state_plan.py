@@ -17,9 +17,9 @@ from partita.plan.steps import Communicating, steps
 from partita.plan.strategies import AS_THEY_ARE, Strategies
 
 STATES = STATE_AXES
-# Those of one node.
+# The axes of STATES within one node.
 LOCAL = ("local", *(axis for axis in STATE_AXES if axis != "data"))
-# All of them, a node's outermost: each rank's part is within the part that it has of its node's.
+# All axes of STATES, those within a node outermost: each rank's shard is a slice of its shard within the node.
 WITHIN_LOCAL = (*LOCAL, "node")
 
 
@@ -63,11 +63,11 @@ class StatePlan:
         moments: moments, at all times.
         gradients_rest: False if the optimizer runs in backward; gradients are then in ``grad_step`` only until it has
             run.
-        copies: the axes over which the gradients in ``grad_step`` are still to be added up, once, before they are
+        copies: the axes over which the gradients in ``grad_step`` still have to be summed, once, before they are
             measured.
         strategies: how the states are communicated.
-        separate_axes: the axes along which replicas train separately, and average their weights every so many steps;
-            all other axes of the row are then of one replica.
+        separate_axes: the axes along which replicas train separately, and average their weights every few steps; all
+            other axes of the row are then within one replica.
     """
 
     name: str
@@ -101,45 +101,45 @@ class StatePlan:
 
     @property
     def mean_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are averaged: those of the sum, and those of ranks with other parameters."""
+        """The axes over which gradients are averaged: those of the sum, and those along which parameters differ."""
         if not self.copies.distinct:
             return self.summed_axes
         return tuple(axis for axis in expand(STATE_AXES) if axis in (*self.summed_axes, *self.copies.distinct))
 
     @property
     def equal_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks start with the same values of the parameters."""
+        """The axes along which ranks have the same initial values of the parameters."""
         return tuple(axis for axis in expand(STATE_AXES) if axis not in self.copies.distinct)
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """The axes over which segments are cut into parts: each rank of such a group has one, whose gradients it sums,
-        measures and saves. Ranks of the sum that are in different groups have the same part.
+        """The axes over which segments are sharded: each rank of such a group sums the gradients of one shard, and
+        measures and saves them. Ranks of the sum in different groups have the same shard.
         """
         return self.grad_step.shard_axes or self.summed_axes
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have the same part."""
+        """The axes along which ranks sum the gradients of the same shard."""
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
 
     @property
     def rest_alike_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks store the same part of the parameters."""
+        """The axes along which ranks store the same shard of the parameters."""
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_rest.shard_axes))
 
     @property
     def alike_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have the same part, if replicas do not train separately or have just averaged
-        their weights. The first rank along them counts for inspection and checkpoints.
+        """The axes along which ranks have the same shard, with those of replicas that train separately (whose weights
+        are equal after they are averaged). Inspection and checkpoints use the first rank along them.
         """
         return (*self.separate_axes, *self.replica_axes)
 
     def hops(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
-        """Return the groups by which all ranks along ``axes`` are reached, one after the other, for rare messages.
+        """Return the groups to use, one after the other, for rare messages to all ranks along ``axes``.
 
-        This is one group if the row communicates over it in every step. Otherwise it is the group of the axes within a
-        node, then that of the nodes, so that no group of both is needed.
+        This is one group if the row communicates over it in every step. Otherwise it is the group within a node, then
+        that over the nodes, so that no group of both is needed.
         """
         moved = {mesh.named(each) for each in chain(*self._moved(mesh))}
         parts = mesh.active(axes)
@@ -159,8 +159,10 @@ class StatePlan:
         return gathered, reduced
 
     def groups(self, mesh: MeshShape) -> dict[tuple[str, ...], frozenset[str]]:
-        """Return the axes of each group that training communicates over, and its purposes: the groups of the moves
-        between residences, of copies, of what is reduced together, of the batch and of the modules, and of all ranks.
+        """Return the axes of each group that training communicates over, and its purposes.
+
+        These are the groups of moves between residences, of copies, of sums, of the batch, of the modules, and of all
+        ranks.
         """
         gathered, reduced = self._moved(mesh)
         states, control = frozenset({"parameters", "gradients"}), frozenset({"control"})
@@ -171,8 +173,8 @@ class StatePlan:
             dict.fromkeys(gathered, frozenset({"parameters"})),
             dict.fromkeys(reduced, frozenset({"gradients"})),
         ]
-        looks = (*self.hops(self.equal_axes, mesh), *self.hops(self.summed_axes, mesh))
-        needs += [{mesh.named(axes): states} for axes in looks]
+        rare = (*self.hops(self.equal_axes, mesh), *self.hops(self.summed_axes, mesh))
+        needs += [{mesh.named(axes): states} for axes in rare]
         return {axes: purposes for axes, purposes in united(needs).items() if axes}
 
 
@@ -180,7 +182,7 @@ class StatePlan:
 class _Row:
     """A preset: the shard axes of each column. If ``partial``, gradients are summed at the step, not before."""
 
-    rest: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
     between: tuple[str, ...] = ()
     grad_between: tuple[str, ...] = ()
     partial: bool = False
@@ -193,14 +195,14 @@ PRESETS = {
     "ddp": _Row(partial=True),
     "zero1": _Row(partial=True, grad_step=STATES, states=STATES),
     "zero2": _Row(grad_between=STATES, grad_step=STATES, states=STATES),
-    "zero3": _Row(rest=STATES, between=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
-    "zero3-kept": _Row(rest=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
-    "zero3-once": _Row(rest=STATES, partial=True, grad_step=STATES, states=STATES),
-    "hierarchical": _Row(rest=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3": _Row(stored=STATES, between=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3-kept": _Row(stored=STATES, grad_between=STATES, grad_step=STATES, states=STATES),
+    "zero3-once": _Row(stored=STATES, partial=True, grad_step=STATES, states=STATES),
+    "hierarchical": _Row(stored=STATES, between=LOCAL, grad_between=STATES, grad_step=STATES, states=STATES),
     "hierarchical-changes": _Row(
-        rest=LOCAL, between=LOCAL, grad_between=WITHIN_LOCAL, grad_step=WITHIN_LOCAL, states=WITHIN_LOCAL
+        stored=LOCAL, between=LOCAL, grad_between=WITHIN_LOCAL, grad_step=WITHIN_LOCAL, states=WITHIN_LOCAL
     ),
-    "hsdp": _Row(rest=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
+    "hsdp": _Row(stored=LOCAL, between=LOCAL, grad_between=LOCAL, grad_step=LOCAL, states=LOCAL),
 }
 _STAGES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -214,31 +216,31 @@ def preset(
 ) -> StatePlan:
     """Return the row called ``name`` (a key of :data:`PRESETS`) with the given encodings and tiers.
 
-    Partial sums over the ranks of ``mesh`` stay on the device, where they are added up. Parameters that are stored
+    Partial sums over the ranks of ``mesh`` stay on the device, where they are reduced. Parameters that are stored
     unsharded in another tier go back there between forward and backward, unless the row keeps them.
     """
     row, e = PRESETS[name], encodings
-    kept, rest = bool(row.rest) and not row.between, tiers.gradients is not None
+    kept, stores_gradients = bool(row.stored) and not row.between, tiers.gradients is not None
     if tiers.gradients is None:
         row = replace(row, grad_between=row.grad_step, partial=False)
     passing = Tier.HOST if tiers.optimizer is Tier.DISK else tiers.optimizer
     gradients = Tier.DEVICE if row.partial and mesh.group_size(STATES) > 1 else tiers.gradients or passing
     copies = copies.on(mesh)
 
-    def alike(axes: tuple[str, ...]) -> tuple[str, ...]:
+    def shared(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in expand(axes) if axis not in copies.distinct) if copies.distinct else axes
 
     return StatePlan(
         name=name,
-        param_rest=Residence(alike(row.rest), (), e.compute, tiers.parameters),
+        param_rest=Residence(shared(row.stored), (), e.compute, tiers.parameters),
         param_compute=Residence((), (), e.compute),
-        param_between=Residence(alike(row.between), (), e.compute, Tier.DEVICE if kept else tiers.parameters),
-        grad_arrival=Residence((), alike(STATES), e.compute),
-        grad_between=Residence(alike(row.grad_between), alike(STATES) if row.partial else (), e.gradients, gradients),
-        grad_step=Residence(alike(row.grad_step), (), e.gradients, gradients),
-        master=Residence(alike(row.states), (), e.master, tiers.optimizer),
-        moments=Residence(alike(row.states), (), e.moments, tiers.optimizer),
-        gradients_rest=rest,
+        param_between=Residence(shared(row.between), (), e.compute, Tier.DEVICE if kept else tiers.parameters),
+        grad_arrival=Residence((), shared(STATES), e.compute),
+        grad_between=Residence(shared(row.grad_between), shared(STATES) if row.partial else (), e.gradients, gradients),
+        grad_step=Residence(shared(row.grad_step), (), e.gradients, gradients),
+        master=Residence(shared(row.states), (), e.master, tiers.optimizer),
+        moments=Residence(shared(row.states), (), e.moments, tiers.optimizer),
+        gradients_rest=stores_gradients,
         copies=copies,
     )
 

@@ -1,4 +1,4 @@
-"""The operations that take a state from one residence to another: no other module knows how a state moves.
+"""The operations that move a state from one residence to another; no other module defines them.
 
 The order is always the same: read from disk, slice where nothing has to be communicated before, re-encode (so that the
 destination's encoding is communicated), copy to the device if anything is communicated, communicate, copy to the
@@ -18,7 +18,7 @@ from partita.plan.residence import Encoding, Residence, Tier
 
 @dataclass(frozen=True)
 class AllGather:
-    """Each rank gets the parts of all ranks of its group, in group order; ``axes`` are the innermost shard axes."""
+    """An all-gather of the shards of a group, in group order; ``axes`` are the innermost shard axes."""
 
     axes: tuple[str, ...]
     format: Format = FULL
@@ -26,7 +26,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The sum over a group, of which each rank keeps the part of its group index."""
+    """A reduce-scatter over a group: each rank gets the shard of its group index."""
 
     axes: tuple[str, ...]
     format: Format = FULL
@@ -34,7 +34,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over a group, full on each of its ranks. Terms travel in ``format``, sums in ``back``."""
+    """An all-reduce over a group. Terms are sent in ``format``, sums in ``back``."""
 
     axes: tuple[str, ...]
     format: Format = FULL
@@ -43,7 +43,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Slice:
-    """Each rank keeps the part of its index in the group; nothing is communicated."""
+    """A slice: each rank keeps the shard of its index in the group; nothing is communicated."""
 
     axes: tuple[str, ...]
 
@@ -79,7 +79,7 @@ Step = Communicating | Slice | Encode | Copy | Read | Write
 def in_phases(ops: Iterable[Step]) -> tuple[Step, ...]:
     """Return ``ops`` with each all-reduce as a reduce-scatter and an all-gather.
 
-    Between the two, a part can be measured and scaled on the rank that sums it; the result is the same.
+    Between the two, a shard can be measured and scaled on the rank that sums it; the result is the same.
     """
     phases = list[Step]()
     for op in ops:
@@ -108,7 +108,7 @@ def in_formats(ops: Iterable[Step], summed: Format, gathered: Format) -> tuple[S
 def steps(src: Residence, dst: Residence, mesh: MeshShape) -> tuple[Step, ...]:
     """Return the ordered operations from ``src`` to ``dst``; empty if nothing has to move.
 
-    Operations over all of the data axis name it ``data``; only those over a part of it name ``node`` or ``local``. The
+    Operations over the full data axis name it ``data``; others name ``node`` or ``local``. The
     axes of each operation are in the mesh's order, in which ranks are numbered. If shard axes are in another order,
     there are several operations: gathers from the innermost axes on, sums from the outermost.
 
@@ -160,8 +160,8 @@ def _moves(src: tuple[str, ...], dst: tuple[str, ...], reduced: tuple[str, ...],
     for is_summed, run in groupby(cut, lambda axis: axis in reduced):
         for axes in _in_order(tuple(run), mesh):
             moves.append(ReduceScatter(axes) if is_summed else Slice(axes))
-    if left := tuple(axis for axis in reduced if axis not in cut):
-        moves.append(AllReduce(mesh.named(left)))
+    if remaining := tuple(axis for axis in reduced if axis not in cut):
+        moves.append(AllReduce(mesh.named(remaining)))
     return moves
 
 

@@ -1,10 +1,11 @@
-"""Strategies of a row of the table, on paper: how parameters are unsharded, gradients summed, and updates published.
+"""Communication strategies of a row of the table: for unsharding, gradient sums, and publishing updates.
 
-:class:`Strategies` is the core's choice: every state travels as it is. An optional package (``partita.compression``)
-subclasses it, and the plans that it returns. Plans say what a strategy sends, keeps and needs; the live objects are
-made from them (:mod:`partita.sharding.gradient_sync`, :mod:`partita.sharding.publish`).
+:class:`Strategies` is the core's choice: states are communicated uncompressed. An optional package
+(``partita.compression``) subclasses it, and the plans that it returns. Plans define what a strategy sends, stores and
+needs; the runtime objects are created from them (:mod:`partita.sharding.gradient_sync`,
+:mod:`partita.sharding.publish`).
 
-Where a strategy changes after a warm-up there are two plans: that of the warm-up, and that of all later steps.
+If a strategy changes after a warm-up, there are two plans: that of the warm-up, and that of all later steps.
 """
 
 from collections.abc import Iterable
@@ -25,11 +26,11 @@ Operations = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state that a strategy keeps of one segment between steps, besides parameters, gradients and moments.
+    """A state of one segment that a strategy keeps between steps, besides parameters, gradients and moments.
 
     Attributes:
         name: its row in the memory report.
-        residence: its tier is the one that the state is stored in.
+        residence: the residence of the state, whose tier says where it is stored.
     """
 
     name: str
@@ -57,19 +58,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """A plan by which gradients are summed over the ranks: operations alone, with nothing kept between steps.
+    """A plan for summing gradients over the ranks: operations only, with no state between steps.
 
     Attributes:
-        sums: from gradients as they are collected (on the device, in the encoding that they are stored in) to the sums,
-            of which each rank measures and scales its part.
-        gathers: from that part, once the norm is known, to the larger part that the optimizer works on.
+        sums: from collected gradients (on the device, in their stored encoding) to the sums, of which each rank
+            measures and scales its shard.
+        gathers: from that shard, once the norm is known, to the larger shard that the optimizer uses.
     """
 
     sums: Operations
     gathers: Operations
 
     def messages(self, bucket: "PlannedBucket") -> Iterable[Message]:
-        """Return the messages that a reduction of the bucket sends besides, or in place of, :attr:`sums`."""
+        """Return the messages of a reduction of the bucket besides, or in place of, :attr:`sums`."""
         return ()
 
     def kept(self, gradients: "PlannedGradients") -> Iterable[KeptState]:
@@ -83,10 +84,10 @@ class SyncPlan:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """A plan by which updated master weights reach the stored parameters of all ranks: operations alone.
+    """A plan for publishing updated master weights in the stored parameters of all ranks: operations only.
 
     Attributes:
-        needs_master: True if the master weights have memory of their own even where they could be the parameters.
+        needs_master: True if the master weights have separate memory even if they could be the parameters.
     """
 
     operations: Operations
@@ -99,7 +100,7 @@ class PublishPlan:
 
 @dataclass(frozen=True)
 class Strategies:
-    """The core's strategies: states travel as they are."""
+    """The core's strategies: states are communicated uncompressed."""
 
     def unshard(self, operations: Operations) -> Operations:
         """Return the operations from stored parameters to those in compute, in their formats."""

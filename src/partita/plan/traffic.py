@@ -1,4 +1,4 @@
-"""Traffic: calls and bytes by collective, mesh axes and purpose; counted while training, or expected by a plan."""
+"""Traffic: calls and bytes by collective, mesh axes and purpose, counted in training or predicted by a plan."""
 
 import threading
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrafficKey:
-    """The key of a count. ``purpose`` is what the messages are for: parameters, gradients, activations, buffers,
+    """The key of a count. ``purpose``: parameters, gradients, activations, buffers,
     control (flags and norms), start (initialization), and others.
     """
 
@@ -51,14 +51,14 @@ class TrafficReport:
 
 
 class TrafficMeter:
-    """Adds traffic up, from any thread."""
+    """Sums traffic; thread-safe."""
 
     def __init__(self) -> None:
         self._rows: dict[TrafficKey, TrafficCount] = {}
         self._lock = threading.Lock()
 
     def add(self, key: TrafficKey, sent_bytes: int, calls: int = 1) -> None:
-        """Count ``calls`` calls that send ``sent_bytes`` together."""
+        """Count ``calls`` calls that send ``sent_bytes`` in total."""
         with self._lock:
             self._rows[key] = self._rows.get(key, TrafficCount()) + TrafficCount(calls, sent_bytes)
 

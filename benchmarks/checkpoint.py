@@ -33,7 +33,7 @@ import partita
 from benchmarks._common import Report, parser
 from benchmarks._work import OPTIMIZER, Work
 from partita.memory.allocate import allocate
-from tests.local import pool
+from tests.kit import ranks as pool
 
 RANKS, THREADS, BLOCK_BYTES = 2, 4, 8 * 2**20
 WORK = Work(layers=48, width=512, heads=8, ffn_width=1408, batch=2, sequence=16)

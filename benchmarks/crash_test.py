@@ -5,7 +5,7 @@
     python -m benchmarks.crash_test --save     # into benchmarks/results/crash_test.md
 
 It ends with status 1 where what a kill left does not verify, or does not go on with the losses, bit by bit, of a run
-that nobody killed. The runs are those of tests/local/crashes.py.
+that nobody killed. The runs are those of tests/checkpoint/crashes.py.
 """
 
 import random
@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks._common import Report, parser
-from tests.local import crashes, pool
+from tests.checkpoint import crashes
+from tests.kit import ranks as pool
 
 KILLS, QUICK_KILLS = 200, 5
 TEXT = """Two ranks train a small model and save every third step, mostly in the background. A random one of them is

@@ -9,9 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import seeds
-from tests.hygiene import Snapshot
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
+from tests.kit.hygiene import Snapshot
 
 # No test measures time; what is tried is random while developing, and always the same in continuous integration.
 hypothesis.settings.register_profile("partita", deadline=None, derandomize="CI" in os.environ)

@@ -15,10 +15,10 @@ import partita
 from partita.attention import Layout, block_sparse, flex
 from partita.parallel.sequence import attention, choose
 from partita.parallel.sequence.slices import Slices
-from tests import seeds
 from tests.attention.reference import BLOCK, dense, layout, mask_of
 from tests.attention.test_models import VOCAB, bert, built, decoder, llama, settings, tokens
-from tests.local.training import rank, world
+from tests.kit import seeds
+from tests.kit.training import rank, world
 from tests.parallel.sequence import connected
 
 LENGTH, WIDTH = 61, 16

@@ -31,9 +31,9 @@ from partita.attention import Layout, block_sparse, visited
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, layout, mask_of
-from tests.matrix import matrix
+from tests.kit import seeds
+from tests.kit.plans import matrix
 
 VOCAB, LENGTH = 64, 61
 SIZES = {

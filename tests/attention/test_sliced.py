@@ -9,8 +9,8 @@ from partita.parallel.sequence.choose import BLOCKS, HEADS, Sizes, choose
 from tests.attention import sliced
 from tests.attention.reference import LAYOUTS, assert_alike
 from tests.attention.sliced import Trained
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
 
 
 @matrix(

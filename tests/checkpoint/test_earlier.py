@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.local import pool
-from tests.local.training import rank
+from tests.kit import ranks as pool
+from tests.kit.training import rank
 
 ARCHIVE = Path(__file__).parent / "earlier" / "format_1.tar.xz"
 BASE = {"optimizer": {"name": "adamw", "lr": 0.01}}

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 import partita
 from partita.cli.main import app
-from tests import seeds
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss
+from tests.kit import ranks as pool
+from tests.kit import seeds
+from tests.kit.training import Stack, rank, square_loss
 
 
 def save_two(folder: str) -> dict[str, torch.Tensor]:

@@ -21,9 +21,9 @@ from partita.engine.build import along_axes
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.state_plan import preset
-from tests.local import pool
-from tests.local.models import CASES
-from tests.local.training import PLANS, rank, whole_weights, world
+from tests.kit import ranks as pool
+from tests.kit.models import CASES
+from tests.kit.training import PLANS, rank, whole_weights, world
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once")
 BETWEEN_NODES = {"hierarchical": 11, "hierarchical-changes": 12, "hsdp": 12}

@@ -15,9 +15,9 @@ from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss, world
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
+from tests.kit.training import Stack, rank, square_loss, world
 
 
 def collectives() -> Collectives:

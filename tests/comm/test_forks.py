@@ -11,8 +11,8 @@ import pytest
 import partita
 from partita import PartitaError
 from partita.comm.node.forks import connections_kept_from_children, keep_from_children
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss
+from tests.kit import ranks as pool
+from tests.kit.training import Stack, rank, square_loss
 
 
 def in_child(answer: Callable[[], str]) -> str:

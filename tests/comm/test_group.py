@@ -17,10 +17,10 @@ from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.purposes import all_purposes
 from partita.plan.traffic import TrafficCount, TrafficKey
-from tests import seeds
-from tests.fakes import in_rank_order, on_ranks
-from tests.local import pool
-from tests.local.training import rank, world
+from tests.kit import ranks as pool
+from tests.kit import seeds
+from tests.kit.threads import in_rank_order, on_ranks
+from tests.kit.training import rank, world
 
 DATA, TENSOR, BOTH = ("data",), ("tensor",), ("data", "tensor")
 SHAPE = MeshShape(data=2, tensor=2)

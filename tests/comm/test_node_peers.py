@@ -18,8 +18,8 @@ from partita import PartitaError
 from partita.comm.node import handshake
 from partita.comm.node.handshake import HELLO, Handshake
 from partita.comm.node.peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
-from tests.local import pool
-from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
+from tests.kit import ranks as pool
+from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
 
 PURPOSES = ("parameters", "gradients")
 

@@ -12,8 +12,8 @@ import pytest
 import partita
 from partita.comm.node import ptrace_permission
 from partita.comm.node.ptrace_permission import admit, common_ancestor, withdraw
-from tests.local import pool
-from tests.local.training import Stack
+from tests.kit import ranks as pool
+from tests.kit.training import Stack
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from unittest import mock
 from partita.comm.collective_errors import TooLittle, lack_of_memory
 from partita.comm.collectives import Collectives
 from partita.plan.mesh_shape import MeshShape
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 
 NODE = f"node {socket.gethostname()}"
 DATA = ("data",)

@@ -9,7 +9,7 @@ from partita.kernels.codecs import CODECS
 from partita.kernels.quantize import nearest_bf16
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BLOCK
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 
 DATA = ("data",)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 import partita
 from partita.planner.traffic import StepShape, step_traffic
 from tests.compression.own_sync import OwnExtension
-from tests.local import pool
-from tests.local.test_feedback import telescopes
-from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.compression.test_feedback import telescopes
+from tests.kit import ranks as pool
+from tests.kit.training import PLANS, Stack, rank, square_loss, whole_weights, world
 
 HALVES = "tests.compression.own_codec:Halves"
 
@@ -52,7 +52,7 @@ def test_a_codec_is_one_file(plan: str, ranks: int) -> None:
 
 
 def telescopes_a_little(zero: dict[str, Any]) -> None:
-    with mock.patch("tests.local.test_feedback.LEAST_HELD", 1e-4):
+    with mock.patch("tests.compression.test_feedback.LEAST_HELD", 1e-4):
         telescopes(zero, HALVES, world(), 1, "fp32")
 
 

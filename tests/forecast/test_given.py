@@ -15,7 +15,7 @@ from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from partita.tune.trial_rank import taken_bytes
-from tests.local import pool
+from tests.kit import ranks as pool
 
 MODEL = "layers=3,hidden=128,heads=2,vocab=512,context=64"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -27,8 +27,8 @@ from partita.planner.group_units import group_units
 from partita.planner.machine import Machine, machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
 
 MICRO, MICROS = 2, 3
 MODELS = {

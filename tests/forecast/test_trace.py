@@ -20,7 +20,7 @@ from partita.forecast.sized import size_model
 from partita.forecast.source import Source, read_source
 from partita.forecast.trace import loss_of, telling
 from partita.planner.group_units import group_units
-from tests.live_bytes import LiveBytes
+from tests.kit.live_bytes import LiveBytes
 
 SAMPLES = 2
 

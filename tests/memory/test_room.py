@@ -14,7 +14,7 @@ from partita import PartitaError
 from partita.config.schema import Config
 from partita.memory import capacity_check
 from partita.sharding.runtime import Runtime
-from tests.local import pool
+from tests.kit import ranks as pool
 
 LAYERS, WIDTH = 24, 1024
 STATE_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 16  # fp32: parameters, gradients, two moments

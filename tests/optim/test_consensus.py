@@ -14,7 +14,7 @@ from partita.errors import PartitaError
 from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit, LossScale
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.share import NO_COPIES
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 
 T = TypeVar("T")
 DATA = ("data",)

@@ -21,7 +21,7 @@ from partita.sharding.parameter import Member
 from partita.sharding.placeholder import ShardedParameter
 from partita.sharding.structure import Written
 from partita.sharding.unit import UnitState
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 from tests.sharding.made import Made, blocks, made
 
 DATA = ("data",)

@@ -38,8 +38,8 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.train.decoder import Block, Decoder, DecoderShape
 from partita.transforms.modules import ModuleTransforms
-from tests import seeds
-from tests.local.training import rank, world
+from tests.kit import seeds
+from tests.kit.training import rank, world
 from tests.parallel import zoo
 from tests.parallel.zoo import VOCAB, WIDTH, Batch
 

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
+from tests.kit import seeds
 
 VOCAB, WIDTH = 128, 48
 Batch = dict[str, Tensor]

@@ -18,7 +18,7 @@ from partita.parallel.applied import Parallel
 from partita.parallel.apply import apply
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficKey
-from tests.local.training import rank, world
+from tests.kit.training import rank, world
 from tests.parallel import zoo
 
 

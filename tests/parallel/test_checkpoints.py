@@ -16,8 +16,8 @@ import partita
 from partita import ConfigError
 from partita.config.load import load_config
 from partita.config.resolve import resolve
-from tests import seeds
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
 from tests.parallel import stages
 
 NUM_PAIRS, NUM_QUICK, MOST_RANKS = 20, 1, 8

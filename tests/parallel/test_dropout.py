@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.local import pool
+from tests.kit import ranks as pool
 from tests.parallel import dropout
 
 

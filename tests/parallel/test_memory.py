@@ -14,8 +14,8 @@ from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
 from partita.planner.memory import model_state_bytes
 from partita.planner.off_stage import is_elsewhere
-from tests.live_bytes import LiveBytes
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit.live_bytes import LiveBytes
 from tests.parallel import stages
 
 MICROS, TIMEOUT_S = 6, 240

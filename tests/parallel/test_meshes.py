@@ -8,10 +8,10 @@ import torch
 
 import partita
 from partita.plan.place import even
-from tests.local import pool
-from tests.local.lossless import lossless
-from tests.local.test_wires import on_nodes_of
-from tests.matrix import matrix
+from tests.compression.lossless import lossless
+from tests.compression.test_wires import on_nodes_of
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
 from tests.parallel import training, zoo
 from tests.parallel.training import ADAMW, CLIP, Trained
 

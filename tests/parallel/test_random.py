@@ -13,7 +13,7 @@ import partita
 from partita import PartitaError
 from partita.activation.recompute import Recomputation
 from partita.parallel.random import RandomStreams
-from tests import seeds
+from tests.kit import seeds
 
 WIDTH, HOST = 24, torch.device("cpu")
 

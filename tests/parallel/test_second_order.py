@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from tests.local import pool
+from tests.kit import ranks as pool
 
 
 class Adapted(nn.Module):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from partita import PartitaError
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
 from tests.parallel import sequence
 from tests.parallel.sequence import Trained
 

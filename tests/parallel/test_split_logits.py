@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import partita
 from partita import PartitaError
 from partita.sharding.deferred import Deferred
-from tests import seeds
 from tests.activation.readers import UNSEEN, own_loss
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
 
 VOCAB, LENGTH = 30, 9
 TILED = {"loss": {"tiled": 4 * VOCAB * 4}}

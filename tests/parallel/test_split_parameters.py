@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from tests.local import pool
+from tests.kit import ranks as pool
 
 TOKENS, WIDTH = 13, 8  # 7 + 6 rows of the vocabulary
 

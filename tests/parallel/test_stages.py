@@ -17,8 +17,8 @@ from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.parallel.pipeline.stage import Arguments, Stages, bypasses
 from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix
 from tests.parallel import stages
 
 CPU = torch.device("cpu")

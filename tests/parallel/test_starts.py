@@ -9,8 +9,8 @@ from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.simulated import Requests
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner import blueprint
-from tests.local import pool
-from tests.local.training import rank
+from tests.kit import ranks as pool
+from tests.kit.training import rank
 from tests.parallel import stages, zoo
 
 

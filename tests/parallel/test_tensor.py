@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from tests import seeds
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import ranks as pool
+from tests.kit import seeds
+from tests.kit.plans import matrix
 from tests.parallel import tensor, zoo
 
 TIMEOUT_S = 240

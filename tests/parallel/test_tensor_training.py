@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import partita
 from partita import ConfigError, PartitaError
-from tests.local import pool
-from tests.local.training import rank
-from tests.matrix import matrix, sampled
+from tests.kit import ranks as pool
+from tests.kit.plans import matrix, sampled
+from tests.kit.training import rank
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.weights import Left, WeightGradients, keep_apart
-from tests import seeds
-from tests.matrix import matrix
+from tests.kit import seeds
+from tests.kit.plans import matrix
 
 WIDTH = 24
 

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
+from tests.kit import seeds
 
 VOCAB, WIDTH, LENGTH = 128, 48, 11
 _SIZES: dict[str, Any] = {

@@ -15,11 +15,11 @@ from partita.config.resolve import resolve
 from partita.engine.build import Given
 from partita.engine.engine import Engine
 from partita.plan.mesh_shape import MeshShape
-from tests import seeds
-from tests.fakes import on_ranks
-from tests.local.lossless import lossless
-from tests.local.test_changes import Far
-from tests.local.training import Stack, square_loss
+from tests.compression.lossless import lossless
+from tests.compression.test_changes import Far
+from tests.kit import seeds
+from tests.kit.threads import on_ranks
+from tests.kit.training import Stack, square_loss
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 HIERARCHICAL = {"stage": 3, "hierarchical": True}

@@ -15,7 +15,7 @@ from partita.plan.state_plan import Tiers
 from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import Unit, UnitState
 from partita.sharding.unit_events import Backwards, FollowedUnit, UnitCall
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 from tests.sharding.made import Made, blocks, made
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)

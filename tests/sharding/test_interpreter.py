@@ -18,8 +18,8 @@ from partita.plan.residence import BF16, BLOCK, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
 from partita.sharding.interpreter import Interpreter
-from tests import seeds
-from tests.fakes import on_ranks
+from tests.kit import seeds
+from tests.kit.threads import on_ranks
 from tests.plan.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48

@@ -14,7 +14,7 @@ from partita.config.resolve import Resolved, resolve
 from partita.errors import ConfigError
 from partita.planner.full_precision import find_full_precision, outermost
 from partita.sharding.precision import ForwardPrecision, cast_buffers, forward_precision, map_floats
-from tests.local.models import CASES
+from tests.kit.models import CASES
 
 CPU = torch.device("cpu")
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]

@@ -13,7 +13,7 @@ from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
-from tests.fakes import on_ranks
+from tests.kit.threads import on_ranks
 from tests.sharding.made import Made, User, made
 
 TWO = MeshShape(data=2)

@@ -18,7 +18,7 @@ from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from partita.simulate.roles import distinct_roles
 from partita.tune.trial_rank import taken_bytes
-from tests.local import pool
+from tests.kit import ranks as pool
 from tests.simulate.subjects import batch, llama, subject
 
 HOST, DISK = ({"parameters": tier, "optimizer": tier} for tier in ("host", "disk"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.local import pool
+from tests.kit import ranks as pool
 from tests.simulated.device import build
 
 

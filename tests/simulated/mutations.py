@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
 
 SOURCE = Path(__file__).parents[2] / "src" / "partita"
 NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
 from tests.simulated.training import VOCAB, on, open_engine, simulated
 
 NUM_STEPS = 200

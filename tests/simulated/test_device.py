@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import ranks as pool
+from tests.kit import seeds
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:

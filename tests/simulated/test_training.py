@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.check import check_collectives
 from partita import PartitaError
 from partita.memory import buffer_pool
-from tests.local import pool
+from tests.kit import ranks as pool
 from tests.simulated.device import register
 from tests.simulated.training import (
     AXES,

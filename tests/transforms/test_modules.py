@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.transforms.modules import ModuleTransforms, forward_wrappers
-from tests.attached import attached_to
+from tests.kit.state import attached_to
 
 
 class Adds:

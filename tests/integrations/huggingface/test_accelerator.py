@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from partita import ConfigError, PartitaError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import alone
-from tests.local import pool
+from tests.kit import ranks as pool
 
 MAX_NORM = 0.05
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from partita import ConfigError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import VOCABULARY, Run, alone, histories, llama, samples
-from tests.local import pool
+from tests.kit import ranks as pool
 
 TIMEOUT_S = 300
 AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}}

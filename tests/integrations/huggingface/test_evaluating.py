@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from partita import ConfigError
 from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, samples, scratch, trainer_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 
 def looked_at(run: Run, first: bool) -> tuple[dict[str, float], Any, list[float]]:

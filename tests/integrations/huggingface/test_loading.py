@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from partita.integrations.huggingface import rank_0_reads
 from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, scratch, trainer_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 
 def trained_from(folder: Path, run: Run, apart: bool) -> tuple[list[float], bool]:

@@ -19,7 +19,7 @@ from partita import PartitaError
 from partita.checkpoint.format.backend import FileDraft
 from partita.integrations.huggingface.checkpoints import newest_complete, newest_on_rank_0, what_lacks
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 

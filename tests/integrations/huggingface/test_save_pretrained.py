@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, LlamaModel
 from partita import PartitaError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import Run, alone, end, llama, model_of, samples, trainer_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 
 def trained(accelerator: Accelerator, model: nn.Module) -> Any:

@@ -27,7 +27,7 @@ from tests.integrations.huggingface.runs import (
     scratch,
     trainer_of,
 )
-from tests.local import pool
+from tests.kit import ranks as pool
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:

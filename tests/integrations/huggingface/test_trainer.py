@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from partita import ConfigError
 from partita.config import deepspeed
 from tests.integrations.huggingface.runs import Run, alone, end, histories, model_of, rows_of, scratch, trainer_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 LEARNING_RATES = Path(__file__).parents[2] / "config" / "deepspeed" / "learning_rates.json"
 Rows = list[dict[str, float]]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from partita.integrations.huggingface import on_partita
 from tests.integrations.huggingface.runs import alone, end, llama, losses_of, scratch
-from tests.local import pool
+from tests.kit import ranks as pool
 
 WORDS = [f"w{number}" for number in range(60)]
 SETTINGS: dict[str, Any] = {

@@ -20,8 +20,8 @@ from tests.integrations.lightning.modules import (
     trainer,
     worst,
 )
-from tests.local import pool
-from tests.matrix import sampled
+from tests.kit import ranks as pool
+from tests.kit.plans import sampled
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from partita import ConfigError, PartitaError
 from tests.integrations.lightning.loops import Loop, batch, fabric, on_ddp, on_partita
 from tests.integrations.lightning.modules import NOISE, STAGES, Net, quietly, worst
-from tests.local import pool
+from tests.kit import ranks as pool
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 

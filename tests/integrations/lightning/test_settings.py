@@ -11,7 +11,7 @@ from partita import ConfigError, PartitaError
 from partita.config.load import load_config
 from partita.integrations.lightning import PartitaStrategy, settings
 from tests.integrations.lightning.modules import NOISE, OfTheConfig, Regression, loader, on_partita, quietly, trainer
-from tests.local import pool
+from tests.kit import ranks as pool
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 

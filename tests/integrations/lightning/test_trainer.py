@@ -22,7 +22,7 @@ from tests.integrations.lightning.modules import (
     trainer,
     worst,
 )
-from tests.local import pool
+from tests.kit import ranks as pool
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 

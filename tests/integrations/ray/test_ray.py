@@ -17,7 +17,7 @@ from partita import ConfigError, PartitaError
 from partita.config.launchers import LaunchEnvironment, launch_environment, set_launch_environment
 from partita.integrations.ray import PartitaTorchConfig, checkpoints, report
 from tests.integrations.ray.job import EVERY, NUM_STEPS, losses_of
-from tests.local import pool
+from tests.kit import ranks as pool
 
 ROOT = Path(__file__).parents[3]
 DIES_AT = 3

@@ -1,0 +1,44 @@
+"""Block-sparse attention beside sharded, offloaded and recomputed states: the numbers are those of whole ones."""
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import partita
+from tests.kit import ranks as pool
+from tests.kit import seeds
+
+ATTENTION = {"pattern": "bigbird", "block": 8, "window": 12, "global": 1, "random": 1}
+PLANS: dict[str, dict[str, Any]] = {
+    "0": {"zero": {"stage": 0}},
+    "2": {"zero": {"stage": 2}},
+    "3": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
+    "3 on the host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
+}
+
+
+def courses() -> dict[str, list[Any]]:
+    """Losses and norms of three steps on packed samples of other lengths on each rank and at each step."""
+    found: dict[str, list[Any]] = {}
+    rank = torch.distributed.get_rank()
+    for name, plan in PLANS.items():
+        seeds.start()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, attention_dropout=0.2, **sizes))
+        torch.manual_seed(rank)
+        with partita.initialize(model, {"attention": ATTENTION, **plan}) as engine:
+            found[name] = []
+            for step in range(3):
+                length = 40 + 7 * step + rank
+                ids = torch.randint(64, (2, length), generator=seeds.generator(10 * step + rank))
+                positions = torch.cat([torch.arange(19), torch.arange(length - 19)])[None]
+                loss = engine(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
+                engine.backward(loss)
+                found[name] += [loss.item(), engine.step().grad_norm]
+    return found
+
+
+def test_every_plan_has_the_same_numbers() -> None:
+    for found in pool.run(2, courses):
+        assert all(course == found["0"] for course in found.values()), found

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kit import seeds
-from tests.kit.training import WIDTH, Stack
+from tests.kit.models import WIDTH, Stack
 
 VOCAB = 50
 

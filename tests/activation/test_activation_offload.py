@@ -21,7 +21,8 @@ from tests.activation.test_recompute import RECIPES
 from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.training import WIDTH, Block, Recipe, Stack, inputs, rank, same, train, world
+from tests.kit.models import WIDTH, Block, Stack, inputs
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, world
 
 RECOMPUTED: dict[str, Any] = {"activations": {"checkpoint": "units"}}
 ON_DISK: dict[str, Any] = {"activations": {"checkpoint": "units", "offload": "disk"}}
@@ -38,12 +39,12 @@ def run_recipes() -> None:
     """Dropout and batch statistics, two forwards before a backward."""
     for name, recipe in RECIPES.items():
         results = [
-            train(Recipe(*recipe, config=config), {"stage": stage})
+            train_recipe(Recipe(*recipe, config=config), {"stage": stage})
             for stage in (0, 3)
             for config in (RECOMPUTED, ON_DISK, SELECTIVE)
         ]
         for result in results:
-            same(result, results[0], name)
+            assert_same_bits(result, results[0], name)
 
 
 @pytest.mark.parametrize("name", [MODELS[0], *[pytest.param(name, marks=pytest.mark.thorough) for name in MODELS[1:]]])
@@ -184,8 +185,8 @@ class Sharing(nn.Module):
 
 
 def test_what_several_modules_read_stays() -> None:
-    results = [train(Recipe(Sharing, config=config), {"stage": 1}) for config in (RECOMPUTED, ON_DISK)]
-    same(*results, "disk")
+    results = [train_recipe(Recipe(Sharing, config=config), {"stage": 1}) for config in (RECOMPUTED, ON_DISK)]
+    assert_same_bits(*results, "disk")
     x = torch.randn(100, WIDTH)
     with partita.initialize(Sharing(), ON_DISK) as engine:
         engine.backward(engine(x).square().mean())

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from tests.kit import ranks as pool
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, Recipe, Stack, check, inputs, square_loss
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, check
 from tests.sharding.test_visits import freeze, siamese
 
 
@@ -88,7 +89,7 @@ LOSSES = {"one": from_leaf, "two": siamese}
 
 def run_model(name: str, reentrant: bool, plan: str) -> None:
     ignored = "None of the inputs have requires_grad" if name == "all" else ""  # torch's, of a checkpoint in another
-    compared = {other: PLANS[other] for other in ("0", plan)}
+    compared = {other: ZERO[other] for other in ("0", plan)}
     check(Recipe(lambda: MODELS[name](reentrant), from_leaf, ignored=ignored), compared)
 
 

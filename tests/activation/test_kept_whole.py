@@ -12,7 +12,8 @@ from tests.activation.test_activation_partition import course, gpt2
 from tests.activation.test_recompute import NoisyStack
 from tests.kit import ranks as pool
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.training import WIDTH, Recipe, Stack, same, square_loss, train
+from tests.kit.models import WIDTH, Stack, square_loss
+from tests.kit.training import Recipe, assert_same_bits, train_recipe
 
 NUM_BLOCKS, ROWS = 4, 100
 ROW = 4 * ROWS * WIDTH
@@ -140,11 +141,17 @@ def run_recipes() -> None:
     """Dropout, statistics, modules in modules, two forwards before a backward, inputs on disk."""
     settings = ({"checkpoint": "units"}, {"checkpoint": "selective"}, {"checkpoint": "units", "offload": "disk"})
     for each in settings:
-        expected = train(Recipe(NoisyStack, square_loss, config={"activations": each}), {"stage": 3})
+        expected = train_recipe(Recipe(NoisyStack, square_loss, config={"activations": each}), {"stage": 3})
         kept = {**each, "keep_bytes": 4000}
-        same(train(Recipe(NoisyStack, square_loss, config={"activations": kept}), {"stage": 3}), expected, str(each))
+        assert_same_bits(
+            train_recipe(Recipe(NoisyStack, square_loss, config={"activations": kept}), {"stage": 3}),
+            expected,
+            str(each),
+        )
     nested = [{"checkpoint": ["Outer", "Block"]}, {"checkpoint": ["Outer", "Block"], "keep_bytes": 10000}]
-    same(*(train(Recipe(Nested, config={"activations": each}), {"stage": 1}) for each in nested), "nested")
+    assert_same_bits(
+        *(train_recipe(Recipe(Nested, config={"activations": each}), {"stage": 1}) for each in nested), "nested"
+    )
 
 
 def test_bits_are_those_of_recomputed_modules() -> None:

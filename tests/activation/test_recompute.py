@@ -23,9 +23,9 @@ from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.models import CASES
+from tests.kit.models import CASES, WIDTH, Block, Stack, inputs, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import WIDTH, Block, Recipe, Stack, inputs, rank, same, square_loss, train
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.sharding.test_visits import siamese
 
 CHOICES = ("units", "selective")
@@ -63,11 +63,11 @@ def run_recipes(recipes: Sequence[str]) -> None:
     """Two forwards before a backward, dropout, statistics that each forward changes, micro-batches."""
     for name in recipes:
         results = {
-            choice: train(Recipe(*RECIPES[name], config={"activations": {"checkpoint": choice}}), {"stage": 3})
+            choice: train_recipe(Recipe(*RECIPES[name], config={"activations": {"checkpoint": choice}}), {"stage": 3})
             for choice in ("none", *CHOICES)
         }
         for choice in CHOICES:
-            same(results[choice], results["none"], f"{name}: {choice}")
+            assert_same_bits(results[choice], results["none"], f"{name}: {choice}")
 
 
 RECIPES: dict[str, Any] = {
@@ -229,10 +229,10 @@ class Outspoken(Stack):
 
 def test_keywords_are_the_modules_own() -> None:
     results = [
-        train(Recipe(Outspoken, config={"activations": {"checkpoint": choice}}), {"stage": 1})
+        train_recipe(Recipe(Outspoken, config={"activations": {"checkpoint": choice}}), {"stage": 1})
         for choice in ("none", "units")
     ]
-    same(*results, "units")
+    assert_same_bits(*results, "units")
 
 
 def test_a_graph_that_is_kept_may_be_used_twice() -> None:

@@ -19,7 +19,7 @@ from tests.activation.readers import UNSEEN, own_loss
 from tests.activation.speaker import VOCAB, Speaker, speaker, tokens
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.training import WIDTH
+from tests.kit.models import WIDTH
 
 TILED = {"loss": {"tiled": 5 * 4 * VOCAB}}  # five rows, which divides no number of rows here
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ import partita
 from partita import ConfigError, PartitaError
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.training import WIDTH, Stack
+from tests.kit.models import WIDTH, Stack
 
 TILED = {"tiled": {"mlp": ["Mlp"]}}
 RATIO = 64

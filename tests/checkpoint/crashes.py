@@ -22,7 +22,8 @@ from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.offline import verify
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import ADAMW, WIDTH, Stack, rank
+from tests.kit.models import WIDTH, Stack
+from tests.kit.training import ADAMW, rank
 
 RANKS = 2
 OFFLOADS: tuple[dict[str, str], ...] = ({}, {"optimizer": "host"}, {"optimizer": "disk", "parameters": "disk"})

@@ -31,8 +31,9 @@ from partita.checkpoint.format.stored import open_stored
 from partita.huggingface.export import export_checkpoint
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import WIDTH, Stack, square_loss
 from tests.kit.plans import matrix, sampled
-from tests.kit.training import ADAMW, WIDTH, Stack, rank, square_loss, whole_weights, world
+from tests.kit.training import ADAMW, rank, whole_weights, world
 
 BATCH = 8
 STEPS_BEFORE, STEPS_AFTER = 2, 5

@@ -10,8 +10,9 @@ from torch import Tensor
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import ADAMW, Stack, square_loss
+from tests.kit.training import ADAMW
 
 HOST = {"optimizer": "host", "parameters": "host"}
 DISK = {"optimizer": "disk", "parameters": "disk"}

@@ -15,7 +15,8 @@ import partita
 from partita import PartitaError
 from tests.checkpoint.test_interchange import NUM_STEPS, fsdp, fsdp_steps, our_steps, whole
 from tests.kit import ranks as pool
-from tests.kit.training import ADAMW, Stack, rank, whole_weights, world
+from tests.kit.models import Stack
+from tests.kit.training import ADAMW, rank, whole_weights, world
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 

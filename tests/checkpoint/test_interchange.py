@@ -22,7 +22,8 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import ADAMW, Stack, rank, square_loss, whole_weights, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.training import ADAMW, rank, whole_weights, world
 
 NUM_STEPS = 3
 

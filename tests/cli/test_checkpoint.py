@@ -12,7 +12,8 @@ import partita
 from partita.cli.main import app
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import Stack, rank, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.training import rank
 
 
 def save_two(folder: str) -> dict[str, torch.Tensor]:

@@ -23,7 +23,8 @@ from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.state_plan import preset
 from tests.kit import ranks as pool
 from tests.kit.models import CASES
-from tests.kit.training import PLANS, rank, whole_weights, world
+from tests.kit.plans import ZERO
+from tests.kit.training import rank, whole_weights, world
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once")
 BETWEEN_NODES = {"hierarchical": 11, "hierarchical-changes": 12, "hsdp": 12}
@@ -120,7 +121,7 @@ def engines_in_turn() -> list[list[float]]:
         dist.barrier(group=own)
     found = []
     for plan in ("3", "1", "3"):
-        config = {"zero": PLANS[plan], "parallel": {"tensor": 2}, "communication": {"timeout_s": 20.0}}
+        config = {"zero": ZERO[plan], "parallel": {"tensor": 2}, "communication": {"timeout_s": 20.0}}
         with partita.initialize(CASES["llama"].build(), config) as engine:
             batch = next(iter(CASES["llama"].batches(2)))
             engine.backward(CASES["llama"].loss(engine(**batch)))

@@ -16,8 +16,9 @@ from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from tests.kit import ranks as pool
+from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import Stack, rank, square_loss, world
+from tests.kit.training import rank, world
 
 
 def collectives() -> Collectives:

@@ -12,7 +12,8 @@ import partita
 from partita import PartitaError
 from partita.comm.node.forks import connections_kept_from_children, keep_from_children
 from tests.kit import ranks as pool
-from tests.kit.training import Stack, rank, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.training import rank
 
 
 def in_child(answer: Callable[[], str]) -> str:

@@ -20,8 +20,9 @@ from partita.comm import stall
 from partita.comm.watchdog import Position
 from partita.sharding import runtime, unshard_order
 from tests.kit import ranks as pool
+from tests.kit.models import Stack, square_loss
 from tests.kit.plans import sampled
-from tests.kit.training import Stack, rank, square_loss, world
+from tests.kit.training import rank, world
 from tests.parallel import stages
 
 TIMEOUT_S = 4.0

@@ -14,7 +14,7 @@ import partita
 from partita import ConfigError
 from partita.config.launchers import launch_environment
 from tests.kit import ranks as pool
-from tests.kit.training import Stack, square_loss
+from tests.kit.models import Stack, square_loss
 
 RANKS = 2
 SLURM = {

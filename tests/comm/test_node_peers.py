@@ -19,7 +19,9 @@ from partita.comm.node import handshake
 from partita.comm.node.handshake import HELLO, Handshake
 from partita.comm.node.peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
 from tests.kit import ranks as pool
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, world
 
 PURPOSES = ("parameters", "gradients")
 
@@ -299,13 +301,13 @@ def one_does_not_answer() -> list[int] | str:
 
 
 def both_ways() -> None:
-    plans = {**PLANS, "on host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}
+    plans = {**ZERO, "on host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}
     for name, zero in plans.items():
         one, other = (
-            train(Recipe(lambda: Stack(3), config={"communication": {"within_node": way}}), zero)
+            train_recipe(Recipe(lambda: Stack(3), config={"communication": {"within_node": way}}), zero)
             for way in ("memory", "network")
         )
-        same(one, other, f"plan {name} in memory against over the network, on {world()} ranks")
+        assert_same_bits(one, other, f"plan {name} in memory against over the network, on {world()} ranks")
 
 
 def counted() -> None:

@@ -13,7 +13,7 @@ import partita
 from partita.comm.node import ptrace_permission
 from partita.comm.node.ptrace_permission import admit, common_ancestor, withdraw
 from tests.kit import ranks as pool
-from tests.kit.training import Stack
+from tests.kit.models import Stack
 
 
 @contextmanager

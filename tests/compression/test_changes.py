@@ -16,8 +16,9 @@ from tests.compression.test_feedback import LR, SHAPES, Bag, factors, held, held
 from tests.compression.test_wires import on_nodes_of
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import sampled
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO, sampled
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 
 HIERARCHICAL: dict[str, Any] = {"stage": 3, "hierarchical": True}
 REPLICATED: dict[str, Any] = {"stage": 3, "replicate": "nodes"}
@@ -79,10 +80,12 @@ def bitwise_where_nothing_is_lost(per_node: int, config: dict[str, Any], uncompr
     config = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}, **config}
     communication = config.pop("communication", {})
     with on_nodes_of(per_node), lossless("ternary"):
-        expected = train(Recipe(Far, config=config | {"communication": communication}, num_steps=STEPS), uncompressed)
+        expected = train_recipe(
+            Recipe(Far, config=config | {"communication": communication}, num_steps=STEPS), uncompressed
+        )
         coded = config | {"communication": communication | {"parameters": "ternary"}}
-        got = train(Recipe(Far, config=coded, num_steps=STEPS), HIERARCHICAL)
-    same(got, expected, f"nothing lost, {config}")
+        got = train_recipe(Recipe(Far, config=coded, num_steps=STEPS), HIERARCHICAL)
+    assert_same_bits(got, expected, f"nothing lost, {config}")
 
 
 def alike(codec: str, per_node: int, config: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -297,7 +300,7 @@ def on_one_node(config: dict[str, Any]) -> None:
     recipe = Recipe(lambda: Stack(2), config=config)
     coded = Recipe(lambda: Stack(2), config=config | CHANGES)
     with on_nodes_of(world()):
-        same(train(coded, HIERARCHICAL), train(recipe, PLANS["3"]), "one node")
+        assert_same_bits(train_recipe(coded, HIERARCHICAL), train_recipe(recipe, ZERO["3"]), "one node")
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from partita.planner.memory import model_state_bytes
 from tests.compression.test_wires import on_nodes_of
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import rank, whole_weights, world
 
 LR, STEPS = 0.05, 5
 LEAST_HELD = 0.1
@@ -97,7 +99,7 @@ def telescopes(zero: dict[str, Any], codec: str, per_node: int, accumulate: int,
 
 def left_out(plan: str) -> None:
     """A step that is not finite on one rank, and a batch that is dropped, leave all ranks' feedback alone."""
-    with partita.initialize(Stack(2), {"zero": PLANS[plan], **TERNARY}) as engine:
+    with partita.initialize(Stack(2), {"zero": ZERO[plan], **TERNARY}) as engine:
 
         def step(number: int, factor: float = 1.0) -> partita.StepResult:
             engine.backward(square_loss(engine, rank(), number) * (factor if rank() == 1 else 1.0))
@@ -119,7 +121,7 @@ def left_out(plan: str) -> None:
 
 def unused(plan: str) -> None:
     """What is held of a parameter that no rank used stays held, and the parameter as it is."""
-    with partita.initialize(Bag(), {"zero": PLANS[plan], **TERNARY}, optimizer=sgd) as engine:
+    with partita.initialize(Bag(), {"zero": ZERO[plan], **TERNARY}, optimizer=sgd) as engine:
         given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for number in range(4):
             used = {0: "matrix", 1: "table"}.get(number)  # by all; "bias" by the first rank alone
@@ -152,7 +154,7 @@ def run_on(engine: partita.Engine, first: int, num: int = 3) -> None:
 
 def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[float]:
     """Parameters that change by codes are those that are updated but for the last changes; the same on all ranks."""
-    config = {"zero": PLANS[plan], "optimizer": {"lr": 1e-2}, "precision": precision, "communication": wires}
+    config = {"zero": ZERO[plan], "optimizer": {"lr": 1e-2}, "precision": precision, "communication": wires}
     losses = []
     with partita.initialize(Stack(2), config) as engine:
         for _ in range(12):
@@ -255,16 +257,16 @@ def test_what_nobody_used_stays_held(plan: str) -> None:
 
 
 def test_a_checkpoint_holds_one_sum_for_every_layout(tmp_path: Path) -> None:
-    (sums, weights), *_ = pool.run(2, saved, tmp_path, PLANS["2"])
+    (sums, weights), *_ = pool.run(2, saved, tmp_path, ZERO["2"])
     assert max(float(total.abs().max()) for total in sums.values()) > 0
-    (same_sums, same_weights), *_ = pool.run(2, loaded, tmp_path, PLANS["2"], BOTH)
+    (same_sums, same_weights), *_ = pool.run(2, loaded, tmp_path, ZERO["2"], BOTH)
     for name, weight in weights.items():
         assert torch.equal(weight, same_weights[name]), name
     (other_sums, _), *_ = pool.run(4, loaded, tmp_path, {"stage": 1, "offload": {"optimizer": "host"}}, TERNARY)
     for name, total in sums.items():
         assert torch.equal(total, same_sums[name]), name
         assert torch.equal(total, other_sums[name]), name
-    pool.run(2, loaded, tmp_path, PLANS["1"], {})
+    pool.run(2, loaded, tmp_path, ZERO["1"], {})
 
 
 def test_a_checkpoint_without_it_is_told(tmp_path: Path) -> None:

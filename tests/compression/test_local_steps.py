@@ -14,7 +14,9 @@ from partita.config.resolve import resolve
 from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 from tests.kit import ranks as pool
-from tests.kit.training import PLANS, WIDTH, Recipe, Stack, inputs, rank, square_loss, whole_weights, world
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, rank, whole_weights, world
 
 STEPS = 7
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
@@ -22,7 +24,7 @@ LOCAL = {"every": 3, "replicas": 2, "outer_lr": 0.5, "outer_momentum": 0.8}
 
 
 def config(plan: str, **communication: Any) -> dict[str, Any]:
-    return {"zero": PLANS[plan], "optimizer": ADAMW, "communication": LOCAL | communication, "clip_grad_norm": 0.5}
+    return {"zero": ZERO[plan], "optimizer": ADAMW, "communication": LOCAL | communication, "clip_grad_norm": 0.5}
 
 
 def reference(asked: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:

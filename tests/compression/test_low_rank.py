@@ -13,7 +13,9 @@ from partita.config.resolve import resolve
 from partita.kernels.low_rank import left_factor, orthogonal, product, right_factor
 from tests.compression.test_feedback import syncs
 from tests.kit import ranks as pool
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 
 RANK, STEPS = 2, 6
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
@@ -53,7 +55,7 @@ def starts(engine: partita.Engine) -> dict[str, Tensor]:
 
 
 def follows() -> None:
-    with partita.initialize(Recipe(lambda: Stack(2)).built(), CONFIG | {"zero": PLANS["2"]}) as engine:
+    with partita.initialize(Recipe(lambda: Stack(2)).built(), CONFIG | {"zero": ZERO["2"]}) as engine:
         expected = reference(starts(engine))
         assert len(starts(engine)) == 6
         for step in range(STEPS):
@@ -65,16 +67,16 @@ def follows() -> None:
 
 def every_stage() -> list[float]:
     runs = [
-        train(Recipe(lambda: Stack(2), config=CONFIG | {"clip_grad_norm": 0.1}, num_steps=STEPS), PLANS[plan])
+        train_recipe(Recipe(lambda: Stack(2), config=CONFIG | {"clip_grad_norm": 0.1}, num_steps=STEPS), ZERO[plan])
         for plan in ("0", "1", "2", "3")
     ]
     for run in runs[1:]:
-        same(run, runs[0], "low rank")
+        assert_same_bits(run, runs[0], "low rank")
     return runs[0].losses
 
 
 def resumed(folder: Path, plan: str) -> None:
-    config = CONFIG | {"zero": PLANS[plan]}
+    config = CONFIG | {"zero": ZERO[plan]}
 
     def go(engine: partita.Engine, first: int, stop: int) -> None:
         for step in range(first, stop):
@@ -97,7 +99,7 @@ def left_out() -> None:
     """A step that is not finite leaves factors and feedback as they were."""
     runs = []
     for bad in (None, 2):
-        with partita.initialize(Recipe(lambda: Stack(2)).built(), CONFIG | {"zero": PLANS["1"]}) as engine:
+        with partita.initialize(Recipe(lambda: Stack(2)).built(), CONFIG | {"zero": ZERO["1"]}) as engine:
             for step in range(4):
                 if step == bad:
                     engine.backward(square_loss(engine, rank(), step) * float("inf" if rank() == 1 else 1.0))

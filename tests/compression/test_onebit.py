@@ -12,8 +12,9 @@ from partita.planner.memory import model_state_bytes
 from partita.planner.off_stage import is_elsewhere
 from tests.compression.lossless import lossless
 from tests.kit import ranks as pool
-from tests.kit.plans import sampled
-from tests.kit.training import PLANS, Recipe, Stack, Trained, inputs, rank, same, square_loss, train, whole_weights
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, sampled
+from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 from tests.parallel import stages
 
 WARM_UP, STEPS = 4, 9
@@ -49,7 +50,7 @@ def reference(num_ranks: int) -> dict[str, Tensor]:
 
 def with_an_identity(plans: tuple[str, ...], asked: dict[str, Any]) -> None:
     with lossless("sign"):
-        runs = [train(Recipe(lambda: Stack(2), config=asked, num_steps=STEPS), PLANS[plan]) for plan in plans]
+        runs = [train_recipe(Recipe(lambda: Stack(2), config=asked, num_steps=STEPS), ZERO[plan]) for plan in plans]
     expected = reference(torch.distributed.get_world_size())
     for run in runs:
         for name, weight in run.weights.items():
@@ -61,16 +62,16 @@ def alike(plans: tuple[str, ...], codec: str, asked: dict[str, Any]) -> list[flo
     config = asked | {"communication": {**asked["communication"], "gradients": codec}, "clip_grad_norm": 0.5}
     first: Trained | None = None
     for plan in plans:
-        run = train(Recipe(lambda: Stack(2), config=config, num_steps=STEPS), PLANS[plan])
+        run = train_recipe(Recipe(lambda: Stack(2), config=config, num_steps=STEPS), ZERO[plan])
         first = first or run
-        same(run, first, f"{codec} at plan {plan}")
+        assert_same_bits(run, first, f"{codec} at plan {plan}")
     assert first is not None
     return first.losses
 
 
 def resumed(folder: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
     """A run that goes on from a checkpoint is the one that was saved, also where codes begin in between."""
-    config = {"zero": PLANS[plan], **asked}
+    config = {"zero": ZERO[plan], **asked}
 
     def go(engine: partita.Engine, first: int) -> None:
         for step in range(first, STEPS):

@@ -18,9 +18,9 @@ from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
 from partita.plan.residence import BLOCK
 from tests.kit import ranks as pool
-from tests.kit.models import CASES, parts
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights, world
+from tests.kit.models import CASES, Stack, parts, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights, world
 
 IDENTITY = Codec("int8", BLOCK * 4)
 GRADIENTS = {"communication": {"gradients": "int8"}}
@@ -62,19 +62,19 @@ def wires_of(plan: str) -> dict[str, Any]:
 def bitwise_with_an_identity(plans: tuple[str, ...], sections: dict[str, Any]) -> None:
     for plan in plans:
         full, coded = (CLIPPED | sections | wires for wires in ({}, wires_of(plan)))
-        expected = train(Recipe(lambda: Stack(2), config=full), PLANS[plan])
+        expected = train_recipe(Recipe(lambda: Stack(2), config=full), ZERO[plan])
         with lossless():
-            got = train(Recipe(lambda: Stack(2), config=coded), PLANS[plan])
-        same(got, expected, f"an identity at plan {plan} with {sections}")
+            got = train_recipe(Recipe(lambda: Stack(2), config=coded), ZERO[plan])
+        assert_same_bits(got, expected, f"an identity at plan {plan} with {sections}")
 
 
 def near_with_an_identity_on_nodes() -> None:
     """Sums inside nodes first are sums in another order."""
-    for name, zero in {"1": PLANS["1"], "2": PLANS["2"], "3": {"stage": 3, "hierarchical": True}}.items():
+    for name, zero in {"1": ZERO["1"], "2": ZERO["2"], "3": {"stage": 3, "hierarchical": True}}.items():
         with on_nodes_of(2):
-            full = train(Recipe(lambda: Stack(2)), zero)
+            full = train_recipe(Recipe(lambda: Stack(2)), zero)
             with lossless():
-                coded = train(Recipe(lambda: Stack(2), config=wires_of(name)), zero)
+                coded = train_recipe(Recipe(lambda: Stack(2), config=wires_of(name)), zero)
         torch.testing.assert_close(coded.losses, full.losses, rtol=1e-5, atol=1e-6)
         for weight, value in full.weights.items():
             torch.testing.assert_close(coded.weights[weight], value, rtol=1e-3, atol=1e-4)
@@ -84,7 +84,7 @@ def trained_twice(plan: str, codec: str) -> tuple[Trained, Trained, Trained]:
     """Uncompressed, and twice with codes."""
     coded = wires_of(plan) | {"communication": wires_of(plan)["communication"] | {"gradients": codec}} | CLIPPED
     recipes = [Recipe(lambda: Stack(2), config=config, num_steps=6) for config in (CLIPPED, coded, coded)]
-    full, one, other = (train(recipe, PLANS[plan]) for recipe in recipes)
+    full, one, other = (train_recipe(recipe, ZERO[plan]) for recipe in recipes)
     return full, one, other
 
 
@@ -120,16 +120,16 @@ def first_steps_in_codes(plan: str, ranks_per_node: int) -> None:
         for warmup in ("full", "int8"):
             communication = {"gradients": "int4", **parameters, "warmup_steps": 8, "warmup": warmup}
             recipe = Recipe(lambda: Stack(2), config=CLIPPED | {"communication": communication}, num_steps=4)
-            runs[warmup] = train(recipe, PLANS[plan])
+            runs[warmup] = train_recipe(recipe, ZERO[plan])
             with lossless():
-                runs[warmup, "lossless"] = train(recipe, PLANS[plan])
-    same(runs["full", "lossless"], runs["full"], f"first steps in full at plan {plan}")
+                runs[warmup, "lossless"] = train_recipe(recipe, ZERO[plan])
+    assert_same_bits(runs["full", "lossless"], runs["full"], f"first steps in full at plan {plan}")
     assert runs["int8"].losses != runs["full"].losses, "nothing was lost: no codes travelled"
     torch.testing.assert_close(runs["int8"].losses, runs["full"].losses, rtol=0.1, atol=1e-3)
     if parameters:  # w + (m - w) is m, but for rounding
         torch.testing.assert_close(runs["int8", "lossless"].losses, runs["full"].losses, rtol=1e-5, atol=1e-6)
     elif ranks_per_node == world():  # sums inside nodes first are sums in another order
-        same(runs["int8", "lossless"], runs["full"], f"an identity in the first steps at plan {plan}")
+        assert_same_bits(runs["int8", "lossless"], runs["full"], f"an identity in the first steps at plan {plan}")
 
 
 def resumed_in_codes(folder: Path, asked: dict[str, Any], at: int) -> None:
@@ -178,7 +178,7 @@ def exact_where_looked_at() -> None:
 
 def resumed(folder: Path, plan: str) -> None:
     """Continued and resumed runs round by the same random numbers."""
-    config = {"zero": PLANS[plan], "optimizer": {"lr": 1e-2}, **wires_of(plan)}
+    config = {"zero": ZERO[plan], "optimizer": {"lr": 1e-2}, **wires_of(plan)}
 
     def go(engine: partita.Engine, first: int) -> None:
         for step in range(first, first + 3):
@@ -199,7 +199,7 @@ def resumed(folder: Path, plan: str) -> None:
 
 def not_finite(plan: str) -> None:
     """A gradient that is not finite on one rank skips the update on all of them."""
-    with partita.initialize(Stack(2), {"zero": PLANS[plan], **wires_of(plan)}) as engine:
+    with partita.initialize(Stack(2), {"zero": ZERO[plan], **wires_of(plan)}) as engine:
         before = whole_weights(engine)
         loss = square_loss(engine, rank(), 0)
         engine.backward(loss * float("inf") if rank() == 1 else loss)
@@ -215,7 +215,7 @@ def not_finite(plan: str) -> None:
 
 
 def test_an_identity_codec_is_bitwise_the_uncompressed_run() -> None:
-    pool.run(2, bitwise_with_an_identity, tuple(PLANS), {})
+    pool.run(2, bitwise_with_an_identity, tuple(ZERO), {})
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_an_identity_codec_inside_nodes_and_across() -> None:
     pool.run(4, near_with_an_identity_on_nodes)
 
 
-@matrix(plan=PLANS, codec=["int8", "int4"])
+@matrix(plan=ZERO, codec=["int8", "int4"])
 def test_codes_train_nearly_as_values_and_always_alike(plan: str, codec: str) -> None:
     for full, one, other in pool.run(2, trained_twice, plan, codec):
-        same(one, other, f"two runs of {codec} at plan {plan}")
+        assert_same_bits(one, other, f"two runs of {codec} at plan {plan}")
         assert one.losses != full.losses, "nothing was lost: no codes travelled"
         torch.testing.assert_close(one.losses, full.losses, rtol=0.1 if codec == "int8" else 0.5, atol=1e-3)
 
@@ -269,7 +269,7 @@ def test_what_is_not_finite_is_told_by_codes_too(plan: str) -> None:
     pool.run(2, not_finite, plan)
 
 
-@pytest.mark.parametrize(("plan", "ranks_per_node"), sampled(product(PLANS, (4, 2)), ("1", 2), ("3-kept", 4)))
+@pytest.mark.parametrize(("plan", "ranks_per_node"), sampled(product(ZERO, (4, 2)), ("1", 2), ("3-kept", 4)))
 def test_the_first_steps_travel_as_asked(plan: str, ranks_per_node: int) -> None:
     pool.run(4, first_steps_in_codes, plan, ranks_per_node)
 

@@ -10,19 +10,10 @@ from torch import Tensor
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import (
-    ADAMW,
-    PLANS,
-    Stack,
-    assert_idle,
-    inputs,
-    rank,
-    small_buckets,
-    square_loss,
-    whole_weights,
-    world,
-)
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.state import assert_idle
+from tests.kit.training import ADAMW, rank, small_buckets, whole_weights, world
 
 NUM_STEPS, NUM_PARTS = 2, 4
 
@@ -90,7 +81,7 @@ HOW = ("engine.backward", "several backwards", "no_sync but the last", "no_sync 
 
 def compare(how: str) -> None:
     losses, weights = plain_training()
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         got_losses, norms, got_weights = trained(zero, how)
         torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=0, msg=name)
         assert all(norm is not None and norm > 0 for norm in norms)
@@ -101,7 +92,7 @@ def compare(how: str) -> None:
 def everything_in_no_sync() -> None:
     """The step inside no_sync, too: it reduces what is there."""
     _, weights = plain_training()
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         config = {"optimizer": ADAMW, "zero": zero, "batch": {"accumulate": NUM_PARTS // world()}}
         with small_buckets(), partita.initialize(Stack(), config) as engine:
@@ -142,7 +133,7 @@ def no_sync_saves() -> None:
 def no_gradient_between() -> None:
     """Gradients before the boundary, with and without reduction, are those collected so far."""
     config = {"batch": {"accumulate": 2}}
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         seeds.start()
         with small_buckets(), partita.initialize(Stack(), {**config, "zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -159,7 +150,7 @@ def no_gradient_between() -> None:
 
 def zeroed() -> None:
     """zero_grad drops what was collected, reduced or not."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         for sync in (True, False):
             seeds.start()
             with small_buckets(), partita.initialize(Stack(), {"zero": zero, "batch": {"accumulate": 2}}) as engine:

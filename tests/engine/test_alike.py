@@ -9,7 +9,9 @@ import partita
 from partita import PartitaError
 from tests.compression.test_wires import on_nodes_of
 from tests.kit import ranks as pool
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 
 TERNARY: dict[str, Any] = {"gradients": "ternary", "parameters": "ternary"}
 # Name: ranks per node, sections.
@@ -88,10 +90,10 @@ def by_default(communication: dict[str, Any]) -> int:
 
 def changes_nothing() -> None:
     results = [
-        train(Recipe(lambda: Stack(2), config={"communication": {**TERNARY, "check_every": every}}), PLANS["1"])
+        train_recipe(Recipe(lambda: Stack(2), config={"communication": {**TERNARY, "check_every": every}}), ZERO["1"])
         for every in (0, 1)
     ]
-    same(*results, "compared in every step")
+    assert_same_bits(*results, "compared in every step")
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, WIDTH, inputs, rank, square_loss
+from tests.kit.models import WIDTH, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import rank
 
 SGD = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
@@ -49,7 +51,7 @@ def against_ddp() -> None:
     expected = {name: value.clone() for name, value in ddp.module.state_dict().items()}
     for buffer in ddp.module.buffers():
         dist.broadcast(buffer, 0)
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Normalized(), {"zero": zero, "optimizer": SGD}) as engine:
             for step in range(4):
@@ -280,7 +282,7 @@ def grown_alike() -> None:
 
 def half_precision() -> None:
     """Batch norms stay in fp32 where the rest computes in bf16."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Normalized(), {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             module: Any = engine.module
             engine.backward(square_loss(engine, rank(), 0))
@@ -306,9 +308,9 @@ def test_every_dtype(within_node: str) -> None:
 
 @pytest.mark.parametrize("name", ["0", "1", "2"])
 def test_every_rank_evaluates_with_the_same_statistics(name: str) -> None:
-    one, other = pool.run(2, evaluated, "broadcast", PLANS[name])
+    one, other = pool.run(2, evaluated, "broadcast", ZERO[name])
     assert one == other
-    one, other = pool.run(2, evaluated, "local", PLANS[name])
+    one, other = pool.run(2, evaluated, "local", ZERO[name])
     assert one != other
 
 

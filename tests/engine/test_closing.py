@@ -28,15 +28,15 @@ from partita.memory.allocate import Mapping
 from partita.sharding import placeholder
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES
-from tests.kit.plans import matrix
-from tests.kit.training import PLANS, WIDTH, Stack, inputs, rank, square_loss
+from tests.kit.models import CASES, WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.training import rank
 
 HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
 DISK = {"parameters": "disk", "gradients": "disk", "optimizer": "disk"}
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "in_backward"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"stage {name}": {"zero": zero} for name, zero in PLANS.items()},
+    **{f"stage {name}": {"zero": zero} for name, zero in ZERO.items()},
     "host": {"zero": {"stage": 3, "offload": HOST}},
     "host, whole": {"zero": {"stage": 1, "offload": {"optimizer": "host"}}},
     "disk": {"zero": {"stage": 3, "offload": DISK}},

@@ -11,10 +11,12 @@ from torch import Tensor
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, Stack, inputs, rank, whole_weights
+from tests.kit.models import Stack, inputs
+from tests.kit.plans import ZERO
+from tests.kit.training import rank, whole_weights
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{plan: {"zero": zero} for plan, zero in PLANS.items()},
+    **{plan: {"zero": zero} for plan, zero in ZERO.items()},
     "lean": {
         "zero": {"stage": 3},
         "precision": {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "in_backward"},

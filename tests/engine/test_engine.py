@@ -17,7 +17,10 @@ from partita import ConfigError, PartitaError, StepResult
 from partita.memory import accelerator
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import rank, whole_weights, world
 
 
 class Output(NamedTuple):
@@ -54,7 +57,7 @@ def batches(form: str) -> Iterator[Any]:
 
 def trains_batches() -> None:
     """Every form of batch and output; one mean loss for all ranks, over all micro-batches."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         for batch, output in (("dict", "scalar"), ("tuple", "tuple"), ("list", "dict"), ("tensor", "scalar")):
             seeds.start()
             model = Learner(2)
@@ -114,7 +117,7 @@ def losses_that_are_none() -> None:
 
 
 def train_batch_errors() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         model = Learner(2)
         with partita.initialize(model, {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             with pytest.raises(StopIteration):
@@ -152,7 +155,7 @@ def epochs(zero: Mapping[str, Any], lengths: tuple[int, ...], folder: Path) -> N
 
 def after_an_unfinished_batch() -> None:
     """A batch that ended in the middle trains on nothing, and counting begins anew."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             with pytest.raises(PartitaError, match="ended after 1 of 2"):
@@ -166,7 +169,7 @@ def after_an_unfinished_batch() -> None:
 
 def results() -> None:
     config = {"batch": {"accumulate": 2}, "optimizer": {"lr": 0.5}}
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(2), {"zero": zero, **config}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             assert engine.step() == StepResult(stepped=False, grad_norm=None, loss_scale=1.0, skipped=False, lr=(0.5,))
@@ -208,7 +211,7 @@ def numbers() -> None:
 
 
 def wrong_losses() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             with pytest.raises(PartitaError, match=r"scalar loss.*\(4, 16\)"):
                 engine.backward(engine(inputs(0, 0)))
@@ -234,7 +237,7 @@ def wrong_losses() -> None:
 
 def steps_without_backward() -> None:
     """A step without any gradient is an error, which changes nothing."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             before = whole_weights(engine)
             with pytest.raises(PartitaError, match="no parameter has a gradient on any rank"):
@@ -284,7 +287,7 @@ def wrong_models() -> None:
 
 
 def sparse_gradients() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(SparseGradient(), {"zero": zero}) as engine:
             loss = engine(torch.arange(3)).sum()
             with pytest.raises(PartitaError, match=r"gradient of 'table.weight' is sparse.*sparse=False"):

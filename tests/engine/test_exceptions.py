@@ -13,18 +13,10 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import (
-    ADAMW,
-    PLANS,
-    Stack,
-    assert_idle,
-    inputs,
-    rank,
-    small_buckets,
-    square_loss,
-    whole_weights,
-)
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.state import assert_idle
+from tests.kit.training import ADAMW, rank, small_buckets, whole_weights
 
 
 class BoomError(Exception):
@@ -128,8 +120,8 @@ WHERE = ("root", "block", "hook before", "input", "backward", "plain backward", 
 
 
 def survive(where: str, plan: str, plain: bool) -> None:
-    expected, expected_weights = train_over(PLANS[plan], "", plain)
-    losses, weights = train_over(PLANS[plan], where, plain)
+    expected, expected_weights = train_over(ZERO[plan], "", plain)
+    losses, weights = train_over(ZERO[plan], where, plain)
     assert losses == expected
     assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
 
@@ -156,7 +148,7 @@ def batches_over(zero: Mapping[str, Any], fails: bool) -> tuple[list[float], dic
 
 
 def next_batch_is_whole() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         (expected, expected_weights), (losses, weights) = (batches_over(zero, fails) for fails in (False, True))
         assert losses == expected
         assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
@@ -187,12 +179,12 @@ def stale(zero: Mapping[str, Any], plain: bool) -> str:
 
 
 def stale_graphs(plain: bool) -> list[str]:
-    return [stale(zero, plain) for zero in PLANS.values()]
+    return [stale(zero, plain) for zero in ZERO.values()]
 
 
 def stale_after_writing() -> list[str]:
     messages = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             loss = square_loss(engine, rank(), 0)
             with engine.gathered(modify=True), torch.no_grad():
@@ -205,7 +197,7 @@ def stale_after_writing() -> list[str]:
 
 def graph_that_is_dropped() -> None:
     """A forward whose graph is never used holds nothing."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             for step in range(3):
                 output = engine(inputs(rank(), 100))
@@ -218,7 +210,7 @@ def graph_that_is_dropped() -> None:
                 assert_idle(engine)
 
 
-@matrix(where=WHERE, plan=PLANS, plain=[False, True])
+@matrix(where=WHERE, plan=ZERO, plain=[False, True])
 def test_next_step_is_as_if_it_had_not_happened(where: str, plan: str, plain: bool) -> None:
     pool.run(2, survive, where, plan, plain)
 

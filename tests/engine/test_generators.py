@@ -16,7 +16,8 @@ from partita.integrations.huggingface.generation import hook_generation, unhook_
 from partita.train.decoder import Decoder, DecoderShape
 from tests.integrations.huggingface.runs import llama
 from tests.kit import ranks as pool
-from tests.kit.training import WIDTH, Stack, inputs, rank
+from tests.kit.models import WIDTH, Stack, inputs
+from tests.kit.training import rank
 
 VOCABULARY, LENGTH = 32, 24
 

@@ -16,7 +16,10 @@ from partita import PartitaError
 from partita.comm import world as world_module
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import ADAMW, PLANS, Stack, assert_idle, inputs, rank, square_loss, whole_weights, world
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import ADAMW, rank, whole_weights, world
 
 
 def gan(zero_one: Mapping[str, Any], zero_other: Mapping[str, Any], share: bool) -> dict[str, Tensor]:
@@ -62,7 +65,7 @@ def plain_gan() -> dict[str, Tensor]:
 
 def gan_at_all_stages() -> None:
     expected = plain_gan()
-    plans = list(PLANS.values())
+    plans = list(ZERO.values())
     first = None
     for number, zero in enumerate(plans):
         weights = gan(zero, plans[(number + 2) % len(plans)], share=number % 2 == 0)
@@ -75,7 +78,7 @@ def gan_at_all_stages() -> None:
 def distilled() -> None:
     """A frozen teacher at stage 3 and a student at each stage."""
     weights = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         teacher_model = Stack().requires_grad_(False)
         with (
@@ -96,7 +99,7 @@ def distilled() -> None:
 def differentiable_teacher() -> None:
     """Gradients flow through a frozen engine's model into another's."""
     weights = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         judge_model = Stack(2).requires_grad_(False)
         with (
@@ -113,7 +116,7 @@ def differentiable_teacher() -> None:
 def one_loss_two_engines() -> None:
     """One backward for both engines' parameters."""
     results = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with (
             partita.initialize(Stack(2), {"optimizer": ADAMW, "zero": zero}) as encoder,
@@ -133,7 +136,7 @@ def one_loss_two_engines() -> None:
 
 def one_after_the_other() -> None:
     """A closed engine's model is taken up again where it was whole at rest, and refused where it was not."""
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         model = Stack()
         with partita.initialize(model, {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -181,7 +184,7 @@ def groups_are_closed() -> bool:
 
 def outlives_its_mesh() -> None:
     """An engine on the mesh of another that was closed gets an error, at every stage; nothing waits for ever."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         owner = partita.initialize(Stack(1), {"zero": zero})
         engine = partita.initialize(Stack(1), {"zero": zero}, mesh=owner.mesh)
         engine.backward(square_loss(engine, rank(), 0))

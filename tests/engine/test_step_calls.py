@@ -11,8 +11,9 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import ADAMW, Stack, square_loss
+from tests.kit.training import ADAMW
 
 IN_BACKWARD = {"precision": {"gradients": "in_backward"}}
 

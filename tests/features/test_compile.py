@@ -14,18 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import sampled
-from tests.kit.training import (
-    ADAMW,
-    PLANS,
-    Stack,
-    assert_idle,
-    inputs,
-    rank,
-    small_buckets,
-    square_loss,
-    whole_weights,
-)
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, sampled
+from tests.kit.state import assert_idle
+from tests.kit.training import ADAMW, rank, small_buckets, whole_weights
 
 # torch's compiler looks at the gradient of a graph's inputs, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -97,7 +89,7 @@ def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[
 def compiled(how: str, after: bool, backend: str) -> int:
     """Number of graphs that were compiled."""
     total = 0
-    plans = PLANS if backend == "aot_eager" else {"3": PLANS["3"]}
+    plans = ZERO if backend == "aot_eager" else {"3": ZERO["3"]}
     for name, zero in plans.items():
         losses, weights = train(zero, lambda model: model, lambda model: model)
         counter = CompileCounterWithBackend(backend)
@@ -131,7 +123,7 @@ def by_inductor() -> None:
 
 def checkpointed() -> None:
     """Compiled blocks inside torch's checkpoint."""
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         results = []
         for backend in (None, "aot_eager"):
             torch._dynamo.reset()
@@ -145,7 +137,7 @@ def checkpointed() -> None:
 
 def recomputed(choice: str) -> None:
     """Compiled blocks that the engine recomputes in backward."""
-    for zero in (PLANS["0"], PLANS["3"]):
+    for zero in (ZERO["0"], ZERO["3"]):
         results = []
         for keep in ("none", choice):
             torch._dynamo.reset()

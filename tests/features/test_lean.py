@@ -13,8 +13,9 @@ from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.planner.memory import model_state_bytes
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 
 BF16 = {"compute": "bf16", "gradients": "bf16"}
 ON_HOST = {"parameters": "host", "optimizer": "host"}
@@ -24,14 +25,14 @@ OFFLOADS: tuple[dict[str, str], ...] = ({}, {"optimizer": "host"}, {"optimizer":
 
 def trained(precision: dict[str, str], zero: dict[str, Any], offload: dict[str, str], **sections: Any) -> Trained:
     config = {"precision": precision, "clip_grad_norm": 0.5, **sections}
-    return train(Recipe(Stack, config=config, plain=False), {**zero, "offload": offload})
+    return train_recipe(Recipe(Stack, config=config, plain=False), {**zero, "offload": offload})
 
 
 def split_is_fp32(stage: str, offload: dict[str, str], moments: str) -> None:
-    expected = trained({**BF16, "moments": moments}, PLANS["0"], {})
+    expected = trained({**BF16, "moments": moments}, ZERO["0"], {})
     for master in ("fp32", "split"):
-        lean = trained({**BF16, "master": master, "moments": moments}, PLANS[stage], offload)
-        same(lean, expected, f"{master} master, {moments} moments, stage {stage}, {offload}")
+        lean = trained({**BF16, "master": master, "moments": moments}, ZERO[stage], offload)
+        assert_same_bits(lean, expected, f"{master} master, {moments} moments, stage {stage}, {offload}")
 
 
 @matrix(offload=OFFLOADS, stage=["1", "3", "3-kept"], moments=["fp32", "int8"], world=[1, 2])
@@ -40,11 +41,13 @@ def test_a_split_master_is_an_fp32_master(world: int, moments: str, stage: str, 
 
 
 def int8_everywhere() -> None:
-    expected = trained({"moments": "int8"}, PLANS["0"], {})
-    exact = trained({}, PLANS["0"], {})
+    expected = trained({"moments": "int8"}, ZERO["0"], {})
+    exact = trained({}, ZERO["0"], {})
     for stage in ("1", "3"):
         for offload in ({}, ON_HOST, ON_DISK):
-            same(trained({"moments": "int8"}, PLANS[stage], offload), expected, f"int8, stage {stage}, {offload}")
+            assert_same_bits(
+                trained({"moments": "int8"}, ZERO[stage], offload), expected, f"int8, stage {stage}, {offload}"
+            )
     assert expected.losses != exact.losses
     torch.testing.assert_close(expected.losses, exact.losses, rtol=0.05, atol=0)
 
@@ -62,10 +65,12 @@ OTHERS = {
 
 def every_optimizer() -> None:
     for optimizer in OTHERS.values():
-        expected = trained(BF16, PLANS["0"], {}, optimizer=optimizer)
+        expected = trained(BF16, ZERO["0"], {}, optimizer=optimizer)
         assert len(set(expected.losses)) == len(expected.losses)
         for precision in (BF16, {**BF16, "master": "split"}):
-            same(trained(precision, PLANS["3"], ON_DISK, optimizer=optimizer), expected, f"{optimizer} {precision}")
+            assert_same_bits(
+                trained(precision, ZERO["3"], ON_DISK, optimizer=optimizer), expected, f"{optimizer} {precision}"
+            )
 
 
 def test_every_optimizer_of_the_config() -> None:

@@ -14,20 +14,10 @@ from partita import PartitaError
 from partita.optim.consensus import SMALLEST
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import (
-    PLANS,
-    WIDTH,
-    Recipe,
-    Stack,
-    assert_idle,
-    check,
-    inputs,
-    rank,
-    square_loss,
-    train,
-    whole_weights,
-)
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.state import assert_idle
+from tests.kit.training import Recipe, check, rank, train_recipe, whole_weights
 
 HALF = ("bf16", "fp16")
 
@@ -40,17 +30,17 @@ def as_stage_0(precision: Mapping[str, Any]) -> None:
 
 
 def close_to_fp32() -> None:
-    full = train(Recipe(Stack, num_steps=5), PLANS["3"])
+    full = train_recipe(Recipe(Stack, num_steps=5), ZERO["3"])
     for compute in HALF:
         precision = {"compute": compute, "loss_scale": 256.0} if compute == "fp16" else {"compute": compute}
-        half = train(Recipe(Stack, num_steps=5, config={"precision": precision}), PLANS["3"])
+        half = train_recipe(Recipe(Stack, num_steps=5, config={"precision": precision}), ZERO["3"])
         torch.testing.assert_close(half.losses, full.losses, rtol=0.02, atol=0)
         torch.testing.assert_close(half.norms, full.norms, rtol=0.05, atol=0)
 
 
 def dtypes() -> None:
     for compute, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        for zero in PLANS.values():
+        for zero in ZERO.values():
             with partita.initialize(Stack(), {"zero": zero, "precision": {"compute": compute}}) as engine:
                 assert all(p.dtype == dtype for p in engine.module.parameters())
                 output = engine(inputs(0, 0))
@@ -65,7 +55,7 @@ def dtypes() -> None:
 
 def master_weights_keep_small_updates() -> None:
     """Updates below bf16's resolution add up in the master weights."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         model = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.ones_(model.weight)
         config = {"zero": zero, "precision": {"compute": "bf16"}, "optimizer": {"name": "sgd", "lr": 2.0**-11}}
@@ -115,7 +105,7 @@ def mixed(compute: str) -> None:
 
 def kept_in_fp32() -> None:
     precision = {"compute": "bf16", "keep_fp32": ["LayerNorm", "last"]}
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero, "precision": precision}) as engine:
             module: Any = engine.module
             dtypes = {name: p.dtype for name, p in module.named_parameters()}
@@ -150,7 +140,7 @@ def explode(engine: partita.Engine, step: int, on_rank: int, value: float = floa
 def dynamic_scale() -> list[str]:
     """A gradient that is not finite halves the scale and is skipped; the parameters stay as they were."""
     said = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": "fp16"}}) as engine:
             first = explode(engine, 0, -1)
@@ -193,7 +183,7 @@ class LossInHalf(Stack):
 def loss_carries_the_scale(mode: str, outputs: str) -> None:
     """2**16, where the scale starts and what it grows to, is no fp16 number: no update is lost to it."""
     precision = {"compute": "fp16", "mode": mode, "outputs": outputs, "loss_scale_window": 2}
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(LossInHalf(), {"zero": zero, "precision": precision}) as engine:
             for step in range(6):
                 engine.backward(engine(inputs(rank(), step)) / 2)
@@ -219,7 +209,7 @@ def scale_ends() -> str:
 
 
 def fixed_scale() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(
             Explosive(), {"zero": zero, "precision": {"compute": "fp16", "loss_scale": 128.0}}
         ) as engine:
@@ -330,7 +320,7 @@ def through_one_in_backward() -> None:
 def without_scale(compute: str) -> list[str]:
     """In fp32 and bf16, too, such an update is skipped with a warning; training goes on."""
     said = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Explosive(), {"zero": zero, "precision": {"compute": compute}}) as engine:
             explode(engine, 0, -1)
@@ -415,7 +405,7 @@ def clipped() -> None:
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
     expected = {name: p - 0.5 * p.grad for name, p in plain.named_parameters() if p.grad is not None}
     config = {"clip_grad_norm": 0.05, "optimizer": {"name": "sgd", "lr": 0.5, "weight_decay": 0.0}}
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -480,7 +470,7 @@ def test_modules_kept_in_fp32() -> None:
 
 def test_dynamic_loss_scale() -> None:
     for said in pool.run(2, dynamic_scale):
-        assert len(said) == 2 * len(PLANS)
+        assert len(said) == 2 * len(ZERO)
         for number, text in enumerate(said):
             turn = number % 2
             assert f"step {2 + turn}: the gradient of '" in text, text
@@ -549,7 +539,7 @@ def test_clipping() -> None:
 
 
 @matrix(
-    plan=list(PLANS),
+    plan=list(ZERO),
     precision=[
         {},
         {"mode": "autocast"},
@@ -559,7 +549,7 @@ def test_clipping() -> None:
     ],
 )
 def test_arguments_and_outputs(plan: str, precision: Mapping[str, Any]) -> None:
-    pool.run(2, arguments_and_outputs, PLANS[plan], precision)
+    pool.run(2, arguments_and_outputs, ZERO[plan], precision)
 
 
 @pytest.mark.filterwarnings("ignore:loss.backward")

@@ -13,7 +13,10 @@ from partita import PartitaError
 from partita.sharding.placeholder import is_sharded
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, WIDTH, Stack, assert_idle, inputs, rank, square_loss, whole_weights
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import rank, whole_weights
 
 HALF = {"precision": {"compute": "bf16"}}
 
@@ -21,7 +24,7 @@ HALF = {"precision": {"compute": "bf16"}}
 def reads() -> None:
     seeds.start()
     expected = {name: p.detach().clone() for name, p in Stack().named_parameters()}
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             module: Any = engine.module
@@ -53,7 +56,7 @@ def writes() -> None:
     """What rank 0 writes is everybody's, in the optimizer, too; the next step goes on from it."""
     for config in ({}, HALF):
         ends = []
-        for zero in PLANS.values():
+        for zero in ZERO.values():
             seeds.start()
             with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
                 module: Any = engine.module
@@ -75,7 +78,7 @@ def writes() -> None:
 
 def written_without_modify() -> list[str]:
     said = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             with pytest.raises(PartitaError) as raised, engine.gathered(), torch.no_grad():
                 engine.module.blocks[1].up.weight.mul_(2)  # type: ignore[union-attr]
@@ -104,7 +107,7 @@ def foreign() -> None:
 
 
 def exception_inside() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             with pytest.raises(KeyError), engine.gathered():
                 raise KeyError("the user's")
@@ -115,7 +118,7 @@ def exception_inside() -> None:
 
 def trains_inside() -> None:
     """Forward and backward work inside; the step does not, at any stage."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             with engine.gathered():
@@ -129,7 +132,7 @@ def trains_inside() -> None:
 
 def runs_on_one_rank() -> None:
     """A module that is held runs on one rank alone, also once the order of units is known."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine, torch.no_grad():
             module: Any = engine.module
@@ -157,7 +160,7 @@ def generates() -> None:
     """Unequal lengths on the ranks, and gathers once, not for every token."""
     seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3 + 4 * rank())
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Generator(), {"zero": zero}) as engine, torch.no_grad():
             before = engine.traffic_report()
@@ -175,7 +178,7 @@ def generates_at_rest() -> None:
     """The same number of tokens everywhere works without gathered, too."""
     seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3)
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Generator(), {"zero": zero}) as engine, torch.no_grad():
             assert torch.equal(engine.module.generate(inputs(rank(), 0), 3), expected)  # type: ignore[operator]
@@ -194,7 +197,7 @@ class ManySided(Generator):
 def everything_in_turn() -> None:
     """Training, evaluation, generation and other methods: no warning, no leak, the same numbers at every stage."""
     results = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         outputs = []
         with partita.initialize(ManySided(), {"zero": zero}) as engine:
@@ -220,7 +223,7 @@ def everything_in_turn() -> None:
 
 def evaluates() -> None:
     """Evaluation before any training: no optimizer states, no gradients beyond what rests from the start."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         model = Stack()
         expected = [model(inputs(rank(), step)) for step in range(3)]
@@ -237,7 +240,7 @@ def evaluates() -> None:
 
 def ragged_evaluation() -> None:
     """Another number of batches on each rank: inside gathered at stage 3, anyhow below."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
@@ -291,7 +294,7 @@ def copies_in_16_bits(mode: str) -> None:
 def averages() -> None:
     """An exponential moving average of the weights, kept by the user."""
     averages = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             average = whole_weights(engine)

@@ -13,20 +13,10 @@ import partita
 from partita.memory import buffer_pool
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import (
-    PLANS,
-    WIDTH,
-    Recipe,
-    Stack,
-    assert_idle,
-    check,
-    inputs,
-    module_of,
-    rank,
-    same,
-    square_loss,
-    train,
-)
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import Recipe, assert_same_bits, check, module_of, rank, train_recipe
 
 
 def gathered(model: Any, *items: Any) -> Any:
@@ -79,7 +69,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "twice": twice,
     "gradients apart": gradients_apart,
 }
-SHARDED = {name: PLANS[name] for name in ("0", "3", "3-kept")}
+SHARDED = {name: ZERO[name] for name in ("0", "3", "3-kept")}
 
 
 def kept(engine: partita.Engine) -> int:
@@ -97,15 +87,15 @@ def trains(name: str) -> None:
 
 
 def trains_with_resized_storages() -> None:
-    expected = train(Recipe(Stack, decay), PLANS["3"])
+    expected = train_recipe(Recipe(Stack, decay), ZERO["3"])
     with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
-        same(train(Recipe(Stack, decay), PLANS["3"]), expected, "resized storages")
+        assert_same_bits(train_recipe(Recipe(Stack, decay), ZERO["3"]), expected, "resized storages")
 
 
 def on_one_rank() -> None:
     """What one rank keeps alone changes nothing for the others."""
     seeds.start()
-    with partita.initialize(Stack(), {"zero": PLANS["3"]}) as engine:
+    with partita.initialize(Stack(), {"zero": ZERO["3"]}) as engine:
         logged = []
         for step in range(3):
             loss = square_loss(engine, rank(), step)
@@ -119,7 +109,7 @@ def on_one_rank() -> None:
 
 
 def memory_comes_back() -> None:
-    with partita.initialize(Stack(), {"zero": PLANS["3"]}) as engine:
+    with partita.initialize(Stack(), {"zero": ZERO["3"]}) as engine:
         module = module_of(engine)
         for step in range(2):
             loss = decay(engine, rank(), step)
@@ -179,7 +169,7 @@ def over_micro_batches() -> None:
 
 def views_stay_readable() -> None:
     """A view that outlives its block can be read, and takes memory for as long."""
-    with partita.initialize(Stack(), {"zero": PLANS["3"]}) as engine:
+    with partita.initialize(Stack(), {"zero": ZERO["3"]}) as engine:
         weight = module_of(engine).blocks[1].up.weight
         with engine.gathered():
             expected = weight.detach().clone()

@@ -18,9 +18,9 @@ from partita.plan.planned import PlannedUnit
 from partita.planner.memory import model_state_bytes
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES
-from tests.kit.plans import sampled
-from tests.kit.training import ADAMW, PLANS, WIDTH, Recipe, Stack, rank, square_loss, train_plain
+from tests.kit.models import CASES, WIDTH, Stack, square_loss
+from tests.kit.plans import ZERO, sampled
+from tests.kit.training import ADAMW, Recipe, rank, train_plain
 from tests.kit.training import world as num_ranks
 from tests.sharding.test_visits import Tied, freeze
 
@@ -28,7 +28,7 @@ from tests.sharding.test_visits import Tied, freeze
 def gradients_and_states() -> None:
     """Names, shapes and values are those of one process that sees all samples."""
     plain = train_plain(Recipe(Stack, num_steps=1))
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero, "optimizer": ADAMW}) as engine:
             assert engine.gradient("first.weight") is None
@@ -58,7 +58,7 @@ def gradients_and_states() -> None:
 
 def tied_names() -> None:
     """A tied parameter answers to each of its names."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Tied(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             one, other = engine.gradient("encode.weight"), engine.gradient("decode.weight")
@@ -86,7 +86,7 @@ class AtTwoPlaces(WithBuffers):
 
 
 def state_dicts() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         model = AtTwoPlaces()
         expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -106,7 +106,7 @@ def state_dicts() -> None:
 def trained_states() -> None:
     """What trains alone, out of the units that have some of it."""
     names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         seeds.start()
         model = freeze(AtTwoPlaces(), names.__contains__)
         with partita.initialize(model, {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
@@ -143,7 +143,7 @@ def gathered_bytes(unit: PlannedUnit) -> int:
 
 
 def exports(folder: Path) -> None:
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         seeds.start()
         model = freeze(WithBuffers(), lambda key: not key.startswith("blocks.1"))
         target = folder / name
@@ -287,7 +287,7 @@ def wrong_weights(folder: Path) -> None:
 
 def memory() -> None:
     for config in ({}, {"precision": {"compute": "bf16"}}, {"precision": {"compute": "bf16", "gradients": "bf16"}}):
-        for name, zero in PLANS.items():
+        for name, zero in ZERO.items():
             with partita.initialize(Stack(), {"zero": zero, **config}) as engine:
                 empty = engine.memory_report()
                 assert empty.held.get(("moments", "device"), 0) == 0

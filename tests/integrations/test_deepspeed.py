@@ -22,7 +22,8 @@ from torch.utils.data import TensorDataset
 import partita.integrations.deepspeed as deepspeed
 from partita import ConfigError, PartitaError
 from tests.kit import ranks as pool
-from tests.kit.training import WIDTH, Stack, rank, world
+from tests.kit.models import WIDTH, Stack
+from tests.kit.training import rank, world
 
 NUM_STEPS, MICRO = 5, 4
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # a large eps: gradients of nothing but rounding stay small

@@ -1,10 +1,36 @@
-"""Matrices of tests: each cell of them in `make test-all`, in `make test` as many as have every value once."""
+"""Configs that tests train under, and matrices of tests.
+
+`ZERO` are `zero` sections: the ZeRO stages on the device. `PLANS` are whole configs: these, states on other tiers of
+memory, lean states, recomputed activations.
+
+Of a matrix `make test` runs as many cells as have every value once, `make test-all` all of them.
+"""
 
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+ON_HOST = {"parameters": "host", "optimizer": "host"}
+ON_DISK = {"parameters": "disk", "optimizer": "disk"}
+LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "bf16"}
+ZERO: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3-kept": {"stage": 3, "keep_gathered": True},
+}
+TIERS: dict[str, dict[str, Any]] = {
+    "3-host": {"stage": 3, "offload": ON_HOST},
+    "3-disk": {"stage": 3, "offload": ON_DISK},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: {"zero": zero} for name, zero in (ZERO | TIERS).items()},
+    "3-lean": {"zero": {"stage": 3}, "precision": LEAN},
+    "3-recomputed": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
+}
 
 
 def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:

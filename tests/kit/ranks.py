@@ -1,6 +1,6 @@
 """A pool of worker processes that stay, for tests on several ranks.
 
-`run(world, fn, *args)` calls `fn(*args)` on `world` ranks and returns what each gave, in rank order:
+`on_ranks(world, fn, *args)` calls `fn(*args)` on `world` ranks and returns what each gave, in rank order:
 
     def sum_of_ranks() -> float:                      # at the top level of a test module
         value = torch.tensor(float(dist.get_rank()))
@@ -8,7 +8,7 @@
         return value.item()
 
     def test_sum() -> None:
-        assert pool.run(4, sum_of_ranks) == [6.0] * 4
+        assert on_ranks(4, sum_of_ranks) == [6.0] * 4
 
 Workers are forked from a server that has imported torch and transformers, when first needed; rank r is always worker r.
 Each call has a fresh rendezvous, a seed of its own a rank, the warning filters of the test, and one thread a rank.
@@ -98,7 +98,7 @@ class _Pool:
 _pool = _Pool()
 
 
-def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_group: bool = True) -> list[T]:
+def on_ranks(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_group: bool = True) -> list[T]:
     """Call `fn(*args)` on `world` ranks; returns the results in rank order.
 
     `fn` is a function at the top level of an importable module. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -135,7 +135,7 @@ def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_
 
 
 def close() -> None:
-    """End the workers. The next `run` starts new ones."""
+    """End the workers. The next `on_ranks` starts new ones."""
     _pool.shrink()
 
 
@@ -219,4 +219,5 @@ def _summary(failure: Failure) -> str:
     return f"{type(failure.error).__name__}: {failure.error}"
 
 
+run = on_ranks
 atexit.register(close)

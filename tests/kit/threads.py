@@ -23,7 +23,7 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0
 
 
-def on_ranks(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[str, ...]) -> list[T]:
+def on_threads(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[str, ...]) -> list[T]:
     """What ``work`` returns on every rank of a mesh, in rank order, with groups open over these axes and over all.
 
     Raises:

@@ -19,8 +19,9 @@ from partita.planner.memory import model_state_bytes
 from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train, whole_weights
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 from tests.sharding.test_visits import siamese
 
 OFFLOADS: dict[str, dict[str, str]] = {
@@ -70,8 +71,8 @@ RECIPES = {
 
 
 def trains_alike(recipe: str, stage: str, offload: str) -> None:
-    offloaded = train(RECIPES[recipe], {**PLANS[stage], "offload": OFFLOADS[offload]})
-    same(offloaded, train(RECIPES[recipe], PLANS[stage]), f"{recipe}, stage {stage}, {offload}")
+    offloaded = train_recipe(RECIPES[recipe], {**ZERO[stage], "offload": OFFLOADS[offload]})
+    assert_same_bits(offloaded, train_recipe(RECIPES[recipe], ZERO[stage]), f"{recipe}, stage {stage}, {offload}")
 
 
 @matrix(offload=OFFLOADS, stage=STAGES, world=[1, 2])
@@ -101,10 +102,14 @@ def test_whole_on_every_rank() -> None:
 
 
 def whole_on_every_rank() -> None:
-    expected = train(RECIPES["clipped"], PLANS["0"])
+    expected = train_recipe(RECIPES["clipped"], ZERO["0"])
     for stage in ("0", "3-kept"):
         for offload in ({"optimizer": "host"}, EVERYWHERE):
-            same(train(RECIPES["clipped"], {**PLANS[stage], "offload": offload}), expected, f"stage {stage} {offload}")
+            assert_same_bits(
+                train_recipe(RECIPES["clipped"], {**ZERO[stage], "offload": offload}),
+                expected,
+                f"stage {stage} {offload}",
+            )
 
 
 @pytest.mark.parametrize("name", sampled(["gpt2", "resnet", "lstm", "mixtral"], "gpt2", "lstm"))

@@ -26,8 +26,9 @@ from partita.memory.disk import Disk
 from partita.sharding import unshard_order
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import PLANS, Recipe, Stack, inputs, rank, same, square_loss, train
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.memory.scratch import refuse
 
 EVERYWHERE = {"parameters": "disk", "optimizer": "disk"}
@@ -218,13 +219,13 @@ def test_a_killed_rank(call: str, tmp_path: Path) -> None:
 
 def through_the_page_cache(folder: str) -> None:
     recipe = Recipe(Stack, config={"clip_grad_norm": 0.5})
-    expected = train(recipe, PLANS["3"])
+    expected = train_recipe(recipe, ZERO["3"])
     with pytest.MonkeyPatch.context() as patch:
         refuse(patch, "buffered")
         with pytest.warns(UserWarning, match="takes no O_DIRECT requests") as caught:
-            found = train(recipe, config(folder)["zero"])
+            found = train_recipe(recipe, config(folder)["zero"])
     assert len(caught) == 1
-    same(found, expected, "through the page cache")
+    assert_same_bits(found, expected, "through the page cache")
 
 
 def test_a_filesystem_without_direct_requests(tmp_path: Path) -> None:
@@ -234,9 +235,9 @@ def test_a_filesystem_without_direct_requests(tmp_path: Path) -> None:
 def waits_for_the_disk(folder: str) -> None:
     """A gather that takes longer than a rank's patience is no disagreement."""
     recipe = Recipe(Stack)
-    expected = train(recipe, PLANS["3"])
+    expected = train_recipe(recipe, ZERO["3"])
     with mock.patch.object(unshard_order, "PATIENCE_S", 0.0):
-        same(train(recipe, config(folder)["zero"]), expected, "without patience")
+        assert_same_bits(train_recipe(recipe, config(folder)["zero"]), expected, "without patience")
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -26,8 +26,9 @@ from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 from tests.memory.test_offload import RECIPES
 
 AUTO = {"parameters": "auto", "optimizer": "auto"}
@@ -55,7 +56,7 @@ def having(budget: MemoryBudget) -> Iterator[None]:
 
 def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK, model: nn.Module | None = None) -> list[Tiers]:
     """Where the states of each unit rest with so much memory; nothing where they do not fit."""
-    config = partita.Config(zero={**recipe.config.get("zero", {}), **PLANS[stage], "offload": AUTO})
+    config = partita.Config(zero={**recipe.config.get("zero", {}), **ZERO[stage], "offload": AUTO})
     try:
         blueprint = make_blueprint(model or recipe.built(), resolve(config, world(), "cpu"), budget=budget)
     except ConfigError:
@@ -92,9 +93,9 @@ def three_tiers() -> MemoryBudget:
 
 
 def on_three_tiers() -> None:
-    expected, budget = train(TALL, PLANS["3"]), three_tiers()
+    expected, budget = train_recipe(TALL, ZERO["3"]), three_tiers()
     with having(budget):
-        same(train(TALL, {**PLANS["3"], "offload": AUTO}), expected, str(budget))
+        assert_same_bits(train_recipe(TALL, {**ZERO["3"], "offload": AUTO}), expected, str(budget))
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
@@ -105,10 +106,14 @@ def test_the_same_bits_on_three_tiers(num_ranks: int) -> None:
 def the_same_bits(stages: tuple[str, ...], recipe: str) -> int:
     num = 0
     for stage in stages:
-        expected = train(TRAININGS[recipe], PLANS[stage])
+        expected = train_recipe(TRAININGS[recipe], ZERO[stage])
         for budget in mixed_budgets(stage, TRAININGS[recipe]):
             with having(budget):
-                same(train(TRAININGS[recipe], {**PLANS[stage], "offload": AUTO}), expected, f"stage {stage}, {budget}")
+                assert_same_bits(
+                    train_recipe(TRAININGS[recipe], {**ZERO[stage], "offload": AUTO}),
+                    expected,
+                    f"stage {stage}, {budget}",
+                )
                 num += 1
     return num
 
@@ -170,7 +175,7 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
         handler = mock.Mock(level=logging.INFO, handle=lambda record: records.extend(record.getMessage().splitlines()))
         log.addHandler(handler)
         try:
-            with having(budget), partita.initialize(Stack(5), {"zero": {**PLANS[stage], "offload": offload}}) as engine:
+            with having(budget), partita.initialize(Stack(5), {"zero": {**ZERO[stage], "offload": offload}}) as engine:
                 for step in range(3):
                     engine.backward(square_loss(engine, rank(), step))
                     if step < 2:

@@ -13,7 +13,8 @@ from partita import PartitaError
 from partita.memory import allocate
 from partita.memory.out_of_memory import is_shortage
 from tests.kit import ranks as pool
-from tests.kit.training import Stack, rank, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.training import rank
 
 OUT = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ...")
 SAID = (

@@ -14,7 +14,8 @@ from partita import PartitaError
 from partita.memory.step_events import Watcher, sent, span, told, watched_by
 from partita.plan.traffic import TrafficKey
 from tests.kit import ranks as pool
-from tests.kit.training import Stack, rank, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.training import rank
 
 STEPS = 2
 NUM_UNITS = 5  # four blocks and the root

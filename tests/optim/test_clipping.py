@@ -11,8 +11,9 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import PLANS, Stack, inputs, rank, square_loss, whole_weights, world
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.training import rank, whole_weights, world
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -42,7 +43,7 @@ def trained(config: Mapping[str, Any], by_hand: bool) -> tuple[list[float | None
 
 
 def by_hand(config: Mapping[str, Any]) -> None:
-    for zero in [config["zero"]] if "zero" in config else PLANS.values():
+    for zero in [config["zero"]] if "zero" in config else ZERO.values():
         one, other = (trained({**config, "zero": zero}, by_hand) for by_hand in (False, True))
         assert one[0] == other[0]
         for mine, theirs in zip(one[1], other[1], strict=True):
@@ -170,7 +171,7 @@ def inner_losses(zero: Mapping[str, Any], create_graph: bool) -> dict[str, Tenso
 
 
 def all_inner_losses(create_graph: bool) -> None:
-    first, *others = (inner_losses(zero, create_graph) for zero in PLANS.values())
+    first, *others = (inner_losses(zero, create_graph) for zero in ZERO.values())
     seeds.start()
     model = Stack(1)
     for other in range(world()):
@@ -234,9 +235,9 @@ def test_gradients_that_the_user_changes(change: Any, accumulate: int) -> None:
     assert "engine.clip_grad_norm(max_norm)" in said
 
 
-@matrix(plan=PLANS, accumulate=[1, 2])
+@matrix(plan=ZERO, accumulate=[1, 2])
 def test_gradients_that_were_collected(plan: str, accumulate: int) -> None:
-    pool.run(2, collected, {"zero": PLANS[plan]}, accumulate)
+    pool.run(2, collected, {"zero": ZERO[plan]}, accumulate)
 
 
 @pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"gradients": "in_backward"}], ids=["bf16", "in_backward"])
@@ -250,6 +251,6 @@ def test_a_backward_after_they_were_collected(world: int, create_graph: bool) ->
     pool.run(world, all_inner_losses, create_graph)
 
 
-@matrix(plan=PLANS, world=[1, 2])
+@matrix(plan=ZERO, world=[1, 2])
 def test_calls_that_would_find_no_gradients(plan: str, world: int) -> None:
-    pool.run(world, loops_of_others, PLANS[plan])
+    pool.run(world, loops_of_others, ZERO[plan])

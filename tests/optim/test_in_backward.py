@@ -16,21 +16,9 @@ from partita.planner.memory import model_state_bytes
 from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import (
-    PLANS,
-    Recipe,
-    Stack,
-    Trained,
-    inputs,
-    rank,
-    same,
-    square_loss,
-    train,
-    whole_weights,
-    world,
-)
+from tests.kit.models import CASES, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights, world
 from tests.memory.test_offload import RECIPES
 
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8"}
@@ -47,21 +35,21 @@ STAGES = ("1", "2", "3", "3-kept")
 def in_backward(recipe: Recipe, zero: dict[str, Any], precision: dict[str, str]) -> Trained:
     config = {**recipe.config, "precision": {**precision, "gradients": "in_backward"}}
     config["clip_grad_norm"] = None
-    return train(Recipe(recipe.build, recipe.loss, recipe.num_steps, config, recipe.before_step), zero)
+    return train_recipe(Recipe(recipe.build, recipe.loss, recipe.num_steps, config, recipe.before_step), zero)
 
 
 def at_the_step(recipe: Recipe, zero: dict[str, Any], precision: dict[str, str]) -> Trained:
     config = {**recipe.config, "precision": precision, "clip_grad_norm": None}
-    return train(Recipe(recipe.build, recipe.loss, recipe.num_steps, config, recipe.before_step), zero)
+    return train_recipe(Recipe(recipe.build, recipe.loss, recipe.num_steps, config, recipe.before_step), zero)
 
 
 def same_numbers(name: str, precision: str, stage: str, offload: str) -> None:
     recipe = RECIPES[name]
-    expected = at_the_step(recipe, PLANS["3"], PRECISIONS[precision])
-    got = in_backward(recipe, {**PLANS[stage], "offload": OFFLOADS[offload]}, PRECISIONS[precision])
+    expected = at_the_step(recipe, ZERO["3"], PRECISIONS[precision])
+    got = in_backward(recipe, {**ZERO[stage], "offload": OFFLOADS[offload]}, PRECISIONS[precision])
     assert got.norms == pytest.approx(expected.norms, rel=1e-5)
     got.norms = expected.norms  # added up in another order
-    same(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
+    assert_same_bits(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
 
 
 @matrix(stage=STAGES, offload=OFFLOADS, precision=PRECISIONS, world=[1, 2])
@@ -130,7 +118,7 @@ def clipped_by_hand(num_steps: int) -> tuple[float, dict[str, Tensor]]:
 def clips_each_unit() -> None:
     limit, expected = clipped_by_hand(3)
     config = {"optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, "clip_grad_norm": limit}
-    for zero in (PLANS["1"], {**PLANS["3"], "offload": OFFLOADS["host"]}):
+    for zero in (ZERO["1"], {**ZERO["3"], "offload": OFFLOADS["host"]}):
         seeds.start()
         with partita.initialize(Stack(), {**config, "zero": zero, "precision": {"gradients": "in_backward"}}) as engine:
             for step in range(3):

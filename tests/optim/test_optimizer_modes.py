@@ -10,8 +10,8 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import Stack, square_loss
 
 
 class Averaged(torch.optim.Optimizer):

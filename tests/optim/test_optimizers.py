@@ -16,10 +16,11 @@ from partita import ConfigError, PartitaError
 from partita.optim import traits
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
-from tests.kit.training import PLANS, WIDTH, Stack, rank, square_loss, whole_weights, world
+from tests.kit.models import WIDTH, Stack, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.training import rank, whole_weights, world
 
-SHARDED = {name: zero for name, zero in PLANS.items() if zero["stage"]}
+SHARDED = {name: zero for name, zero in ZERO.items() if zero["stage"]}
 Make = Callable[[Iterable[Any]], Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
@@ -270,9 +271,9 @@ def train(
 
 
 def compare(
-    make: Callable[[nn.Module], Any], plain: Callable[[nn.Module], Optimizer], plans: Iterable[str] = tuple(PLANS)
+    make: Callable[[nn.Module], Any], plain: Callable[[nn.Module], Optimizer], plans: Iterable[str] = tuple(ZERO)
 ) -> None:
-    expected, results = train_plain(plain), [train(PLANS[plan], make) for plan in plans]
+    expected, results = train_plain(plain), [train(ZERO[plan], make) for plan in plans]
     for weights in results:
         for name, value in weights.items():
             assert torch.equal(value, results[0][name]), name
@@ -293,7 +294,7 @@ def from_config(section: Mapping[str, Any], plan: str) -> None:
     results = []
     for name in ("0", plan):
         seeds.start()
-        with partita.initialize(Stack(3), {"zero": PLANS[name], "optimizer": section}) as engine:
+        with partita.initialize(Stack(3), {"zero": ZERO[name], "optimizer": section}) as engine:
             for step in range(3):
                 engine.backward(square_loss(engine, rank(), step))
                 engine.step()
@@ -383,7 +384,7 @@ def part_of_the_model() -> None:
 
 def group_added_later() -> None:
     results = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         model = Stack(3)
         optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=0.01, eps=1e-3)
@@ -401,7 +402,7 @@ def group_added_later() -> None:
 
 
 def group_added_twice() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             engine.optimizer.add_param_group({"params": [engine.module.first.weight]})
             engine.backward(square_loss(engine, rank(), 0))
@@ -509,7 +510,7 @@ def on_parts_of_the_model(config: Mapping[str, Any], kind: type[Optimizer]) -> N
 
 def wrong() -> None:
     model, other = Stack(2), Stack(1)
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with pytest.raises(ConfigError, match=r"group 1 holds a tensor of shape \(16, 16\) that is no parameter"):
             groups = [{"params": model.parameters()}, {"params": [other.first.weight]}]
             partita.initialize(model, {"zero": zero}, optimizer=torch.optim.SGD(groups, 0.1))
@@ -546,7 +547,7 @@ def rates_count_optimizer_steps() -> None:
         "optimizer": {"lr": 1.0},
         "schedule": {"name": "linear", "total_steps": 4},
     }
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(1), {"zero": zero, **config}) as engine:
             found = []
             for step in range(6):
@@ -563,7 +564,7 @@ def rates_count_optimizer_steps() -> None:
 
 
 def torch_schedulers() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         made: list[Any] = []
 
         def instance(model: nn.Module, made: list[Any] = made) -> dict[str, Any]:
@@ -599,7 +600,7 @@ def attached_by_the_user() -> None:
 
 def rate_at_the_step() -> None:
     """The rate that counts is the one at step(): one that is set by hand, too."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         config = {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}}
         with partita.initialize(Stack(1), config) as engine:

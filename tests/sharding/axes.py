@@ -30,7 +30,7 @@ from partita.plan.share import Share
 from partita.plan.traffic import TrafficReport
 from partita.planner.off_stage import Elsewhere
 from tests.kit import seeds
-from tests.kit.threads import on_ranks
+from tests.kit.threads import on_threads
 
 WIDTH, HIDDEN, HEAD = 16, 24, 4
 
@@ -269,7 +269,7 @@ def train(
         return course
 
     with applied_by_hand():
-        return on_ranks(shape, on_rank)
+        return on_threads(shape, on_rank)
 
 
 def names_of(model: nn.Module) -> list[str]:

@@ -18,8 +18,8 @@ from partita.plan.mesh_shape import MeshShape
 from tests.compression.lossless import lossless
 from tests.compression.test_changes import Far
 from tests.kit import seeds
-from tests.kit.threads import on_ranks
-from tests.kit.training import Stack, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.threads import on_threads
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
@@ -49,7 +49,7 @@ def train(
         engine.close()
         return course, weights
 
-    return on_ranks(shape, on_rank)
+    return on_threads(shape, on_rank)
 
 
 def same(one: Course, other: Course) -> None:

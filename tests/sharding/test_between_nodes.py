@@ -14,11 +14,13 @@ from tests.compression.test_wires import on_nodes_of
 from tests.features.test_compile import HOW
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, Recipe, Stack, rank, same, square_loss, train, whole_weights
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 
 # Stage 3 of which every node has all: what rests is a part of a node's, and is gathered from the others'.
 REPLICATED: dict[str, Any] = {"stage": 3, "replicate": "nodes"}
-PLACES = {"1": PLANS["1"], "2": PLANS["2"], "replicated": REPLICATED}
+PLACES = {"1": ZERO["1"], "2": ZERO["2"], "replicated": REPLICATED}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"clip_grad_norm": 0.1},
     "changes": {"communication": {"parameters": "int4"}},
@@ -40,7 +42,7 @@ class Apart(nn.Module):
 
 
 def trained(zero: dict[str, Any], sections: dict[str, Any]) -> Any:
-    return train(Recipe(lambda: Stack(3), config=sections, num_steps=4), zero)
+    return train_recipe(Recipe(lambda: Stack(3), config=sections, num_steps=4), zero)
 
 
 def same_bits(place: str, sections: dict[str, Any]) -> None:
@@ -52,7 +54,7 @@ def same_bits(place: str, sections: dict[str, Any]) -> None:
         for name, weight in expected.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-5)
     else:
-        same(got, expected, f"{place} between nodes")
+        assert_same_bits(got, expected, f"{place} between nodes")
 
 
 def step(engine: partita.Engine, number: int) -> None:
@@ -94,8 +96,8 @@ def unfrozen() -> None:
     results = []
     for per_node in (1, 2):
         with on_nodes_of(per_node):
-            results.append(train(Recipe(lambda: Stack(3), num_steps=4, before_step=freeze), PLANS["1"]))
-    same(*results, "a unit that begins to train")
+            results.append(train_recipe(Recipe(lambda: Stack(3), num_steps=4, before_step=freeze), ZERO["1"]))
+    assert_same_bits(*results, "a unit that begins to train")
 
 
 def compiled(how: str) -> None:

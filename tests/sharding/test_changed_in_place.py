@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.kit import ranks as pool
-from tests.kit.training import PLANS, WIDTH, Recipe, check, inputs
+from tests.kit.models import WIDTH, inputs
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, check
 
 SAMPLES, POSITIONS = 2, 3
 
@@ -166,8 +168,8 @@ MODELS: dict[str, Recipe] = {
     "late": Recipe(Late, in_three_dims, plain=False),
     "output": Recipe(Residual, changed_output),
 }
-SHARDED = {"0": PLANS["0"], "3": PLANS["3"], "3-kept": PLANS["3-kept"]}
-HIERARCHICAL = {"0": PLANS["0"], "hierarchical": {"stage": 3, "hierarchical": True}}
+SHARDED = {"0": ZERO["0"], "3": ZERO["3"], "3-kept": ZERO["3-kept"]}
+HIERARCHICAL = {"0": ZERO["0"], "hierarchical": {"stage": 3, "hierarchical": True}}
 
 
 def trains(name: str) -> None:

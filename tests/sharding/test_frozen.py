@@ -9,8 +9,9 @@ from torch import Tensor, nn
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, WIDTH, Recipe, Stack, check, inputs, rank, square_loss
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, check, rank
 from tests.sharding.test_visits import freeze, only_norms
 
 QUANTUM = 256
@@ -94,7 +95,7 @@ def adapted_bytes(frozen_values: str) -> None:
     beside those in 16 bits, unless they are rounded.
     """
     trained = 4 * 2 * 256
-    for name, zero in PLANS.items():
+    for name, zero in ZERO.items():
         split = 2 if zero["stage"] else 1
         grads_split = 2 if zero["stage"] >= 2 else 1
         config = {"zero": zero, "precision": {"compute": "bf16", "frozen": frozen_values}}
@@ -115,7 +116,7 @@ def adapted() -> None:
 
 
 def state_of_frozen() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(all_but_head_frozen(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             assert engine.gradient("first.weight") is None
@@ -132,7 +133,7 @@ def state_of_frozen() -> None:
 
 def nothing_trains() -> None:
     """A frozen model can be evaluated (a teacher), at any stage, and holds parameters only."""
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         model = Stack().requires_grad_(False)
         expected = model(inputs(0, 0))

@@ -11,8 +11,10 @@ import partita
 from partita import ConfigError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES, parts
-from tests.kit.training import PLANS, WIDTH, Block, Stack, assert_idle, rank, square_loss, whole_weights, world
+from tests.kit.models import CASES, WIDTH, Block, Stack, parts, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import rank, whole_weights, world
 
 
 def on_meta(build: Any) -> Any:
@@ -33,14 +35,14 @@ def whole(build: Any, zero: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def same_at_every_stage() -> dict[str, Tensor]:
-    results = [whole(Stack, zero) for zero in PLANS.values()]
+    results = [whole(Stack, zero) for zero in ZERO.values()]
     for weights in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
     return results[0]
 
 
 def parameters_stay_the_same_objects() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         model = on_meta(Stack)
         before = {name: id(p) for name, p in model.named_parameters()}
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -83,7 +85,7 @@ class Tied(nn.Module):
 
 
 def buffers_and_ties() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         model = on_meta(Tied)
         with partita.initialize(model, {"zero": zero}) as engine:
             assert torch.equal(model.scale, torch.full((2,), 3.0))
@@ -206,7 +208,7 @@ def rotary_frequencies(kind: dict[str, Any]) -> None:
 def hugging_face(name: str) -> None:
     case = CASES[name]
     losses = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start(7)
         with partita.initialize(case.build(device="meta"), {"zero": zero}) as engine:
             same_buffers(engine.module, case.build())
@@ -228,7 +230,7 @@ def streamed(name: str, folder: Path) -> None:
     expected = case.loss(model.eval()(**batch)).item()
     if world() > 1:
         torch.distributed.barrier()
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(case.build(device="meta"), {"zero": zero}, weights=folder) as engine, torch.no_grad():
             engine.eval()
             assert case.loss(engine(**batch)).item() == expected

@@ -14,7 +14,10 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, WIDTH, Block, Recipe, assert_idle, check, inputs, module_of, rank
+from tests.kit.models import WIDTH, Block, inputs
+from tests.kit.plans import ZERO
+from tests.kit.state import assert_idle
+from tests.kit.training import Recipe, check, module_of, rank
 
 KEEPS = "'.*' returned a .* that holds a parameter"
 
@@ -158,7 +161,7 @@ class Triangle(Policy):
         self.scale = nn.Parameter((torch.eye(WIDTH) + 0.1).tril())
 
 
-SHARDED = {name: PLANS[name] for name in ("0", "3", "3-kept")}
+SHARDED = {name: ZERO[name] for name in ("0", "3", "3-kept")}
 
 
 def trains(name: str) -> None:

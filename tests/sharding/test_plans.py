@@ -17,22 +17,10 @@ from partita.planner.blueprint import make_blueprint
 from partita.sharding.unit import UnitState
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES
-from tests.kit.plans import matrix
-from tests.kit.training import (
-    PLANS,
-    Block,
-    Loss,
-    Recipe,
-    Stack,
-    assert_idle,
-    check,
-    inputs,
-    rank,
-    same,
-    square_loss,
-    train,
-)
+from tests.kit.models import CASES, Block, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.state import assert_idle
+from tests.kit.training import Loss, Recipe, assert_same_bits, check, rank, train_recipe
 from tests.sharding.test_visits import siamese
 
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
@@ -45,9 +33,9 @@ def on_two_nodes() -> Any:
 def hierarchical(loss: Loss, compute: str) -> None:
     with on_two_nodes():
         recipe = Recipe(Stack, loss, config={"precision": {"compute": compute}}, plain=False)
-        trained = train(recipe, HIERARCHICAL)
-        same(trained, train(recipe, PLANS["3"]), "hierarchical against 3")
-        same(trained, train(recipe, PLANS["0"]), "hierarchical against 0")
+        trained = train_recipe(recipe, HIERARCHICAL)
+        assert_same_bits(trained, train_recipe(recipe, ZERO["3"]), "hierarchical against 3")
+        assert_same_bits(trained, train_recipe(recipe, ZERO["0"]), "hierarchical against 0")
 
 
 def gathers_of_hierarchical() -> None:
@@ -66,7 +54,7 @@ def second_shards_are_not_stale() -> None:
     """A new forward after a step, and after a write, renews what the node keeps."""
     with on_two_nodes():
         ends = []
-        for zero in (HIERARCHICAL, PLANS["0"]):
+        for zero in (HIERARCHICAL, ZERO["0"]):
             seeds.start()
             with partita.initialize(Stack(2), {"zero": zero}) as engine:
                 module: Any = engine.module
@@ -98,7 +86,7 @@ def gathers_of_a_step() -> None:
         assert counts[0] == 12
         assert all(count <= 12 for count in counts), counts
         assert prefetch == 10_000_000 or counts == [12, 12, 12]
-    with partita.initialize(Stack(), {"zero": PLANS["3-kept"]}) as engine:
+    with partita.initialize(Stack(), {"zero": ZERO["3-kept"]}) as engine:
         assert [gathers(engine, step) for step in range(3)] == [6, 6, 6]
 
 
@@ -144,9 +132,9 @@ def whole_at_a_time() -> None:
 
 BLUEPRINTS: tuple[dict[str, Any], ...] = (
     {},
-    {"zero": PLANS["2"], "precision": {"compute": "bf16", "keep_fp32": ["RMSNorm"]}},
-    {"zero": PLANS["3"], "precision": {"compute": "bf16", "gradients": "in_backward", "master": "split"}},
-    {"zero": {**PLANS["3"], "offload": {"parameters": "host", "optimizer": "disk"}}},
+    {"zero": ZERO["2"], "precision": {"compute": "bf16", "keep_fp32": ["RMSNorm"]}},
+    {"zero": ZERO["3"], "precision": {"compute": "bf16", "gradients": "in_backward", "master": "split"}},
+    {"zero": {**ZERO["3"], "offload": {"parameters": "host", "optimizer": "disk"}}},
 )
 
 
@@ -189,7 +177,7 @@ def distributed_parameters() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model: Any = Stack(1)
     model.first.weight = nn.Parameter(distribute_tensor(model.first.weight.detach(), mesh))
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with pytest.raises(ConfigError, match=r"'first.weight' is a DTensor.*before it is distributed"):
             partita.initialize(model, {"zero": zero})
 

@@ -15,12 +15,13 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.sharding import runtime, unshard_order
 from tests.kit import ranks as pool
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, Block, Recipe, Stack, check, inputs, rank, square_loss, train, world
+from tests.kit.models import Block, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, check, rank, train_recipe, world
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
 WAYS = ("ComparedLogs", "Announcements")
-WHOLE = {name: PLANS[name] for name in ("0", "1", "2")}
+WHOLE = {name: ZERO[name] for name in ("0", "1", "2")}
 
 
 class Chosen(Stack):
@@ -103,7 +104,7 @@ def unused_in_a_step() -> None:
 
 def detached_branch() -> None:
     """Where nothing is gathered in backward, ranks whose backwards differ still meet in the same reductions."""
-    check(Recipe(Branches, detached_on_rank_1), {**WHOLE, "3-kept": PLANS["3-kept"]})
+    check(Recipe(Branches, detached_on_rank_1), {**WHOLE, "3-kept": ZERO["3-kept"]})
 
 
 def agreeing(way: str) -> Any:
@@ -113,7 +114,7 @@ def agreeing(way: str) -> Any:
 
 def detached_sharded_branch(way: str) -> None:
     with agreeing(way):
-        train(Recipe(Branches, detached_on_rank_1), PLANS["3"])
+        train_recipe(Recipe(Branches, detached_on_rank_1), ZERO["3"])
 
 
 def without_a_loss() -> None:
@@ -123,12 +124,12 @@ def without_a_loss() -> None:
 
 def unit_skipped(way: str) -> None:
     with agreeing(way):
-        train(Recipe(Chosen, skips_on_rank_1), PLANS["3"])
+        train_recipe(Recipe(Chosen, skips_on_rank_1), ZERO["3"])
 
 
 def unit_skipped_at_once(way: str) -> None:
     with agreeing(way):
-        train(Recipe(Chosen, skips_others_each_step), PLANS["3"])
+        train_recipe(Recipe(Chosen, skips_others_each_step), ZERO["3"])
 
 
 def one_rank_steps(way: str) -> None:
@@ -217,7 +218,7 @@ def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
 def late_ranks(plans: tuple[str, ...]) -> None:
     """To be late is no difference."""
     with mock.patch.object(unshard_order, "PATIENCE_S", 0.01):
-        check(Recipe(SometimesLate, evaluated_between), {plan: PLANS[plan] for plan in ("0", *plans)})
+        check(Recipe(SometimesLate, evaluated_between), {plan: ZERO[plan] for plan in ("0", *plans)})
 
 
 def differs_while_another_is_late() -> None:

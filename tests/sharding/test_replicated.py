@@ -14,7 +14,9 @@ from torch import Tensor
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, Recipe, Stack, Trained, rank, same, square_loss, train, whole_weights
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 from tests.sharding.test_visits import siamese
 
 REPLICATED = {"stage": 3, "replicate": "nodes"}
@@ -38,13 +40,13 @@ def assert_near(one: Trained, other: Trained) -> None:
 def trained_as_at_stage_3(config: dict[str, Any], loss: Callable[..., Tensor] = square_loss) -> None:
     recipe = Recipe(lambda: Stack(2), loss, config=config, num_steps=4, plain=False)
     with on_nodes(2):
-        assert_near(train(recipe, REPLICATED), train(recipe, PLANS["3"]))
+        assert_near(train_recipe(recipe, REPLICATED), train_recipe(recipe, ZERO["3"]))
 
 
 def on_one_node() -> None:
     recipe = Recipe(lambda: Stack(2), plain=False)
     with on_nodes(4):
-        same(train(recipe, REPLICATED), train(recipe, PLANS["3"]), "on one node")
+        assert_same_bits(train_recipe(recipe, REPLICATED), train_recipe(recipe, ZERO["3"]), "on one node")
 
 
 def the_same_on_every_node(config: dict[str, Any]) -> None:
@@ -65,7 +67,7 @@ def the_same_on_every_node(config: dict[str, Any]) -> None:
 def looked_at() -> None:
     """Gradients and optimizer states are whole, and counted once."""
     found = []
-    for zero in (REPLICATED, PLANS["3"]):
+    for zero in (REPLICATED, ZERO["3"]):
         seeds.start()
         with on_nodes(2), partita.initialize(Stack(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
             for step in range(2):
@@ -159,9 +161,9 @@ def test_checkpoints(tmp_path: Path) -> None:
     """Exact where the layout is the same; under another one as far as sums in another order allow."""
     expected = pool.run(4, saved, tmp_path / "one", REPLICATED, 2)
     assert pool.run(4, resumed, tmp_path / "one", REPLICATED, 2) == expected
-    for world, zero, ranks_per_node in ((4, PLANS["3"], 2), (2, PLANS["1"], 2), (4, REPLICATED, 4)):
+    for world, zero, ranks_per_node in ((4, ZERO["3"], 2), (2, ZERO["1"], 2), (4, REPLICATED, 4)):
         for losses in pool.run(world, resumed, tmp_path / "one", zero, ranks_per_node):
             torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-7)
-    other = pool.run(2, saved, tmp_path / "other", PLANS["3"], 2)
+    other = pool.run(2, saved, tmp_path / "other", ZERO["3"], 2)
     for losses in pool.run(4, resumed, tmp_path / "other", REPLICATED, 2):
         torch.testing.assert_close(losses, other[0], rtol=1e-5, atol=1e-7)

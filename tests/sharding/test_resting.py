@@ -17,7 +17,9 @@ from partita.memory import buffer_pool
 from partita.sharding.placeholder import ShardedParameter, is_sharded
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.training import PLANS, WIDTH, Recipe, Stack, check, inputs, quiet, rank, same, square_loss, train
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.training import Recipe, assert_same_bits, check, quiet, rank, train_recipe
 
 SHARDED = {"zero": {"stage": 3}}
 
@@ -173,7 +175,7 @@ CHANGES = {
 
 def changed(name: str) -> list[str]:
     said = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
@@ -258,7 +260,7 @@ def attends() -> None:
 def attends_without_gradient() -> None:
     """torch's fast path in evaluation reads every weight of the layer at once."""
     outputs = []
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Attends(), {"zero": zero}) as engine, torch.no_grad():
             engine.eval()
@@ -281,7 +283,7 @@ class Convolutions(nn.Module):
 
 
 def strides() -> None:
-    for zero in PLANS.values():
+    for zero in ZERO.values():
         with partita.initialize(Convolutions(), {"zero": zero}) as engine:
             weight = engine.module.layers[1].weight
             assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -316,10 +318,10 @@ def odd_strides() -> None:
 def resized_storage() -> None:
     """Where torch cannot swap storages they are resized: the same numbers."""
     recipe = Recipe(Stack)
-    expected = train(recipe, PLANS["3"])
+    expected = train_recipe(recipe, ZERO["3"])
     with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
         for name in ("3", "3-kept"):
-            same(train(recipe, PLANS[name]), expected, f"plan {name} with resized storages")
+            assert_same_bits(train_recipe(recipe, ZERO[name]), expected, f"plan {name} with resized storages")
 
 
 def given_back() -> None:
@@ -370,7 +372,7 @@ def test_reading_through_the_model() -> None:
 def test_replaced_and_moved_parameters_are_noticed(name: str) -> None:
     expected = CHANGES[name][1]
     for said in pool.run(2, changed, name):
-        for plan, text in zip(PLANS, said, strict=True):
+        for plan, text in zip(ZERO, said, strict=True):
             assert expected in text or "is at rest" in text, f"plan {plan}: {text}"
 
 

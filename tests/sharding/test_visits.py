@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import PLANS, WIDTH, Block, Recipe, Stack, backward, check, inputs, module_of, square_loss
+from tests.kit.models import WIDTH, Block, Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.training import Recipe, backward, check, module_of
 
 GROWS = "'buffer_pool' .* grows"
 
@@ -372,9 +373,9 @@ SAMPLE = ("plain", "repeated", "two backwards", "one block frozen", "gradient pe
 
 def run_recipe(name: str, plans: tuple[str, ...]) -> None:
     recipe = RECIPES[name]
-    compared = {plan: PLANS[plan] for plan in ("0", *plans)}
+    compared = {plan: ZERO[plan] for plan in ("0", *plans)}
     if "prefetch_bytes" in recipe.config.get("zero", {}):
-        compared = {"3": PLANS["3"], "default": {"stage": 3, "prefetch_bytes": "auto"}}
+        compared = {"3": ZERO["3"], "default": {"stage": 3, "prefetch_bytes": "auto"}}
     check(recipe, compared)
 
 

@@ -15,7 +15,8 @@ from partita.huggingface.weights import Weights
 from partita.plan.box import Box
 from partita.plan.span import QUANTUM
 from tests.kit import ranks as pool
-from tests.kit.training import WIDTH, rank, whole_weights
+from tests.kit.models import WIDTH
+from tests.kit.training import rank, whole_weights
 
 OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "disk"})
 

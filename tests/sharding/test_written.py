@@ -14,8 +14,9 @@ import partita
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import matrix
-from tests.kit.training import Stack, inputs, rank, square_loss, whole_weights, world
+from tests.kit.training import rank, whole_weights, world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was written in place in:UserWarning")
 

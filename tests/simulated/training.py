@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import partita
 from partita.sharding import half
 from tests.kit import seeds
-from tests.kit.training import WIDTH, Block, small_buckets
+from tests.kit.models import WIDTH, Block
+from tests.kit.training import small_buckets
 from tests.parallel import stages
 
 VOCAB, LENGTH = 32, 8

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import partita
 from partita.activation.inputs import NUM_STAYING
@@ -18,6 +18,7 @@ from partita.plan.traffic import TrafficKey
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
+from tests.kit.models import FAMILIES
 
 LAYERS, WIDTH, VOCAB, LENGTH = NUM_STAYING + 3, 24, 40, 10
 UNITS: dict[str, Any] = {"checkpoint": "units"}
@@ -39,9 +40,9 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "vocab_size": VOCAB}
-    settings = {"num_hidden_layers": LAYERS, "attention_dropout": 0.2, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**shape, **settings))
+    """With dropout."""
+    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 4, "vocab_size": VOCAB}
+    return FAMILIES["llama"](**shape, num_hidden_layers=LAYERS, attention_dropout=0.2)
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:

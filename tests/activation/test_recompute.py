@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
 from partita import ConfigError, PartitaError
@@ -23,7 +16,7 @@ from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
-from tests.kit.models import CASES, WIDTH, Block, Stack, inputs, square_loss
+from tests.kit.models import CASES, FAMILIES, WIDTH, Block, Stack, inputs, square_loss
 from tests.kit.plans import matrix
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.sharding.test_visits import siamese
@@ -154,8 +147,7 @@ def test_modules_by_class_and_by_name() -> None:
 def test_a_model_that_checkpoints_itself_is_left_to_it() -> None:
     """The model's own checkpoint goes around the call, so a second inside it would run everything a third time."""
     seeds.start()
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+    model = FAMILIES["llama"](vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2)
     model.activation_checkpointing_enable()
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -1,17 +1,11 @@
 """Tiled losses and tiled modules of real models, on several ranks: the numbers of those without, and their traffic."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
 from partita.activation.logits import Logits
@@ -19,17 +13,23 @@ from partita.plan.traffic import TrafficReport
 from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES, VOCAB
+from tests.kit.models import CASES, FAMILIES, VOCAB
 from tests.kit.training import rank
 
 ROWS = {"loss": {"tiled": 7 * 4 * VOCAB}}  # that no number of rows is a multiple of
 SETTINGS: dict[str, dict[str, Any]] = {"none": {}, "tiled": ROWS}
 PATTERNS = {"decoder": "FeedForward", "gpt2": "*.mlp", "llama": "LlamaMLP", "bert": "*.intermediate"}
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "use_cache": True,
+}
 MODELS: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **SHAPE)),
-    "tied llama": lambda: LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, tie_word_embeddings=True, **SHAPE)),
+    "llama": partial(FAMILIES["llama"], **SHAPE),
+    "tied llama": partial(FAMILIES["llama"], tie_word_embeddings=True, **SHAPE),
     "soft-capped gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
             vocab_size=VOCAB, head_dim=16, num_key_value_heads=1, attn_implementation="eager", pad_token_id=0, **SHAPE

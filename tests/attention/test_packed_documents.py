@@ -1,19 +1,22 @@
 """Packed documents of transformers' models: separated in the same way whatever the configuration."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import FAMILIES
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2)),
+    "llama": partial(
+        FAMILIES["llama"], vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, use_cache=True
+    ),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)),
 }
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -3,31 +3,26 @@
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import FAMILIES
+from tests.kit.plans import PLANS
 
 ATTENTION = {"pattern": "bigbird", "block": 8, "window": 12, "global": 1, "random": 1}
-PLANS: dict[str, dict[str, Any]] = {
-    "0": {"zero": {"stage": 0}},
-    "2": {"zero": {"stage": 2}},
-    "3": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
-    "3 on the host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
-}
+NAMES = ("0", "2", "3-recomputed", "3-host")
 
 
 def courses() -> dict[str, list[Any]]:
     """Losses and norms of three steps on packed samples of other lengths on each rank and at each step."""
     found: dict[str, list[Any]] = {}
     rank = torch.distributed.get_rank()
-    for name, plan in PLANS.items():
+    for name in NAMES:
         seeds.start()
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, attention_dropout=0.2, **sizes))
+        model = FAMILIES["llama"](vocab_size=64, hidden_size=32, intermediate_size=48, attention_dropout=0.2)
         torch.manual_seed(rank)
-        with partita.initialize(model, {"attention": ATTENTION, **plan}) as engine:
+        with partita.initialize(model, {"attention": ATTENTION, **PLANS[name]}) as engine:
             found[name] = []
             for step in range(3):
                 length = 40 + 7 * step + rank

@@ -30,6 +30,7 @@ from partita.config.schema import Schedule as ScheduleSection
 from partita.huggingface.trained import read_model
 from partita.optim.schedule import Schedule
 from tests.kit import ranks as pool
+from tests.kit.models import FAMILIES
 
 NUM_BEFORE, NUM_AFTER = 3, 3
 LINEAR = {"name": "linear", "warmup_steps": 2, "total_steps": 9}
@@ -375,11 +376,9 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def tied_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **ids, num_attention_heads=2, tie_word_embeddings=True))
+    return FAMILIES["llama"](**sizes, **ids, tie_word_embeddings=True, use_cache=True)
 
 
 def train_plainly(folder: str) -> list[float]:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import partita
 from tests.kit import ranks as pool
 from tests.kit.models import CASES, Batch, Case, parts
+from tests.kit.plans import TIERS, ZERO
 
 STEPS = 10
 BATCHES = 2  # that the steps take turns with, so that there is something to learn
@@ -48,17 +49,12 @@ class Plan:
 PLANS = {
     plan.name: plan
     for plan in (
-        Plan("0", {"stage": 0}),
-        Plan("1", {"stage": 1}),
-        Plan("2", {"stage": 2}),
-        Plan("3", {"stage": 3}),
-        Plan("3-kept", {"stage": 3, "keep_gathered": True}),
+        *(Plan(name, zero) for name, zero in ZERO.items()),
         Plan("hierarchical", {"stage": 3, "hierarchical": True}, nodes=2),
-        Plan("3-host", {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}),
-        Plan("3-disk", {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}),
+        *(Plan(name, zero) for name, zero in TIERS.items()),
     )
 }
-STAGES = ("0", "1", "2", "3", "3-kept")
+STAGES = tuple(ZERO)
 COMPUTES = ("fp32", "bf16")
 TIMEOUT_S = 240  # of a call on the ranks, which runs many courses
 

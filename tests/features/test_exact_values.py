@@ -13,18 +13,11 @@ from torch import Tensor, nn
 import partita
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.plans import matrix
+from tests.kit.plans import TIERS, ZERO, matrix
 from tests.kit.training import rank
 
 WAYS = ("model", "meta", "weights", "load_state_dict", "gathered", "checkpoint")
-PLANS: dict[str, Mapping[str, Any]] = {
-    "0": {"stage": 0},
-    "1": {"stage": 1},
-    "2": {"stage": 2},
-    "3": {"stage": 3},
-    "host": {"stage": 3, "offload": {"optimizer": "host", "parameters": "host"}},
-    "disk": {"stage": 3, "offload": {"optimizer": "disk", "parameters": "disk"}},
-}
+STAGES = {name: (ZERO | TIERS)[name] for name in ("0", "1", "2", "3", "3-host", "3-disk")}
 STEADY = {"name": "adamw", "lr": 0.0, "weight_decay": 0.0}
 
 
@@ -66,7 +59,7 @@ def initialized(zero: Mapping[str, Any]) -> dict[str, Tensor]:
 def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path) -> None:
     wanted = built(1).state_dict()
     precision = {"compute": "bf16", "master": master}
-    zero = {**PLANS[plan], "offload": {**PLANS[plan].get("offload", {}), "path": str(folder)}}
+    zero = {**STAGES[plan], "offload": {**STAGES[plan].get("offload", {}), "path": str(folder)}}
     config = {"zero": zero, "precision": precision, "optimizer": STEADY, "checkpoint": {"dir": str(folder)}}
     for way in ways:
         model, weights = built(0), None
@@ -82,7 +75,7 @@ def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path)
         expected = initialized(zero) if way == "meta" else wanted
         seeds.start(1)
         with partita.initialize(model, config, weights=weights) as engine:
-            if way == "gathered" or (way == "load_state_dict" and PLANS[plan]["stage"] == 3):
+            if way == "gathered" or (way == "load_state_dict" and STAGES[plan]["stage"] == 3):
                 with engine.gathered(modify=True):
                     assert model.first.weight.dtype == torch.float32
                     model.load_state_dict(wanted)
@@ -108,7 +101,7 @@ def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path)
                     torch.testing.assert_close(param.float(), expected[name], rtol=2.0**-8, atol=0, msg=name)
 
 
-@matrix(world=(1, 2), plan=tuple(PLANS), master=("fp32", "split"))
+@matrix(world=(1, 2), plan=tuple(STAGES), master=("fp32", "split"))
 def test_fp32_values_arrive_unrounded(world: int, plan: str, master: str, tmp_path: Path) -> None:
     pool.run(world, arrives_exactly, plan, master, WAYS, tmp_path)
 
@@ -171,7 +164,7 @@ UPDATES: dict[str, Mapping[str, Any]] = {
 
 def rounds_alike(plan: str, updates: str, folder: Path) -> None:
     """At a learning rate of 0 neither an update nor a checkpoint changes a parameter."""
-    config = {"zero": PLANS[plan], "precision": {"compute": "bf16", **UPDATES[updates]}, "optimizer": STEADY}
+    config = {"zero": STAGES[plan], "precision": {"compute": "bf16", **UPDATES[updates]}, "optimizer": STEADY}
     factory = None
     if updates == "by torch":
         factory = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
@@ -193,7 +186,7 @@ def rounds_alike(plan: str, updates: str, folder: Path) -> None:
         assert torch.equal(param, loaded[name]), f"{name} changed in a checkpoint"
 
 
-@matrix(world=(1, 2), plan=tuple(PLANS), updates=tuple(UPDATES))
+@matrix(world=(1, 2), plan=tuple(STAGES), updates=tuple(UPDATES))
 def test_masters_are_rounded_by_one_rule(world: int, plan: str, updates: str, tmp_path: Path) -> None:
     if (plan, updates) != ("0", "in backward"):  # which the config refuses
         pool.run(world, rounds_alike, plan, updates, tmp_path)

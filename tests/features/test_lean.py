@@ -14,12 +14,10 @@ from partita.planner.memory import model_state_bytes
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
-from tests.kit.plans import ZERO, matrix
+from tests.kit.plans import ON_DISK, ON_HOST, ZERO, matrix
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 
 BF16 = {"compute": "bf16", "gradients": "bf16"}
-ON_HOST = {"parameters": "host", "optimizer": "host"}
-ON_DISK = {"parameters": "disk", "optimizer": "disk"}
 OFFLOADS: tuple[dict[str, str], ...] = ({}, {"optimizer": "host"}, {"optimizer": "disk"}, ON_HOST, ON_DISK)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
 from partita import PartitaError
@@ -13,6 +12,7 @@ from partita.activation.logits import Logits
 from partita.engine import build
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import FAMILIES
 from tests.kit.state import attached_to
 from tests.kit.training import rank
 
@@ -32,10 +32,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 PIPELINE = {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "batch": {"accumulate": 2}, **TILED, **RECOMPUTED}
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> Any:
     seeds.start()
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape))
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return FAMILIES["llama"](vocab_size=VOCAB, use_cache=True, **shape)
 
 
 def run(engine: partita.Engine, step: int) -> tuple[float, int, bool]:

@@ -20,7 +20,7 @@ from tests.features import parity
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
-from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.plans import ON_DISK, ZERO, matrix, sampled
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 from tests.sharding.test_visits import siamese
 
@@ -35,7 +35,6 @@ OFFLOADS: dict[str, dict[str, str]] = {
     "parameters on disk, optimizer on host": {"parameters": "disk", "optimizer": "host"},
     "optimizer on disk, gradients on the device": {"optimizer": "disk", "gradients": "none"},
 }
-EVERYWHERE = {"optimizer": "disk", "parameters": "disk"}
 STAGES = ("1", "2", "3")
 
 
@@ -104,7 +103,7 @@ def test_whole_on_every_rank() -> None:
 def whole_on_every_rank() -> None:
     expected = train_recipe(RECIPES["clipped"], ZERO["0"])
     for stage in ("0", "3-kept"):
-        for offload in ({"optimizer": "host"}, EVERYWHERE):
+        for offload in ({"optimizer": "host"}, ON_DISK):
             assert_same_bits(
                 train_recipe(RECIPES["clipped"], {**ZERO[stage], "offload": offload}),
                 expected,
@@ -124,7 +123,7 @@ def test_real_models(name: str) -> None:
 def accumulated() -> None:
     """Gradients of several micro-batches add up where they rest, with and without no_sync."""
     ends: list[tuple[list[float], dict[str, Tensor]]] = []
-    for offload in ({}, {"optimizer": "host"}, EVERYWHERE):
+    for offload in ({}, {"optimizer": "host"}, ON_DISK):
         seeds.start()
         with partita.initialize(
             Stack(2), {"zero": {"stage": 2, "offload": offload}, "batch": {"accumulate": 4}}
@@ -218,7 +217,7 @@ def test_bytes_are_where_the_table_says(offload: str, stage: int, compute: str, 
 
 
 def goes_on_after_an_exception() -> None:
-    with partita.initialize(Stack(3), {"zero": {"stage": 3, "offload": EVERYWHERE}}) as engine:
+    with partita.initialize(Stack(3), {"zero": {"stage": 3, "offload": ON_DISK}}) as engine:
         for step in range(4):
             if step == 2:
                 hook = engine.module.get_submodule("blocks.1").register_forward_hook(fail)
@@ -238,7 +237,7 @@ def test_an_exception_in_forward() -> None:
 
 
 def skips_what_is_not_finite() -> None:
-    with partita.initialize(Stack(2), {"zero": {"stage": 2, "offload": EVERYWHERE}}) as engine:
+    with partita.initialize(Stack(2), {"zero": {"stage": 2, "offload": ON_DISK}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
         before = whole_weights(engine)
@@ -257,7 +256,7 @@ def test_a_gradient_that_is_not_finite() -> None:
 
 
 def nothing_is_left(folder: str) -> None:
-    with partita.initialize(Stack(2), {"zero": {"stage": 3, "offload": {**EVERYWHERE, "path": folder}}}) as engine:
+    with partita.initialize(Stack(2), {"zero": {"stage": 3, "offload": {**ON_DISK, "path": folder}}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
         assert list(Path(folder).iterdir()) == []

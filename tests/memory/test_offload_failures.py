@@ -27,18 +27,17 @@ from partita.sharding import unshard_order
 from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
-from tests.kit.plans import ZERO, matrix
+from tests.kit.plans import ON_DISK, ZERO, matrix
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.memory.scratch import refuse
 
-EVERYWHERE = {"parameters": "disk", "optimizer": "disk"}
 TIMEOUT_S = 5.0
 
 Failing = Callable[[], AbstractContextManager[Any]]
 
 
 def config(folder: str | Path, **more: Any) -> dict[str, Any]:
-    zero = {"stage": 3, "offload": {**EVERYWHERE, "path": str(folder)}}
+    zero = {"stage": 3, "offload": {**ON_DISK, "path": str(folder)}}
     return {"zero": zero, "communication": {"timeout_s": TIMEOUT_S}, **more}
 
 

@@ -18,7 +18,7 @@ from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, square_loss
 from tests.kit.plans import ZERO, matrix
-from tests.kit.training import rank, whole_weights, world
+from tests.kit.training import rank, train_engine, train_module, whole_weights, world
 
 SHARDED = {name: zero for name, zero in ZERO.items() if zero["stage"]}
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -248,13 +248,8 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def train_plain(make: Callable[[nn.Module], Optimizer], num_steps: int = 3) -> dict[str, Tensor]:
     seeds.start()
     model = Stack(3)
-    optimizer = make(model)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        for other in range(world()):
-            (square_loss(model, other, step) / world()).backward()
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = train_module(model, square_loss, num_steps, num_data=world(), own=None, optimizer=lambda _: make(model))
+    return found.weights
 
 
 def train(
@@ -264,10 +259,9 @@ def train(
     model = Stack(3)
     with partita.initialize(model, {"zero": zero}, optimizer=make(model), **more) as engine:
         assert isinstance(engine.optimizer, Optimizer)
-        for step in range(num_steps):
-            engine.backward(square_loss(engine, rank(), step))
-            assert engine.step().stepped
-        return whole_weights(engine)
+        found = train_engine(engine, square_loss, num_steps, keep=())
+        assert all(found.stepped)
+        return found.weights
 
 
 def compare(

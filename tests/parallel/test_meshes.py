@@ -11,17 +11,17 @@ from partita.plan.place import even
 from tests.compression.lossless import lossless
 from tests.compression.test_wires import on_nodes_of
 from tests.kit import ranks as pool
-from tests.kit.plans import matrix
+from tests.kit.plans import TIERS, matrix
+from tests.kit.training import Trained, whole_weights
 from tests.parallel import training, zoo
-from tests.parallel.training import ADAMW, CLIP, Trained
+from tests.parallel.training import ADAMW, CLIP
 
 MICROS = 2
 TIMEOUT_S = 400
 PAIRS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2})
-ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 CODED = {"gradients": "ternary", "parameters": "ternary"}
-STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
+STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, TIERS["3-host"]]
 
 
 def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
@@ -34,8 +34,8 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
         "optimizer": {"name": "adamw", **ADAMW},
         **sections,
     }
-    found, model = Trained(), zoo.build(name)
-    with partita.initialize(model, config, loss_fn=lambda output, batch: zoo.loss_of(output)) as engine:
+    found = Trained()
+    with partita.initialize(zoo.build(name), config, loss_fn=lambda output, batch: zoo.loss_of(output)) as engine:
         first, num = engine.mesh.coordinate("data") * MICROS, engine.mesh.size("data") * MICROS
         for step in range(num_steps):
             micros = [training.part(name, step, first + micro, num) for micro in range(MICROS)]
@@ -44,8 +44,7 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
             assert evaluated is None or evaluated == pytest.approx(found.losses[0], abs=1e-5)
             assert engine.last_step.grad_norm is not None
             found.norms.append(engine.last_step.grad_norm)
-        with engine.gathered():
-            found.weights = {key: param.detach().clone() for key, param in model.named_parameters()}
+        found.weights = whole_weights(engine)
     return found
 
 

@@ -18,19 +18,17 @@ from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
 from partita.planner.off_stage import is_elsewhere
+from tests.kit import plans
 from tests.kit import ranks as pool
 from tests.kit.plans import matrix, sampled
+from tests.kit.training import Trained, assert_same_bits, whole_weights
 from tests.parallel import stages
 
 STEPS, MICROS, CLIP = 3, 4, 0.05
 ZERO: dict[str, dict[str, Any]] = {
-    "0": {"stage": 0},
-    "1": {"stage": 1},
-    "2": {"stage": 2},
-    "3": {"stage": 3},
-    "3-kept": {"stage": 3, "keep_gathered": True},
+    **plans.ZERO,
     "3-once": {"stage": 3, "keep_gathered": True, "keep_gradients": True},
-    "3-host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}},
+    "3-host": plans.TIERS["3-host"],
 }
 VOCAB = 32
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -44,13 +42,10 @@ TOLERANCE = 1e-5
 
 
 @dataclass
-class Course:
-    """What a rank saw: losses, norms, the loss in evaluation, all weights, and the names of those that it holds."""
+class Course(Trained):
+    """A rank's run, with the loss in evaluation, and the names of the weights that it holds."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
     evaluated: float = 0.0
-    weights: dict[str, Tensor] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
 
 
@@ -73,8 +68,7 @@ def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], comp
         found.evaluated = engine.eval_batch([stages.batch(name, 7 + micro) for micro in range(3)]).item()
         assert engine.module.training
         found.held = {key for key, param in engine.module.named_parameters() if not is_elsewhere(param)}
-        with engine.gathered():
-            found.weights = {key: param.detach().clone() for key, param in engine.module.named_parameters()}
+        found.weights = whole_weights(engine)
     return found
 
 
@@ -86,10 +80,10 @@ def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[in
     found = pool.run(pipeline * data, course, name, {"pipeline": pipeline}, ZERO[zero], timeout=240)
     held = set[str]()
     for one in found:
-        assert (one.losses, one.norms, one.evaluated) == (expected.losses, expected.norms, expected.evaluated)
+        assert_same_bits(one, expected)
+        assert one.evaluated == expected.evaluated
         assert 0 < len(one.held) < len(expected.weights)
         held |= one.held
-        assert [key for key, weight in one.weights.items() if not torch.equal(weight, expected.weights[key])] == []
     assert held == expected.held
 
 
@@ -97,8 +91,7 @@ def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[in
 def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None:
     expected = pool.run(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
     for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
-        assert (one.losses, one.norms) == (expected.losses, expected.norms)
-        assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
+        assert_same_bits(one, expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
@@ -106,8 +99,8 @@ def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None
     """What stages receive is in the dtype that the one before computes in, not in that of its parameters as built."""
     (expected,) = pool.run(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
     for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
-        assert (one.losses, one.norms, one.evaluated) == (expected.losses, expected.norms, expected.evaluated)
-        assert all(torch.equal(weight, expected.weights[key]) for key, weight in one.weights.items())
+        assert_same_bits(one, expected)
+        assert one.evaluated == expected.evaluated
 
 
 @dataclass

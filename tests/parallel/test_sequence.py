@@ -6,8 +6,8 @@ import torch
 from partita import PartitaError
 from tests.kit import ranks as pool
 from tests.kit.plans import matrix
+from tests.kit.training import assert_exact, assert_same_bits
 from tests.parallel import sequence
-from tests.parallel.sequence import Trained
 
 
 @matrix(name=sequence.NAMES, ranks=[2, 3])
@@ -51,19 +51,11 @@ def test_losses_are_those_of_whole_logits() -> None:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-def _close(found: Trained, plain: Trained) -> None:
-    assert found.losses == pytest.approx(plain.losses, abs=1e-5)
-    assert found.norms == pytest.approx(plain.norms, rel=1e-5)
-    for key, expected in plain.gradients.items():
-        off = (found.gradients[key] - expected).abs().max()
-        assert off <= 1e-5 * expected.abs().max() + 1e-8, key
-
-
 @matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit", "t5"], ranks=[2, 3])
 def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
     (plain,) = pool.run(1, sequence.trained_plainly, name, 1)
     for found in pool.run(ranks, sequence.trained, name, ranks):
-        _close(found, plain)
+        assert_exact(found, plain)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
@@ -75,10 +67,9 @@ def test_every_stage_is_the_same_beside_data(name: str) -> None:
         by_rank = pool.run(4, sequence.trained, name, 2, stage, timeout=120)
         first = first or by_rank
         for found, reference in zip(by_rank, first, strict=True):
-            _close(found, plain)
-            assert (found.losses, found.norms) == (reference.losses, reference.norms)
+            assert_exact(found, plain)
             assert found.weights.keys() == reference.weights.keys()
-            assert all(torch.equal(value, reference.weights[key]) for key, value in found.weights.items())
+            assert_same_bits(found, reference, f"stage {stage}")
 
 
 ERRORS = {

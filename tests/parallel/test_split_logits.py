@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
 from partita import PartitaError
@@ -14,6 +13,7 @@ from partita.sharding.deferred import Deferred
 from tests.activation.readers import UNSEEN, own_loss
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import FAMILIES
 
 VOCAB, LENGTH = 30, 9
 TILED = {"loss": {"tiled": 4 * VOCAB * 4}}
@@ -26,10 +26,10 @@ MESHES: dict[str, dict[str, Any]] = {
 FOUR = {"parallel": {"tensor": 2, "sequence": 2}}
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> Any:
     seeds.start()
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape))
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return FAMILIES["llama"](vocab_size=VOCAB, use_cache=True, **shape)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import partita
 from partita import ConfigError
 from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.models import FAMILIES
 from tests.kit.plans import matrix
 from tests.parallel import tensor, zoo
 
@@ -169,12 +170,10 @@ def test_only_what_stands_the_proof_is_believed() -> None:
 
 
 def few_heads() -> list[str]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     collectives = tensor.connected(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
     seeds.start()
-    whole = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    whole = FAMILIES["llama"](vocab_size=64, **sizes)
     model = copy.deepcopy(whole)
     applied = tensor.on_slices(model, collectives)
     tokens = torch.randint(64, (2, 7), generator=seeds.generator())

@@ -16,23 +16,16 @@ from torch.utils._pytree import tree_leaves
 import partita
 from partita import ConfigError, PartitaError
 from tests.kit import ranks as pool
-from tests.kit.plans import matrix, sampled
-from tests.kit.training import rank
+from tests.kit.plans import PLANS, matrix, sampled
+from tests.kit.training import Trained, assert_exact, assert_same_bits, rank
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240
 NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "bloom", "t5", "vit", "decoder", "mixtral")
-PLANS: dict[str, dict[str, Any]] = {
-    "0": {"zero": {"stage": 0}},
-    "1": {"zero": {"stage": 1}},
-    "2": {"zero": {"stage": 2}},
-    "3": {"zero": {"stage": 3}},
-    "3-host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
-    "3-recomputed": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
-}
+ALL_PLANS = ("0", "1", "2", "3", "3-host", "3-recomputed")
 
 
-def trained(name: str, tensor: int, plans: tuple[str, ...]) -> dict[str, training.Trained]:
+def trained(name: str, tensor: int, plans: tuple[str, ...]) -> dict[str, Trained]:
     return {plan: training.train(name, {"parallel": {"tensor": tensor}, **PLANS[plan]}) for plan in plans}
 
 
@@ -40,14 +33,10 @@ def check(name: str, world: int, size: int, plans: tuple[str, ...]) -> None:
     (alone,) = pool.run(1, training.train_alone, name, world // size, timeout=TIMEOUT_S)
     first, *others = pool.run(world, trained, name, size, plans, timeout=TIMEOUT_S)
     for plan in plans:
-        assert not training.errors(first[plan], alone), plan
-        assert first[plan].losses == first[plans[0]].losses, plan
-        assert first[plan].norms == first[plans[0]].norms, plan
-        for key, weight in first[plans[0]].weights.items():
-            assert torch.equal(weight, first[plan].weights[key]), f"{plan}: {key}"
+        assert_exact(first[plan], alone, plan)
+        assert_same_bits(first[plan], first[plans[0]], plan)
         for other in others:
-            assert other[plan].losses == first[plan].losses
-            assert other[plan].norms == first[plan].norms
+            assert_same_bits(other[plan], first[plan], plan)
 
 
 @matrix(size=(2, 3), name=NAMES)
@@ -59,7 +48,7 @@ def test_tensor_ranks_train_as_one_process(size: int, name: str) -> None:
 FEW = ("llama", ("0", "2", "3-host"))
 
 
-@pytest.mark.parametrize(("name", "plans"), sampled([FEW, *product(NAMES, [tuple(PLANS)])], FEW))
+@pytest.mark.parametrize(("name", "plans"), sampled([FEW, *product(NAMES, [ALL_PLANS])], FEW))
 def test_stages_are_equal_beside_data_ranks(name: str, plans: tuple[str, ...]) -> None:
     check(name, 4, 2, plans)
 

@@ -31,6 +31,7 @@ from partita.plan.traffic import TrafficReport
 from partita.planner.off_stage import Elsewhere
 from tests.kit import seeds
 from tests.kit.threads import on_threads
+from tests.kit.training import Trained, assert_exact, assert_same_bits, whole_weights
 
 WIDTH, HIDDEN, HEAD = 16, 24, 4
 
@@ -192,15 +193,14 @@ def run_backward(engine: Engine, collectives: Collectives, data: int, step: int)
 
 
 @dataclass
-class Course:
-    """What a rank went through: the losses and norms of its steps, and what it saw at the end."""
+class Course(Trained):
+    """A rank's run, with the first step's gradients; and the traffic of each step and the optimizer states at the end.
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
+    ``seen``: what ``look`` returned at the end.
+    """
+
     traffic: list[TrafficReport] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
     seen: Any = None
 
 
@@ -255,14 +255,13 @@ def train(
                 if micro + 1 < recipe.accumulate:
                     engine.step()
             if step == 0 and engine.config.precision.gradients != "in_backward":
-                course.gradients = {name: engine.gradient(name) for name in names_of(model)}
+                course.gradients.append({name: engine.gradient(name) for name in names_of(model)})
             course.losses.append(sum(losses) / len(losses))
             course.norms.append(engine.step().grad_norm)
             course.traffic.append(engine.traffic_report().since(before))
         if save is not None:
             engine.save(save)
-        with engine.gathered():
-            course.weights = {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
+        course.weights = whole_weights(engine)
         course.states = {name: engine.optimizer_state(name) for name in names_of(model)}
         course.seen = look(engine, collectives)
         engine.close()
@@ -276,35 +275,19 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def losses_of(courses: list[Course], shape: MeshShape, data: int) -> list[float]:
-    """Of the samples of one data coordinate: the last stage has them."""
-    last = shape.pipeline - 1
-    rank = next(
-        rank
-        for rank in range(shape.num_ranks)
-        if (shape.coordinate(rank, "pipeline"), shape.coordinate(rank, "data")) == (last, data)
-    )
-    return courses[rank].losses
-
-
 def same(one: Course, other: Course) -> None:
-    """Bit for bit, but for the losses."""
-    assert one.norms == other.norms
-    for name, weight in one.weights.items():
-        assert torch.equal(weight, other.weights[name]), name
+    """Equal bit for bit, optimizer states too, except the losses."""
+    assert_same_bits(one, replace(other, gradients=one.gradients), losses=False)
+    for name in one.weights:
         states = other.states[name]
         assert one.states[name].keys() == states.keys()
         assert all(torch.equal(value, states[key]) for key, value in one.states[name].items()), name
 
 
 def close(one: Course, other: Course, tolerance: float = 1e-5) -> None:
-    """Up to the order of sums: the first step's gradients by their largest, norms, and weights."""
-    torch.testing.assert_close(one.norms, other.norms, rtol=tolerance, atol=0)
-    for name, gradient in one.gradients.items():
-        expected = other.gradients[name]
-        assert gradient is not None
-        assert expected is not None
-        most = max(float(expected.abs().max()) * tolerance, 1e-8)
-        torch.testing.assert_close(gradient, expected, rtol=0, atol=most, msg=name)
+    """Up to the order of sums: gradients of the first step, where there are any, norms, and weights."""
+    assert_exact(
+        one, replace(other, gradients=other.gradients[: len(one.gradients)]), tolerance=tolerance, losses=False
+    )
     for name, weight in one.weights.items():
         torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=1e-4, msg=name)

@@ -1,5 +1,6 @@
 """Models built on the meta device: made real unit by unit, the same at every stage and on any number of ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import partita
 from partita import ConfigError
 from tests.kit import ranks as pool
 from tests.kit import seeds
-from tests.kit.models import CASES, WIDTH, Block, Stack, parts, square_loss
+from tests.kit.models import CASES, FAMILIES, WIDTH, Block, Stack, parts, square_loss
 from tests.kit.plans import ZERO
 from tests.kit.state import assert_idle
 from tests.kit.training import rank, whole_weights, world
@@ -186,20 +187,20 @@ def same_buffers(module: nn.Module, expected: nn.Module) -> None:
 
 def rotary_frequencies(kind: dict[str, Any]) -> None:
     """Frequencies are in no checkpoint: a model's own code computes them from its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    build = partial(
+        FAMILIES["llama"],
         vocab_size=32,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=256,
+        use_cache=True,
         rope_parameters={"rope_theta": 5000.0, **kind},
     )
-    model = on_meta(lambda: LlamaForCausalLM(config))
+    model = on_meta(build)
     with partita.initialize(model, {"zero": {"stage": 3}}) as engine:
-        same_buffers(engine.module, LlamaForCausalLM(config))
+        same_buffers(engine.module, build())
         tokens = torch.randint(0, 32, (2, 100))
         engine.backward(engine(tokens, labels=tokens).loss)
         assert engine.step().stepped

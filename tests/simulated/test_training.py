@@ -22,6 +22,7 @@ from tests.simulated.training import (
     on_nodes,
     open_engine,
     resume,
+    same,
     simulated,
     train_all,
     train_on_axes,
@@ -40,7 +41,7 @@ def check(num_ranks: int, names: list[str]) -> None:
     results = pool.run(num_ranks, simulated, train_all, plans, with_group=False, timeout=200)
     for rank, (trained, races) in enumerate(results):
         assert races == [], f"rank {rank}"
-        differ = [name for name in names if not trained[name].same(expected[rank][name])]
+        differ = [name for name in names if not same(trained[name], expected[rank][name])]
         assert not differ, f"rank {rank}: other bits than on the CPU"
 
 
@@ -75,7 +76,7 @@ def test_stage_3_elsewhere(where: Callable[..., Any]) -> None:
     pool.close()
     for rank, (trained, races) in enumerate(pool.run(2, where, train_all, plans, with_group=False, timeout=200)):
         assert races == [], f"rank {rank}"
-        assert all(trained[name].same(expected[rank][name]) for name in plans)
+        assert all(same(trained[name], expected[rank][name]) for name in plans)
 
 
 def check_collectives_of_the_benchmark() -> None:
@@ -106,7 +107,7 @@ def test_changes_between_nodes() -> None:
     results = pool.run(4, on_nodes, simulated, train_all, NODES, with_group=False, timeout=200)
     for rank, (trained, races) in enumerate(results):
         assert races == [], f"rank {rank}"
-        differ = [name for name in NODES if not trained[name].same(expected[rank][name])]
+        differ = [name for name in NODES if not same(trained[name], expected[rank][name])]
         assert not differ, f"rank {rank}: other bits than on the CPU"
 
 

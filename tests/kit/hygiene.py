@@ -1,4 +1,4 @@
-"""What a test must leave as it found it: child processes, non-daemon threads, environment variables."""
+"""Child processes, non-daemon threads and environment variables that a test leaves behind."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ class Snapshot:
         return cls(frozenset(child_processes()), frozenset(_lasting_threads()), _environment())
 
     def leaks(self, exempt: Callable[[], Collection[int]] = frozenset, grace_s: float = 1.0) -> list[str]:
-        """What there is now and was not then, in words. What is about to end by itself gets `grace_s` to do so.
+        """New processes and threads and changed variables, in words. Those that end by themselves have `grace_s`.
 
         `exempt` names the processes that may stay.
         """

@@ -1,4 +1,4 @@
-"""What a computation leaves in memory."""
+"""Bytes of the tensors that a computation makes and that are still alive."""
 
 import weakref
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def _storages(value: Any) -> Iterator[tuple[int, UntypedStorage]]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made while it is on that are still alive, and at their ``peak``."""
+    """Counts the bytes of storages that are made inside the ``with`` block: those still alive, and the ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """A pool of worker processes that stay, for tests on several ranks.
 
-`on_ranks(world, fn, *args)` calls `fn(*args)` on `world` ranks and returns what each gave, in rank order:
+`on_ranks(world, fn, *args)` calls `fn(*args)` on `world` ranks and returns their results in rank order:
 
     def sum_of_ranks() -> float:                      # at the top level of a test module
         value = torch.tensor(float(dist.get_rank()))
@@ -10,9 +10,9 @@
     def test_sum() -> None:
         assert on_ranks(4, sum_of_ranks) == [6.0] * 4
 
-Workers are forked from a server that has imported torch and transformers, when first needed; rank r is always worker r.
-Each call has a fresh rendezvous, a seed of its own a rank, the warning filters of the test, and one thread a rank.
-What comes back is pickled by value: no memory is shared between ranks and the test.
+Workers are forked when first needed, from a server that has imported torch and transformers; rank r is always worker r.
+Each call has a fresh rendezvous, another seed on each rank, the warning filters of the test, and one thread per rank.
+Results are pickled by value: ranks and test share no memory.
 """
 
 import atexit
@@ -51,7 +51,7 @@ class WorkerError(Exception):
 
 
 class Failure(NamedTuple):
-    """What went wrong on one rank, and when."""
+    """An error on one rank, and its time."""
 
     rank: int
     time_s: float

@@ -1,4 +1,4 @@
-"""Ranks in threads of this process: the real groups and collectives on a mesh that needs no process group."""
+"""Ranks as threads of this process: the real groups and collectives on a mesh that needs no process group."""
 
 import threading
 from collections import Counter, defaultdict
@@ -24,10 +24,10 @@ TIMEOUT_S = 10.0
 
 
 def on_threads(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[str, ...]) -> list[T]:
-    """What ``work`` returns on every rank of a mesh, in rank order, with groups open over these axes and over all.
+    """Call ``work`` on every rank of a mesh, with groups over ``axes`` and over all axes; returns the results in order.
 
     Raises:
-        Exception: what the first rank met that met anything.
+        Exception: the exception of the first rank, in rank order, that raised one.
     """
     network = Network(shape.num_ranks)
     collectives = [Collectives(FakeMesh(shape, rank, network)) for rank in range(shape.num_ranks)]
@@ -39,7 +39,7 @@ def on_threads(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[
 
 
 class Network:
-    """What the ranks have sent, by operation; and the notes that they share."""
+    """Messages between the threads, by operation; and the notes that they share."""
 
     def __init__(self, num_ranks: int) -> None:
         self.notes = [""] * num_ranks
@@ -52,10 +52,10 @@ class Network:
             self._changed.notify_all()
 
     def receive(self, operation: object, num: int) -> list[Any]:
-        """What all ``num`` ranks have sent.
+        """Wait for the messages of all ``num`` ranks.
 
         Raises:
-            RuntimeError: not all of them send.
+            RuntimeError: not all of them send within TIMEOUT_S.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._sent[operation]) == num, TIMEOUT_S):
@@ -64,7 +64,7 @@ class Network:
 
 
 class Notes:
-    """A board that the ranks of one process share."""
+    """A board of notes that the ranks of one process share."""
 
     def __init__(self, rank: int, notes: list[str]) -> None:
         self._rank, self._notes = rank, notes
@@ -77,15 +77,15 @@ class Notes:
 
 
 class UnderWay:
-    """Ends when it is waited for."""
+    """An operation that completes when it is waited for."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait
 
 
 class FakeTransport(Transport):
-    """Between ranks of one process. Whoever does an operation waits for the others, which must do the same as the same
-    one of its kind.
+    """A transport between threads. A rank that calls a collective waits for the others, whose n-th call of this kind
+    must be the same.
     """
 
     keeps_tags_apart = True
@@ -153,7 +153,7 @@ class FakeTransport(Transport):
 
 
 def in_rank_order(parts: list[Tensor]) -> Tensor:
-    """The sum from the first to the last, of 16-bit tensors in fp32."""
+    """Sum the parts from the first to the last; 16-bit tensors in fp32."""
     total = parts[0].float() if parts[0].dtype.itemsize < 4 else parts[0]
     for part in parts[1:]:
         total = total + part
@@ -161,7 +161,7 @@ def in_rank_order(parts: list[Tensor]) -> Tensor:
 
 
 class FakeMesh:
-    """What groups and engines ask a :class:`~partita.comm.mesh.Mesh` for."""
+    """The part of :class:`~partita.comm.mesh.Mesh` that groups and engines use."""
 
     def __init__(self, shape: MeshShape, rank: int, network: Network) -> None:
         self.shape, self.rank, self.num_ranks, self.timeout_s = shape, rank, shape.num_ranks, TIMEOUT_S

@@ -1,4 +1,4 @@
-"""The other side of the pool's pipes: a process that runs one job after another, as a rank each time."""
+"""A worker of the pool: a process that runs one job after another, each time as a rank."""
 
 import contextlib
 import faulthandler
@@ -73,7 +73,7 @@ def main(pipe: Connection, stacks: str) -> None:
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """Be a rank for one job: what that took, and what the job leaves behind, is gone afterwards."""
+    """Run one job as a rank, then undo what that needed and what the job leaves behind."""
     before = Snapshot.take()
     _set_environment(job)
     seeds.start(1000 + job.rank)  # differs by rank, so that nothing is equal on all ranks by accident

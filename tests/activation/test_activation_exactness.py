@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from tests.activation.test_activation_partition import course, gpt2, llama
-from tests.kit import ranks as pool
 from tests.kit.plans import PLANS, matrix
+from tests.kit.ranks import on_ranks
 
 UNITS: dict[str, Any] = {"checkpoint": "units"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def test_activations_are_exact(build: Callable[[], nn.Module], mesh: str, plan: 
     world = 1
     for size in MESHES[mesh].values():
         world *= size
-    for found in pool.run(world, courses, build, mesh, plan, timeout=400):
+    for found in on_ranks(world, courses, build, mesh, plan, timeout=400):
         for way, numbers in found.items():
             if way.startswith("tiled"):
                 assert numbers[0] == pytest.approx(found["none"][0], rel=1e-6)  # the first loss, of equal weights

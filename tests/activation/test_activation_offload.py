@@ -19,9 +19,9 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from tests.activation.test_recompute import RECIPES
 from tests.features import parity
-from tests.kit import ranks as pool
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import WIDTH, Block, Stack, inputs
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, world
 
 RECOMPUTED: dict[str, Any] = {"activations": {"checkpoint": "units"}}
@@ -52,13 +52,13 @@ def run_recipes() -> None:
 def test_models_train_as_without(name: str, world: int) -> None:
     plans = ("3",) if world == 1 else ("0", "1", "2", "3", "3-kept", "3-host", "3-disk")
     settings = {"none": {}, "disk": ON_DISK, "selective": SELECTIVE}
-    for courses in pool.run(world, parity.courses_with, name, plans, settings, timeout=240):
+    for courses in on_ranks(world, parity.courses_with, name, plans, settings, timeout=240):
         for (plan, setting), course in courses.items():
             assert _numbers(course) == _numbers(courses[plan, "none"]), f"{plan}, {setting}"
 
 
 def test_dropout_statistics_and_two_forwards() -> None:
-    pool.run(2, run_recipes)
+    on_ranks(2, run_recipes)
 
 
 def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
@@ -254,8 +254,8 @@ def no_room_on_one_rank() -> str:
 
 def test_no_room_is_told_to_all_ranks() -> None:
     missing = "reserving 61440 bytes failed: No space"  # a page was taken at the start
-    (alone,) = pool.run(1, no_room_on_one_rank)
-    other, own = pool.run(2, no_room_on_one_rank)
+    (alone,) = on_ranks(1, no_room_on_one_rank)
+    other, own = on_ranks(2, no_room_on_one_rank)
     assert missing in alone
     assert missing in own
     assert other.startswith("rank 1 of the group over data failed: PartitaError: offload to disk")

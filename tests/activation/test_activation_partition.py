@@ -15,10 +15,10 @@ from partita.activation.inputs import NUM_STAYING
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.plan.traffic import TrafficKey
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import FAMILIES
+from tests.kit.ranks import on_ranks
 
 LAYERS, WIDTH, VOCAB, LENGTH = NUM_STAYING + 3, 24, 40, 10
 UNITS: dict[str, Any] = {"checkpoint": "units"}
@@ -116,16 +116,16 @@ def split_already() -> None:
 
 
 def test_split_inputs_have_the_bits_of_whole_ones() -> None:
-    for found in pool.run(2, courses, gpt2, (3,), timeout=240):
+    for found in on_ranks(2, courses, gpt2, (3,), timeout=240):
         assert all(numbers == found[stage, "none"] for (stage, _), numbers in found.items())
 
 
 def test_parts_are_kept_and_gathered() -> None:
-    pool.run(2, kept_and_gathered)
+    on_ranks(2, kept_and_gathered)
 
 
 def test_what_ranks_have_different_stays_whole() -> None:
-    pool.run(2, split_already)
+    on_ranks(2, split_already)
 
 
 def test_sequence_ranks_keep_their_own_positions_anyway() -> None:

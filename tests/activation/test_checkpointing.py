@@ -6,9 +6,9 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check
 from tests.sharding.test_visits import freeze, siamese
 
@@ -122,22 +122,22 @@ def recomputes_once() -> None:
 
 @matrix(name=MODELS, plan=("1", "2", "3", "3-kept"), reentrant=[False, True])
 def test_checkpointed(name: str, reentrant: bool, plan: str) -> None:
-    pool.run(2, run_model, name, reentrant, plan)
+    on_ranks(2, run_model, name, reentrant, plan)
 
 
 @pytest.mark.parametrize("reentrant", sampled([False, True], True))
 def test_shared_blocks(reentrant: bool) -> None:
-    pool.run(2, run_shared, reentrant)
+    on_ranks(2, run_shared, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", sampled([False, True], False))
 def test_frozen_blocks_and_two_forwards(reentrant: bool) -> None:
-    pool.run(2, run_frozen, reentrant)
+    on_ranks(2, run_frozen, reentrant)
 
 
 def test_without_early_stop() -> None:
-    pool.run(2, run_without_early_stop)
+    on_ranks(2, run_without_early_stop)
 
 
 def test_recomputed_block_is_gathered_once_in_backward() -> None:
-    pool.run(2, recomputes_once)
+    on_ranks(2, recomputes_once)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.ranks import on_ranks
 
 WIDTH = 8
 
@@ -141,7 +141,7 @@ class Embedded(nn.Module):
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline", "data"])
 def test_the_start_computes_no_parametrized_weight(axis: str) -> None:
-    assert pool.run(2, changed_at_start, axis) == [[], []]
+    assert on_ranks(2, changed_at_start, axis) == [[], []]
 
 
 def changed_at_start(axis: str) -> list[str]:

@@ -10,9 +10,9 @@ import partita
 from partita.activation import kept_whole
 from tests.activation.test_activation_partition import course, gpt2
 from tests.activation.test_recompute import NoisyStack
-from tests.kit import ranks as pool
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import WIDTH, Stack, square_loss
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, train_recipe
 
 NUM_BLOCKS, ROWS = 4, 100
@@ -155,7 +155,7 @@ def run_recipes() -> None:
 
 
 def test_bits_are_those_of_recomputed_modules() -> None:
-    pool.run(2, run_recipes)
+    on_ranks(2, run_recipes)
 
 
 def on_mesh(parallel: dict[str, int], activations: list[dict[str, Any]]) -> list[list[Any]]:
@@ -171,5 +171,5 @@ def test_ranks_that_compute_together_keep_alike(parallel: dict[str, int]) -> Non
     if "tensor" in parallel:
         ways.append({**units, "keep_bytes": 20000, "partition": True})
     (world,) = parallel.values()
-    for found in pool.run(world, on_mesh, parallel, ways, timeout=240):
+    for found in on_ranks(world, on_mesh, parallel, ways, timeout=240):
         assert all(each == found[0] for each in found)

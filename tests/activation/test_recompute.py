@@ -13,11 +13,11 @@ from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForCondition
 import partita
 from partita import ConfigError, PartitaError
 from tests.features import parity
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import CASES, FAMILIES, WIDTH, Block, Stack, inputs, square_loss
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.sharding.test_visits import siamese
 
@@ -114,17 +114,17 @@ def _numbers(course: parity.Course) -> list[Any]:
 )
 def test_models_train_as_without(name: str, plan: str, world: int) -> None:
     settings = {choice: {"activations": {"checkpoint": choice}} for choice in ("none", *CHOICES)}
-    for courses in pool.run(world, parity.courses_with, name, (plan,), settings):
+    for courses in on_ranks(world, parity.courses_with, name, (plan,), settings):
         for (_, choice), course in courses.items():
             assert _numbers(course) == _numbers(courses[plan, "none"]), choice
 
 
 def test_dropout_and_statistics_are_those_of_one_forward() -> None:
-    pool.run(2, run_recipes, tuple(RECIPES))
+    on_ranks(2, run_recipes, tuple(RECIPES))
 
 
 def test_units_run_twice_and_are_gathered_twice() -> None:
-    pool.run(2, forwards_and_gathers)
+    on_ranks(2, forwards_and_gathers)
 
 
 def test_units_keep_their_inputs_alone() -> None:
@@ -253,7 +253,7 @@ def test_a_model_without_blocks_is_told() -> None:
 
 def test_a_forward_that_differs_when_repeated_is_named() -> None:
     with pytest.raises(PartitaError) as raised:
-        pool.run(1, differs_when_repeated)
+        on_ranks(1, differs_when_repeated)
     said = str(raised.value)
     assert said.startswith("'blocks.1' computed something else when its forward was repeated")
     assert "the first that differs is number 1: {'shape': torch.Size([4, 16])" in said

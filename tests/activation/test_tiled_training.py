@@ -11,9 +11,9 @@ import partita
 from partita.activation.logits import Logits
 from partita.plan.traffic import TrafficReport
 from tests.features import parity
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, FAMILIES, VOCAB
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 ROWS = {"loss": {"tiled": 7 * 4 * VOCAB}}  # that no number of rows is a multiple of
@@ -84,13 +84,13 @@ def compare_gradients(name: str, stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_losses(name: str) -> None:
     """Also that nothing is gathered or reduced more often than without tiles."""
-    pool.run(2, compare_gradients, name, (0, 3) if name == "tied llama" else (3,), timeout=240)
+    on_ranks(2, compare_gradients, name, (0, 3) if name == "tied llama" else (3,), timeout=240)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_losses_at_every_stage(name: str) -> None:
-    pool.run(2, compare_gradients, name, (0, 1, 2, 3), timeout=240)
+    on_ranks(2, compare_gradients, name, (0, 1, 2, 3), timeout=240)
 
 
 @pytest.mark.parametrize("name", [*PATTERNS, pytest.param("mixtral", marks=pytest.mark.thorough)])
@@ -101,7 +101,7 @@ def test_models_train_as_without(name: str, world: int) -> None:
     if name in PATTERNS:
         settings["modules"] = {"tiled": {"mlp": [PATTERNS[name]]}}
         settings["both"] = {**ROWS, **settings["modules"], "activations": {"checkpoint": "units"}}
-    for courses in pool.run(world, parity.courses_with, name, plans, settings, timeout=240):
+    for courses in on_ranks(world, parity.courses_with, name, plans, settings, timeout=240):
         for (plan, setting), course in courses.items():
             plain = courses[plan, "none"]
             what = f"{plan}, {setting}"

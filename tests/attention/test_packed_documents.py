@@ -9,9 +9,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import FAMILIES
+from tests.kit.ranks import on_ranks
 
 MODELS = {
     "llama": partial(
@@ -49,7 +49,7 @@ def losses(name: str, config: str, **given: Any) -> list[float]:
 def test_documents_are_separated_on_every_mesh(name: str) -> None:
     expected = None
     for config in CONFIGS:
-        for found in pool.run(2, losses, name, config):
+        for found in on_ranks(2, losses, name, config):
             expected = expected or found
             assert found[0] == pytest.approx(found[1], abs=1e-6), config
             assert found == pytest.approx(expected, abs=1e-5), config

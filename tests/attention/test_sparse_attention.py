@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import FAMILIES
 from tests.kit.plans import PLANS
+from tests.kit.ranks import on_ranks
 
 ATTENTION = {"pattern": "bigbird", "block": 8, "window": 12, "global": 1, "random": 1}
 NAMES = ("0", "2", "3-recomputed", "3-host")
@@ -35,5 +35,5 @@ def courses() -> dict[str, list[Any]]:
 
 
 def test_every_plan_has_the_same_numbers() -> None:
-    for found in pool.run(2, courses):
+    for found in on_ranks(2, courses):
         assert all(course == found["0"] for course in found.values()), found

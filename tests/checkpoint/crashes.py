@@ -20,9 +20,9 @@ from partita import PartitaError
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.offline import verify
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack
+from tests.kit.ranks import WorkerError, close_pool, on_ranks
 from tests.kit.training import ADAMW, rank
 
 RANKS = 2
@@ -102,14 +102,14 @@ def kill_once(folder: Path, number: int, expected: list[list[float]], chance: ra
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        pool.run(RANKS, train_until_killed, str(folder), number, expected)
-    except (pool.WorkerError, PartitaError):
+        on_ranks(RANKS, train_until_killed, str(folder), number, expected)
+    except (WorkerError, PartitaError):
         pass
     else:
         raise AssertionError("the run came to its end before it was killed")
     finally:
         killer.join()
-        pool.close()
+        close_pool()
     found = complete(folder)
     for path in found.values():
         problems = list(verify(open_stored(path)))

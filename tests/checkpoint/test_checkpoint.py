@@ -29,10 +29,10 @@ from partita.checkpoint.format.backend import FileDraft
 from partita.checkpoint.format.folder import complete
 from partita.checkpoint.format.stored import open_stored
 from partita.huggingface.export import export_checkpoint
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, square_loss
 from tests.kit.plans import matrix, sampled
+from tests.kit.ranks import WorkerError, on_ranks
 from tests.kit.training import ADAMW, rank, whole_weights, world
 
 BATCH = 8
@@ -105,7 +105,7 @@ def loaded(folder: str, layout: Layout) -> tuple[dict[str, Tensor], list[float]]
 
 
 def check_pair(folder: Path, one: Layout, other: Layout, expected: tuple[dict[str, Tensor], list[float]]) -> None:
-    states, losses = pool.run(other.ranks, loaded, str(folder), other)[0]
+    states, losses = on_ranks(other.ranks, loaded, str(folder), other)[0]
     assert states.keys() == expected[0].keys()
     differ = [name for name, value in states.items() if not torch.equal(value, expected[0][name])]
     assert not differ, f"{one} -> {other}: {differ}"
@@ -118,7 +118,7 @@ def test_saved_under_one_layout_and_loaded_under_another(number: int, tmp_path: 
     """Each of the layouts is loaded into once over all; over the first three, each value of every axis."""
     chosen = random.Random(number)
     one = chosen.choice(LAYOUTS[number % 3 * 24 : (number % 3 + 1) * 24])
-    expected = pool.run(one.ranks, saved, str(tmp_path), one)[0]
+    expected = on_ranks(one.ranks, saved, str(tmp_path), one)[0]
     for other in random.Random(0).sample(LAYOUTS, len(LAYOUTS))[number::24]:
         check_pair(tmp_path, one, other, expected)
 
@@ -127,7 +127,7 @@ def test_saved_under_one_layout_and_loaded_under_another(number: int, tmp_path: 
 def test_lean_states_are_kept_as_they_are(tier: str, tmp_path: Path) -> None:
     """Codes, scales and split masters under other ranks, stages and tiers."""
     one, other = Layout(2, 3, tier, "bf16", LEAN), Layout(4, 1, "host", "bf16", LEAN)
-    check_pair(tmp_path, one, other, pool.run(2, saved, str(tmp_path), one)[0])
+    check_pair(tmp_path, one, other, on_ranks(2, saved, str(tmp_path), one)[0])
 
 
 def moments(folder: str, precision: dict[str, str]) -> dict[str, Tensor]:
@@ -141,10 +141,10 @@ def moments(folder: str, precision: dict[str, str]) -> dict[str, Tensor]:
 
 
 def test_8_bit_moments_become_numbers_and_numbers_8_bit_moments(tmp_path: Path) -> None:
-    coded = pool.run(2, moments, str(tmp_path), {"moments": "int8"})[0]
-    exact = pool.run(1, moments, str(tmp_path), {})[0]
+    coded = on_ranks(2, moments, str(tmp_path), {"moments": "int8"})[0]
+    exact = on_ranks(1, moments, str(tmp_path), {})[0]
     assert all(torch.equal(exact[key], value) for key, value in coded.items())
-    again = pool.run(1, recoded, str(tmp_path))[0]
+    again = on_ranks(1, recoded, str(tmp_path))[0]
     for key, value in again.items():
         torch.testing.assert_close(value, exact[key], rtol=0.07, atol=float(exact[key].abs().max()) / 3900, msg=key)
 
@@ -236,7 +236,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:step 1. the gradient of .* is not finite")
 @matrix(ranks=[1, 2], name=SECTIONS)
 def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, resumes, str(tmp_path), SECTIONS[name])
+    on_ranks(ranks, resumes, str(tmp_path), SECTIONS[name])
 
 
 def configured_anew(folder: str) -> None:
@@ -270,7 +270,7 @@ def configured_anew(folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_configured_anew_holds(ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, configured_anew, str(tmp_path))
+    on_ranks(ranks, configured_anew, str(tmp_path))
 
 
 class Odd(torch.optim.Optimizer):
@@ -312,7 +312,7 @@ def saves_what_is_there_now(folder: str, stage: int, replaces: bool) -> None:
 
 @matrix(ranks=[1, 2], stage=[0, 3], replaces=[False, True])
 def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, replaces: bool, tmp_path: Path) -> None:
-    pool.run(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
+    on_ranks(ranks, saves_what_is_there_now, str(tmp_path), stage, replaces)
 
 
 class Counting(Stack):
@@ -373,7 +373,7 @@ def keeps_extra_states(folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_extra_states_and_shapes_of_buffers(ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, keeps_extra_states, str(tmp_path))
+    on_ranks(ranks, keeps_extra_states, str(tmp_path))
     with pytest.warns(UserWarning, match=r"extra state of 'model\.counter' is left out"):
         export_checkpoint(open_stored(tmp_path / "step-2"), tmp_path / "offline", None, None)
 
@@ -398,7 +398,7 @@ def saves_by_itself(folder: str) -> None:
 
 
 def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
-    pool.run(2, saves_by_itself, str(tmp_path))
+    on_ranks(2, saves_by_itself, str(tmp_path))
 
 
 def starts_again(folder: str) -> None:
@@ -418,7 +418,7 @@ def starts_again(folder: str) -> None:
 
 
 def test_a_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path: Path) -> None:
-    pool.run(2, starts_again, str(tmp_path))
+    on_ranks(2, starts_again, str(tmp_path))
 
 
 def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
@@ -434,7 +434,7 @@ def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("offload", [{}, {"optimizer": "disk"}], ids=["device", "disk"])
 def test_a_checkpoint_from_before_the_first_step(offload: dict[str, str], tmp_path: Path) -> None:
-    pool.run(2, goes_back_to_the_start, str(tmp_path), offload)
+    on_ranks(2, goes_back_to_the_start, str(tmp_path), offload)
 
 
 def save_one(folder: str) -> None:
@@ -479,20 +479,20 @@ FILES = ("__0_0.distcp", "__1_0.distcp", "__1_0.json", "manifest.json")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named(damage: str, file: str, tmp_path: Path) -> None:
-    pool.run(2, save_one, str(tmp_path))
+    on_ranks(2, save_one, str(tmp_path))
     DAMAGES[damage](tmp_path / "step-2" / file)
     if (damage, file) == ("missing", "manifest.json"):
         assert list(complete(tmp_path)) == [1]  # it is none
     else:
-        pool.run(2, damage_raises, str(tmp_path), file)
+        on_ranks(2, damage_raises, str(tmp_path), file)
 
 
 def test_what_a_crash_leaves_is_removed_and_never_chosen(tmp_path: Path) -> None:
-    pool.run(2, save_one, str(tmp_path))
+    on_ranks(2, save_one, str(tmp_path))
     (tmp_path / "step-2").rename(tmp_path / ".step-2.partial")
     (tmp_path / "step-9").mkdir()
     assert list(complete(tmp_path)) == [1]
-    pool.run(2, goes_on_from_step_1, str(tmp_path))
+    on_ranks(2, goes_on_from_step_1, str(tmp_path))
     assert names(tmp_path) == ["step-1", "step-2", "step-9"]
 
 
@@ -544,7 +544,7 @@ def disk_fails(folder: str, background: bool, call: str) -> None:
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
 def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_path: Path) -> None:
-    pool.run(2, disk_fails, str(tmp_path), background, call)
+    on_ranks(2, disk_fails, str(tmp_path), background, call)
 
 
 def dies_while_it_writes(folder: str) -> None:
@@ -558,8 +558,8 @@ def dies_while_it_writes(folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
 def test_a_rank_that_dies_while_it_writes_is_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9") as caught:
-        pool.run(2, dies_while_it_writes, str(tmp_path))
+    with pytest.raises(WorkerError, match="rank 1 died with exit code -9") as caught:
+        on_ranks(2, dies_while_it_writes, str(tmp_path))
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
     assert "rank 1 ended before its file in" in other
     assert complete(tmp_path) == {}
@@ -601,7 +601,7 @@ def other_models(folder: str) -> None:
 
 
 def test_checkpoints_of_other_models(tmp_path: Path) -> None:
-    pool.run(2, other_models, str(tmp_path))
+    on_ranks(2, other_models, str(tmp_path))
 
 
 def not_finite(folder: str, policy: str, optimizer: str) -> None:
@@ -635,7 +635,7 @@ def not_finite(folder: str, policy: str, optimizer: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*the update is skipped")
 @pytest.mark.parametrize(("policy", "optimizer"), [("raise", "adamw"), ("rewind", "adamw"), ("rewind", "sgd")])
 def test_what_is_not_finite(policy: str, optimizer: str, tmp_path: Path) -> None:
-    pool.run(2, not_finite, str(tmp_path), policy, optimizer)
+    on_ranks(2, not_finite, str(tmp_path), policy, optimizer)
 
 
 def stays_not_finite(folder: str, gradients: str) -> None:
@@ -668,7 +668,7 @@ def stays_not_finite(folder: str, gradients: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*not finite:UserWarning")
 @pytest.mark.parametrize("gradients", ["fp32", "in_backward"])
 def test_going_back_has_an_end(gradients: str, tmp_path: Path) -> None:
-    pool.run(2, stays_not_finite, str(tmp_path), gradients)
+    on_ranks(2, stays_not_finite, str(tmp_path), gradients)
 
 
 def inside_a_batch(folder: str) -> None:
@@ -708,15 +708,15 @@ def numbers_of_numpy(folder: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_saved_can_be_loaded(ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, numbers_of_numpy, str(tmp_path))
+    on_ranks(ranks, numbers_of_numpy, str(tmp_path))
 
 
 def test_no_checkpoint_inside_a_batch(tmp_path: Path) -> None:
-    pool.run(2, inside_a_batch, str(tmp_path))
+    on_ranks(2, inside_a_batch, str(tmp_path))
 
 
 def test_the_manifest_says_what_it_is_of(tmp_path: Path) -> None:
-    pool.run(2, save_one, str(tmp_path))
+    on_ranks(2, save_one, str(tmp_path))
     stored = open_stored(tmp_path / "step-2")
     manifest = json.loads(json.dumps(stored.manifest))
     assert (manifest["step"], manifest["ranks"], manifest["config"]["zero"]["stage"]) == (2, 2, 3)
@@ -743,10 +743,10 @@ def extras_by_rank(folder: str, num_ranks: int) -> tuple[Any, list[str]]:
 
 def test_extra_that_differs_by_rank(tmp_path: Path) -> None:
     same = {"epoch": 2, "order": [0, 1, 2]}
-    for number, (found, said) in enumerate(pool.run(2, extras_by_rank, str(tmp_path), 2)):
+    for number, (found, said) in enumerate(on_ranks(2, extras_by_rank, str(tmp_path), 2)):
         assert found == {**same, "position": 100 + number}
         assert not any("extra" in line for line in said)
-    for number, (found, said) in enumerate(pool.run(3, extras_by_rank, str(tmp_path), 2)):
+    for number, (found, said) in enumerate(on_ranks(3, extras_by_rank, str(tmp_path), 2)):
         assert found == {**same, "position": 100}
         told = [line for line in said if "other values of engine.extra ('position')" in line]
         assert len(told) == (number == 0)
@@ -761,7 +761,7 @@ def names_that_are_too_long(folder: str) -> None:
 
 
 def test_a_folder_whose_name_is_too_long(tmp_path: Path) -> None:
-    pool.run(2, names_that_are_too_long, str(tmp_path))
+    on_ranks(2, names_that_are_too_long, str(tmp_path))
 
 
 def loads_with_another_index(folder: str) -> None:
@@ -775,7 +775,7 @@ def loads_with_another_index(folder: str) -> None:
 
 
 def test_a_changed_index_is_found_by_load(tmp_path: Path) -> None:
-    pool.run(2, loads_with_another_index, str(tmp_path))
+    on_ranks(2, loads_with_another_index, str(tmp_path))
 
 
 def goes_on_with_another_optimizer(folder: str, name: str) -> list[str]:
@@ -795,6 +795,6 @@ def goes_on_with_another_optimizer(folder: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "told"), [("adam", 0), ("lion", 1)])
 def test_another_optimizer_is_told(name: str, told: int, tmp_path: Path) -> None:
-    first, second = pool.run(2, goes_on_with_another_optimizer, str(tmp_path), name)
+    first, second = on_ranks(2, goes_on_with_another_optimizer, str(tmp_path), name)
     said = f"was saved with the optimizer adam, and this one is {name}"
     assert [sum(said in line for line in lines) for lines in (first, second)] == [told, 0]

@@ -29,8 +29,8 @@ from partita.cli.main import app
 from partita.config.schema import Schedule as ScheduleSection
 from partita.huggingface.trained import read_model
 from partita.optim.schedule import Schedule
-from tests.kit import ranks as pool
 from tests.kit.models import FAMILIES
+from tests.kit.ranks import on_ranks
 
 NUM_BEFORE, NUM_AFTER = 3, 3
 LINEAR = {"name": "linear", "warmup_steps": 2, "total_steps": 9}
@@ -124,7 +124,7 @@ def check_goes_on(folder: Path, plain: Plain, schedule: Any, strict: bool = True
     found = [
         rank
         for num_ranks, stage in ((1, 1), (2, 3))
-        for rank in pool.run(num_ranks, goes_on, str(folder), schedule, stage, strict)
+        for rank in on_ranks(num_ranks, goes_on, str(folder), schedule, stage, strict)
     ]
     for losses, *_ in found:
         assert losses == pytest.approx(expected, rel=1e-6)
@@ -275,7 +275,7 @@ def converts_and_goes_on(folder: str) -> None:
 
 
 def test_universal_in_a_native_loop(tmp_path: Path) -> None:
-    pool.run(1, converts_and_goes_on, str(tmp_path), with_group=False)
+    on_ranks(1, converts_and_goes_on, str(tmp_path), with_group=False)
 
 
 def test_universal_with_a_torch_scheduler(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_loss_scale_of_universal(tmp_path: Path) -> None:
     plain.train(NUM_BEFORE)
     write_universal(tmp_path / "run", plain, 1, {"last_batch_iteration": 2})
     convert(tmp_path / "run", tmp_path / "out")
-    assert pool.run(1, loss_scale_of, str(tmp_path / "out")) == [512.0]
+    assert on_ranks(1, loss_scale_of, str(tmp_path / "out")) == [512.0]
 
 
 class Runs:
@@ -432,12 +432,12 @@ def goes_on_after_the_trainer(folder: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:OMP_NUM_THREADS")  # of what transformers imports
 def test_trainer(tmp_path: Path) -> None:
-    losses = pool.run(1, train_plainly, str(tmp_path / "run"), with_group=False)[0]
+    losses = on_ranks(1, train_plainly, str(tmp_path / "run"), with_group=False)[0]
     folder = tmp_path / "run" / f"checkpoint-{NUM_BEFORE}"
     assert (folder / "optimizer.pt").exists()
     shown = convert(folder, tmp_path / "out")
     assert "tensors of transformers after 3 steps" in shown.output, shown.output
-    for after in pool.run(2, goes_on_after_the_trainer, str(tmp_path / "out")):
+    for after in on_ranks(2, goes_on_after_the_trainer, str(tmp_path / "out")):
         assert after == pytest.approx(losses[NUM_BEFORE:], rel=1e-6)
     assert "partita.random.0" in open_stored(tmp_path / "out").values
     (folder / "config.json").unlink()

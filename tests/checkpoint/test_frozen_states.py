@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import ADAMW
 
 HOST = {"optimizer": "host", "parameters": "host"}
@@ -71,10 +71,10 @@ def test_states_of_frozen_layers_are_loaded_and_saved(
     ranks: int, stage: int, offload: dict[str, str], tmp_path: Path
 ) -> None:
     config = {"zero": {"stage": stage, "offload": offload if stage == 3 else {}}, "optimizer": ADAMW}
-    assert all(pool.run(ranks, resumed, str(tmp_path), config))
+    assert all(on_ranks(ranks, resumed, str(tmp_path), config))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_8_bit_moments_of_frozen_layers_are_loaded_and_saved(stage: int, tmp_path: Path) -> None:
     config = {"zero": {"stage": stage}, "optimizer": ADAMW, "precision": {"moments": "int8"}}
-    assert all(pool.run(2, resumed, str(tmp_path), config))
+    assert all(on_ranks(2, resumed, str(tmp_path), config))

@@ -14,8 +14,8 @@ from torch import nn
 import partita
 from partita import PartitaError
 from tests.checkpoint.test_interchange import NUM_STEPS, fsdp, fsdp_steps, our_steps, whole
-from tests.kit import ranks as pool
 from tests.kit.models import Stack
+from tests.kit.ranks import on_ranks
 from tests.kit.training import ADAMW, rank, whole_weights, world
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -55,7 +55,7 @@ def from_accelerate(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [SHARDED, FULL])
 def test_what_accelerate_has_saved(kind: str, tmp_path: Path) -> None:
-    pool.run(2, from_accelerate, str(tmp_path), kind)
+    on_ranks(2, from_accelerate, str(tmp_path), kind)
 
 
 class Runs:
@@ -99,4 +99,4 @@ def test_files_that_are_not_loaded(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     (tmp_path / "shards").mkdir()
     torch.save(model.state_dict(), tmp_path / "shards" / "pytorch_model_fsdp_0_rank1.bin")
-    pool.run(1, refuses, str(tmp_path))
+    on_ranks(1, refuses, str(tmp_path))

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
 from tests.kit.training import ADAMW, rank, whole_weights, world
 
 NUM_STEPS = 3
@@ -94,7 +94,7 @@ def from_fsdp(folder: str, optimizer_name: str, zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["optim", "optimizer"])
 @pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 1, "offload": {"optimizer": "disk"}}], ids=["3", "1-disk"])
 def test_what_fsdp2_has_saved(name: str, zero: dict[str, Any], tmp_path: Path) -> None:
-    pool.run(2, from_fsdp, str(tmp_path), name, zero)
+    on_ranks(2, from_fsdp, str(tmp_path), name, zero)
 
 
 def into_fsdp(folder: str, zero: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def into_fsdp(folder: str, zero: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 0}, {"stage": 2, "offload": {"optimizer": "host"}}])
 def test_what_fsdp2_loads(zero: dict[str, Any], tmp_path: Path) -> None:
-    pool.run(2, into_fsdp, str(tmp_path), zero)
+    on_ranks(2, into_fsdp, str(tmp_path), zero)
 
 
 def chooses_a_copy(folder: str) -> None:
@@ -137,4 +137,4 @@ def test_several_copies_of_the_weights(ranks: int, tmp_path: Path) -> None:
     one, two = ({key: torch.full_like(x, value) for key, x in Stack(1).state_dict().items()} for value in (1.0, 2.0))
     dcp.save({"ema": two, "model": one}, checkpoint_id=tmp_path / "usual")
     dcp.save({"ema": two, "net": one}, checkpoint_id=tmp_path / "other")
-    pool.run(ranks, chooses_a_copy, str(tmp_path))
+    on_ranks(ranks, chooses_a_copy, str(tmp_path))

@@ -17,8 +17,8 @@ from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.purposes import all_purposes
 from partita.plan.traffic import TrafficCount, TrafficKey
-from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.ranks import on_ranks
 from tests.kit.threads import in_rank_order, on_threads
 from tests.kit.training import rank, world
 
@@ -123,7 +123,7 @@ def channels() -> dict[tuple[str, ...], set[str]]:
 def test_activations_have_connections_along_single_axes_that_are_not_data() -> None:
     """Where ranks of a node can read each other's memory; process groups are made for the same purposes."""
     states = set(STATES)
-    for found in pool.run(4, channels):
+    for found in on_ranks(4, channels):
         assert found in (
             {axes: set() for axes in found},
             {DATA: states, TENSOR: {*states, "activations"}, BOTH: states},
@@ -134,7 +134,7 @@ def test_activations_have_connections_along_single_axes_that_are_not_data() -> N
 
 
 def test_everything_moves_between_processes() -> None:
-    pool.run(4, everything_moves_between_processes)
+    on_ranks(4, everything_moves_between_processes)
 
 
 def test_axes_that_mean_the_same_are_one_group() -> None:
@@ -237,4 +237,4 @@ def closed() -> None:
 
 
 def test_a_closed_mesh_has_no_groups() -> None:
-    pool.run(4, closed)
+    on_ranks(4, closed)

@@ -19,9 +19,9 @@ from partita import PartitaError
 from partita.comm import stall
 from partita.comm.watchdog import Position
 from partita.sharding import runtime, unshard_order
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import sampled
+from tests.kit.ranks import WorkerError, on_ranks
 from tests.kit.training import rank, world
 from tests.parallel import stages
 
@@ -64,7 +64,7 @@ def stops(stage: int, way: str) -> str:
 
 @pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_is_stopped(stage: int, way: str) -> None:
-    waiting, stopped = pool.run(2, stops, stage, way)
+    waiting, stopped = on_ranks(2, stops, stage, way)
     assert re.search(r"rank 0, after [12] micro-batches, ", waiting)
     assert "rank 1 does not answer: its process was stopped or has ended" in waiting
     assert f"communication.timeout_s, {TIMEOUT_S:g} s" in waiting
@@ -90,7 +90,7 @@ def dawdle_somewhere() -> None:
 
 @pytest.mark.parametrize(("stage", "way"), ON_MEMORY)
 def test_a_rank_that_is_behind_shows_its_stack(stage: int, way: str) -> None:
-    said = pool.run(2, lags, stage, way)[0]
+    said = on_ranks(2, lags, stage, way)[0]
     assert "rank 1, after 1 micro-batches, " in said
     assert "in dawdle_somewhere" in said
 
@@ -110,7 +110,7 @@ def leaves(stage: int, way: str) -> str:
 
 @pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
-    said = pool.run(2, leaves, stage, way)[0]
+    said = on_ranks(2, leaves, stage, way)[0]
     assert "rank 1 ended with ValueError: the data of step 1" in said
 
 
@@ -140,7 +140,7 @@ def raise_value_error(*args: object) -> None:
 @pytest.mark.parametrize(("way", "in_backward"), [("memory", False), ("network", True)])
 def test_an_error_in_a_stage_of_a_pipeline(way: str, in_backward: bool) -> None:
     """All ranks end within seconds, those of the other pipeline too, and none can train on what was left behind."""
-    *others, (own, _) = results = pool.run(4, raises_in_a_stage, way, in_backward, timeout=30)
+    *others, (own, _) = results = on_ranks(4, raises_in_a_stage, way, in_backward, timeout=30)
     assert own == "the data of step 1\nis missing"
     for said, _ in others:
         assert "rank 3 ended with ValueError: the data of step 1" in said.partition("\n")[0]
@@ -167,8 +167,8 @@ def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:
 
 @pytest.mark.parametrize(("stage", "way"), ON_MEMORY)
 def test_a_rank_that_is_killed(stage: int, way: str, tmp_path: Path) -> None:
-    with pytest.raises(pool.WorkerError, match="rank 1 died"):
-        pool.run(3, dies, stage, way, str(tmp_path))
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        on_ranks(3, dies, stage, way, str(tmp_path))
     for other in (0, 2):
         assert (
             "rank 1 does not answer: its process was stopped or has ended" in (tmp_path / f"said-{other}").read_text()
@@ -188,8 +188,8 @@ def fork_a_child(until: Path) -> None:
 @pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Path) -> None:
     """As a DataLoader's worker is. What tells the others is that connections end, not that the time is up."""
-    with pytest.raises(pool.WorkerError, match="rank 1 died"):
-        pool.run(2, dies, stage, way, str(tmp_path), True)
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        on_ranks(2, dies, stage, way, str(tmp_path), True)
     said = (tmp_path / "said-0").read_text()
     assert "rank 1 does not answer: its process was stopped or has ended" in said
     assert not re.search("timed out|timeout", said.partition("Backend: ")[2], re.IGNORECASE)
@@ -227,7 +227,7 @@ def runs_alone(name: str, way: str) -> str:
     ("name", "way"), [*((name, "ComparedLogs") for name in COLLECTIVES), ("barrier", "Announcements")]
 )
 def test_a_rank_that_runs_the_model_alone(name: str, way: str) -> None:
-    said = pool.run(2, runs_alone, name, way)[0]
+    said = on_ranks(2, runs_alone, name, way)[0]
     assert said.startswith("rank 0 gathers '")
     assert f"waits for rank 1, which waits for rank 0 in torch.distributed.{name} ({__file__}:" in said
     assert "inside `with engine.gathered(engine.module):`, which every rank enters" in said
@@ -245,7 +245,7 @@ def runs_alone_on_whole_parameters() -> None:
 
 
 def test_a_rank_that_runs_the_model_alone_on_whole_parameters() -> None:
-    pool.run(2, runs_alone_on_whole_parameters)
+    on_ranks(2, runs_alone_on_whole_parameters)
 
 
 def meets_another_first() -> None:
@@ -276,7 +276,7 @@ def meets_another_first() -> None:
 
 
 def test_a_rank_that_meets_another_first_is_waited_for() -> None:
-    pool.run(3, meets_another_first)
+    on_ranks(3, meets_another_first)
 
 
 def is_late() -> list[str]:
@@ -301,7 +301,7 @@ def is_late() -> list[str]:
 
 
 def test_a_rank_that_is_late_is_named_once() -> None:
-    said, nothing = pool.run(2, is_late)
+    said, nothing = on_ranks(2, is_late)
     assert not nothing
     assert len(said) == 1
     assert re.match(r"rank 0 gathers '.*' and has waited \d+ s for rank 1 \(.* in is_late\); it waits for", said[0])

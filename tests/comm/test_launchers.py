@@ -13,8 +13,8 @@ import torch.distributed as dist
 import partita
 from partita import ConfigError
 from partita.config.launchers import launch_environment
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
 
 RANKS = 2
 SLURM = {
@@ -81,7 +81,7 @@ def test_ranks_find_each_other(launcher: str) -> None:
     variables, rank_in = LAUNCHERS[launcher]
     base = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR")}
     loopback = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert pool.run(RANKS, under, base | loopback | variables(), rank_in, with_group=False) == [(0, 2), (1, 2)]
+    assert on_ranks(RANKS, under, base | loopback | variables(), rank_in, with_group=False) == [(0, 2), (1, 2)]
 
 
 def own_group() -> tuple[int, int]:
@@ -97,7 +97,7 @@ def own_group() -> tuple[int, int]:
 
 
 def test_the_users_own_group() -> None:
-    assert pool.run(RANKS, own_group) == [(0, 2), (1, 2)]
+    assert on_ranks(RANKS, own_group) == [(0, 2), (1, 2)]
 
 
 ONE_PROCESS = {

@@ -14,10 +14,10 @@ from partita.planner.memory import model_state_bytes
 from tests.compression.lossless import lossless
 from tests.compression.test_feedback import LR, SHAPES, Bag, factors, held, held_sums, sgd
 from tests.compression.test_wires import on_nodes_of
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 
 HIERARCHICAL: dict[str, Any] = {"stage": 3, "hierarchical": True}
@@ -323,13 +323,13 @@ CODED_SUMS = {"communication": {"gradients": "ternary"}}
 def test_where_nothing_is_lost_it_is_bitwise_the_uncompressed_run(
     num_ranks: int, per_node: int, config: dict[str, Any], uncompressed: dict[str, Any]
 ) -> None:
-    pool.run(num_ranks, bitwise_where_nothing_is_lost, per_node, config, uncompressed)
+    on_ranks(num_ranks, bitwise_where_nothing_is_lost, per_node, config, uncompressed)
 
 
 @pytest.mark.parametrize("codec", sampled(["ternary", "int8", "int4", "2bit", "onebit", "topk"], "ternary", "topk"))
 def test_every_codec_trains_and_nodes_stay_alike(codec: str) -> None:
     config: dict[str, Any] = {"clip_grad_norm": 0.5, "communication": {"gradients": "int4"}}
-    (losses, full), *others = pool.run(4, alike, codec, 2, config)
+    (losses, full), *others = on_ranks(4, alike, codec, 2, config)
     assert all(other[0] == losses for other in others)
     assert losses != full
     assert losses[-1] < 0.7 * losses[0]
@@ -349,7 +349,7 @@ def test_every_codec_trains_and_nodes_stay_alike(codec: str) -> None:
     ids=str,
 )
 def test_nodes_stay_alike(config: dict[str, Any]) -> None:
-    (losses, _), *_ = pool.run(4, alike, "ternary", 2, config)
+    (losses, _), *_ = on_ranks(4, alike, "ternary", 2, config)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -357,36 +357,36 @@ def test_nodes_stay_alike(config: dict[str, Any]) -> None:
     ("codec", "compute", "accumulate"), [("ternary", "fp32", 2), ("onebit", "fp32", 1), ("int4", "fp16", 1)]
 )
 def test_master_weights_have_what_was_given_and_parameters_follow(codec: str, compute: str, accumulate: int) -> None:
-    pool.run(4, telescopes, codec, compute, accumulate)
+    on_ranks(4, telescopes, codec, compute, accumulate)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_were_sent_and_are_held_back_are_those_given(accumulate: int) -> None:
-    pool.run(4, gradients_telescope, accumulate)
+    on_ranks(4, gradients_telescope, accumulate)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_a_step_that_is_left_out_changes_nothing(compute: str) -> None:
-    pool.run(4, left_out, compute)
+    on_ranks(4, left_out, compute)
 
 
 def test_states_off_the_device_change_no_bit() -> None:
-    weights = {tier: pool.run(4, with_offload, tier)[0] for tier in ("none", "host")}
+    weights = {tier: on_ranks(4, with_offload, tier)[0] for tier in ("none", "host")}
     for name, weight in weights["none"].items():
         assert torch.equal(weight, weights["host"][name]), name
-    pool.run(4, with_offload, "disk")
+    on_ranks(4, with_offload, "disk")
 
 
 @pytest.mark.parametrize("warmup", ["full", "int8"])
 def test_the_first_steps(warmup: str) -> None:
-    pool.run(4, first_steps, warmup)
+    on_ranks(4, first_steps, warmup)
 
 
 @pytest.mark.parametrize("gradients", ["full", "ternary"])
 def test_a_checkpoint_is_of_every_layout(tmp_path: Path, gradients: str) -> None:
     config = {"zero": HIERARCHICAL, "communication": {"gradients": gradients, "parameters": "ternary"}}
-    (at, continued), *_ = pool.run(4, saved, tmp_path, config, 2)
-    (same_at, same_continued), *_ = pool.run(4, resumed, tmp_path, config, 2)
+    (at, continued), *_ = on_ranks(4, saved, tmp_path, config, 2)
+    (same_at, same_continued), *_ = on_ranks(4, resumed, tmp_path, config, 2)
     assert all(torch.equal(value, same_at[name]) for name, value in at.items())
     assert all(torch.equal(weight, same_continued[name]) for name, weight in continued.items())
     assert (gradients == "full") == (not any(name.startswith("held of") for name in at))
@@ -396,19 +396,19 @@ def test_a_checkpoint_is_of_every_layout(tmp_path: Path, gradients: str) -> None
         (2, 1, config),
     ):
         drops = gradients == "ternary" and "communication" not in other
-        (other_at, _), *_ = pool.run(num_ranks, resumed, tmp_path, other, per_node, drops)
+        (other_at, _), *_ = on_ranks(num_ranks, resumed, tmp_path, other, per_node, drops)
         for name, value in other_at.items():
             assert torch.equal(value, at[name]), (name, num_ranks, per_node)
 
 
 def test_looking_and_writing(tmp_path: Path) -> None:
-    pool.run(4, looked_at, tmp_path)
+    on_ranks(4, looked_at, tmp_path)
 
 
 def test_a_part_of_the_model_that_begins_to_train() -> None:
-    pool.run(4, unfrozen_later)
+    on_ranks(4, unfrozen_later)
 
 
 @pytest.mark.parametrize("config", [{}, {"precision": {"compute": "bf16"}}], ids=str)
 def test_on_one_node_it_is_stage_3(config: dict[str, Any]) -> None:
-    pool.run(2, on_one_node, config)
+    on_ranks(2, on_one_node, config)

@@ -14,10 +14,10 @@ import partita
 from partita.compression.error_feedback import ErrorFeedbackSync
 from partita.planner.memory import model_state_bytes
 from tests.compression.test_wires import on_nodes_of
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights, world
 
 LR, STEPS = 0.05, 5
@@ -243,34 +243,34 @@ def placed(zero: dict[str, Any]) -> Iterator[tuple[int, int]]:
 def test_what_was_sent_and_what_is_held_is_what_was_given(
     zero: dict[str, Any], codec: str, per_node: int, accumulate: int, compute: str
 ) -> None:
-    pool.run(4, telescopes, zero, codec, per_node, accumulate, compute)
+    on_ranks(4, telescopes, zero, codec, per_node, accumulate, compute)
 
 
 @pytest.mark.parametrize("plan", ["1", "3"])
 def test_a_step_that_is_left_out_changes_nothing(plan: str) -> None:
-    pool.run(2, left_out, plan)
+    on_ranks(2, left_out, plan)
 
 
 @pytest.mark.parametrize("plan", ["0", "2"])
 def test_what_nobody_used_stays_held(plan: str) -> None:
-    pool.run(2, unused, plan)
+    on_ranks(2, unused, plan)
 
 
 def test_a_checkpoint_holds_one_sum_for_every_layout(tmp_path: Path) -> None:
-    (sums, weights), *_ = pool.run(2, saved, tmp_path, ZERO["2"])
+    (sums, weights), *_ = on_ranks(2, saved, tmp_path, ZERO["2"])
     assert max(float(total.abs().max()) for total in sums.values()) > 0
-    (same_sums, same_weights), *_ = pool.run(2, loaded, tmp_path, ZERO["2"], BOTH)
+    (same_sums, same_weights), *_ = on_ranks(2, loaded, tmp_path, ZERO["2"], BOTH)
     for name, weight in weights.items():
         assert torch.equal(weight, same_weights[name]), name
-    (other_sums, _), *_ = pool.run(4, loaded, tmp_path, {"stage": 1, "offload": {"optimizer": "host"}}, TERNARY)
+    (other_sums, _), *_ = on_ranks(4, loaded, tmp_path, {"stage": 1, "offload": {"optimizer": "host"}}, TERNARY)
     for name, total in sums.items():
         assert torch.equal(total, same_sums[name]), name
         assert torch.equal(total, other_sums[name]), name
-    pool.run(2, loaded, tmp_path, ZERO["1"], {})
+    on_ranks(2, loaded, tmp_path, ZERO["1"], {})
 
 
 def test_a_checkpoint_without_it_is_told(tmp_path: Path) -> None:
-    pool.run(2, without, tmp_path)
+    on_ranks(2, without, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -283,13 +283,13 @@ def test_a_checkpoint_without_it_is_told(tmp_path: Path) -> None:
     ids=str,
 )
 def test_parameters_follow_by_their_changes(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> None:
-    first, *others = pool.run(2, near, plan, wires, precision)
+    first, *others = on_ranks(2, near, plan, wires, precision)
     assert all(losses == first for losses in others)
     assert first[-1] < 0.3 * first[0]
 
 
 def test_it_rests_where_the_optimizer_does() -> None:
-    on_device, *_ = pool.run(2, placed, {"stage": 2})
-    on_host, *_ = pool.run(2, placed, {"stage": 2, "offload": {"optimizer": "host"}})
+    on_device, *_ = on_ranks(2, placed, {"stage": 2})
+    on_host, *_ = on_ranks(2, placed, {"stage": 2, "offload": {"optimizer": "host"}})
     for name, weight in on_device.items():
         assert torch.equal(weight, on_host[name]), name

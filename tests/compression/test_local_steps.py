@@ -13,9 +13,9 @@ import partita
 from partita.config.resolve import resolve
 from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
-from tests.kit import ranks as pool
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, rank, whole_weights, world
 
 STEPS = 7
@@ -186,11 +186,11 @@ def left_out() -> None:
 
 
 def test_every_stage_is_diloco() -> None:
-    pool.run(4, follows, ("0", "1", "2", "3"))
+    on_ranks(4, follows, ("0", "1", "2", "3"))
 
 
 def test_without_looking_ahead() -> None:
-    pool.run(2, follows_plain)
+    on_ranks(2, follows_plain)
 
 
 def follows_plain() -> None:
@@ -198,7 +198,7 @@ def follows_plain() -> None:
 
 
 def test_of_every_step_it_is_the_mean_of_the_parameters() -> None:
-    pool.run(2, averages)
+    on_ranks(2, averages)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_of_every_step_it_is_the_mean_of_the_parameters() -> None:
     [("0", "full", "fp32"), ("1", "int8", "bf16"), ("2", "ternary", "fp32"), ("3", "onebit", "bf16")],
 )
 def test_bytes_are_the_plan_s(plan: str, codec: str, compute: str) -> None:
-    pool.run(4, counted, plan, codec, compute)
+    on_ranks(4, counted, plan, codec, compute)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_bytes_are_the_plan_s(plan: str, codec: str, compute: str) -> None:
 def test_a_resumed_run_is_the_continued_one(
     tmp_path: Path, plan: str, codec: str, at: int, zero: dict[str, Any]
 ) -> None:
-    pool.run(4, resumed, tmp_path, plan, codec, at, zero)
+    on_ranks(4, resumed, tmp_path, plan, codec, at, zero)
 
 
 def test_other_layouts_take_it_up(tmp_path: Path) -> None:
-    pool.run(4, elsewhere, tmp_path)
+    on_ranks(4, elsewhere, tmp_path)
 
 
 def test_a_step_is_left_out_by_all() -> None:
-    pool.run(4, left_out)
+    on_ranks(4, left_out)
 
 
 @pytest.mark.parametrize(

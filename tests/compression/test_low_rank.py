@@ -12,9 +12,9 @@ from partita.compression.low_rank import LowRankSync, Matrix
 from partita.config.resolve import resolve
 from partita.kernels.low_rank import left_factor, orthogonal, product, right_factor
 from tests.compression.test_feedback import syncs
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 
 RANK, STEPS = 2, 6
@@ -112,22 +112,22 @@ def left_out() -> None:
 
 
 def test_it_is_power_sgd() -> None:
-    pool.run(2, follows)
+    on_ranks(2, follows)
 
 
 def test_every_stage_has_the_same_bits() -> None:
-    losses, *_ = pool.run(2, every_stage)
+    losses, *_ = on_ranks(2, every_stage)
     half = len(losses) // 2
     assert sum(losses[-half:]) < sum(losses[:half])
 
 
 @pytest.mark.parametrize("plan", ["0", "3"])
 def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str) -> None:
-    pool.run(2, resumed, tmp_path, plan)
+    on_ranks(2, resumed, tmp_path, plan)
 
 
 def test_a_step_that_is_left_out_changes_nothing() -> None:
-    pool.run(2, left_out)
+    on_ranks(2, left_out)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import partita
 from partita.planner.memory import model_state_bytes
 from partita.planner.off_stage import is_elsewhere
 from tests.compression.lossless import lossless
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 from tests.parallel import stages
 
@@ -96,7 +96,7 @@ def resumed(folder: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("asked", [ONEBIT, GRADIENTS], ids=["averages", "gradients"])
 def test_with_codes_that_lose_nothing_it_is_adam(asked: dict[str, Any]) -> None:
-    pool.run(2, with_an_identity, ("0", "2"), asked)
+    on_ranks(2, with_an_identity, ("0", "2"), asked)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_with_codes_that_lose_nothing_it_is_adam(asked: dict[str, Any]) -> None:
     ids=str,
 )
 def test_every_stage_has_the_same_bits(codec: str, asked: dict[str, Any]) -> None:
-    losses, *_ = pool.run(2, alike, ("0", "1", "2", "3"), codec, asked)
+    losses, *_ = on_ranks(2, alike, ("0", "1", "2", "3"), codec, asked)
     half = len(losses) // 2
     assert sum(losses[-half:]) < sum(losses[:half])
 
@@ -120,7 +120,7 @@ def test_every_stage_has_the_same_bits(codec: str, asked: dict[str, Any]) -> Non
     ids=str,
 )
 def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
-    pool.run(2, resumed, tmp_path, plan, at, asked)
+    on_ranks(2, resumed, tmp_path, plan, at, asked)
 
 
 def tied(parallel: dict[str, int], asked: dict[str, Any], folder: Path | None = None) -> dict[str, Tensor]:
@@ -147,14 +147,14 @@ def tied_with_an_identity(parallel: dict[str, int]) -> dict[str, Tensor]:
 
 
 def test_on_all_stages_of_a_pipeline_that_share_a_weight_the_average_counts_once() -> None:
-    (expected, *_), found = pool.run(2, tied_with_an_identity, {}), pool.run(4, tied_with_an_identity, {"pipeline": 2})
+    (expected, *_), found = on_ranks(2, tied_with_an_identity, {}), on_ranks(4, tied_with_an_identity, {"pipeline": 2})
     for one in found:
         torch.testing.assert_close(one["losses"], expected["losses"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("asked", [ONEBIT, GRADIENTS | {"communication": TERNARY}], ids=["averages", "gradients"])
 def test_a_weight_that_stages_share_stays_one(tmp_path: Path, asked: dict[str, Any]) -> None:
-    found = pool.run(4, tied, {"pipeline": 2}, asked, tmp_path)
+    found = on_ranks(4, tied, {"pipeline": 2}, asked, tmp_path)
     for one in found[1:]:
         for name, value in one.items():
             alike = next(other[name] for other in found if name in other)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.ranks import on_ranks
 
 
 class Layer(nn.Module):
@@ -70,7 +70,7 @@ def trains_after_skipped_steps(folder: str, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_skipped_steps_are_no_part_of_the_warm_up(stage: int, tmp_path: Any) -> None:
-    pool.run(2, trains_after_skipped_steps, str(tmp_path), stage)
+    on_ranks(2, trains_after_skipped_steps, str(tmp_path), stage)
 
 
 def unfreezes_late() -> list[str]:
@@ -87,7 +87,7 @@ def unfreezes_late() -> list[str]:
 
 
 def test_what_had_no_update_in_the_warm_up_is_named_once() -> None:
-    for said in pool.run(2, unfreezes_late):
+    for said in on_ranks(2, unfreezes_late):
         assert len(said) == 1
         assert "'layers.1.w' had no update in the warm-up of" in said[0]
         assert "communication.warmup_steps" in said[0]

@@ -17,9 +17,9 @@ import partita
 from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
 from partita.plan.residence import BLOCK
-from tests.kit import ranks as pool
 from tests.kit.models import CASES, Stack, parts, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights, world
 
 IDENTITY = Codec("int8", BLOCK * 4)
@@ -215,23 +215,23 @@ def not_finite(plan: str) -> None:
 
 
 def test_an_identity_codec_is_bitwise_the_uncompressed_run() -> None:
-    pool.run(2, bitwise_with_an_identity, tuple(ZERO), {})
+    on_ranks(2, bitwise_with_an_identity, tuple(ZERO), {})
 
 
 @pytest.mark.parametrize(
     "sections", [HALF, {"batch": {"accumulate": 2}}, {"precision": {"gradients": "in_backward"}}], ids=str
 )
 def test_an_identity_codec_is_bitwise_in_other_ways(sections: dict[str, Any]) -> None:
-    pool.run(2, bitwise_with_an_identity, ("1", "2", "3") if sections is HALF else ("1", "3"), sections)
+    on_ranks(2, bitwise_with_an_identity, ("1", "2", "3") if sections is HALF else ("1", "3"), sections)
 
 
 def test_an_identity_codec_inside_nodes_and_across() -> None:
-    pool.run(4, near_with_an_identity_on_nodes)
+    on_ranks(4, near_with_an_identity_on_nodes)
 
 
 @matrix(plan=ZERO, codec=["int8", "int4"])
 def test_codes_train_nearly_as_values_and_always_alike(plan: str, codec: str) -> None:
-    for full, one, other in pool.run(2, trained_twice, plan, codec):
+    for full, one, other in on_ranks(2, trained_twice, plan, codec):
         assert_same_bits(one, other, f"two runs of {codec} at plan {plan}")
         assert one.losses != full.losses, "nothing was lost: no codes travelled"
         torch.testing.assert_close(one.losses, full.losses, rtol=0.1 if codec == "int8" else 0.5, atol=1e-3)
@@ -250,28 +250,28 @@ def test_ranks_decode_the_same_bits(zero: dict[str, Any]) -> None:
         "optimizer": {"lr": 2e-3},
         "communication": {"gradients": "int4", **parameters},
     }
-    first, *others = pool.run(4, equal_on_all_ranks, config, 2)
+    first, *others = on_ranks(4, equal_on_all_ranks, config, 2)
     assert all(losses == first for losses in others)
     assert first[-1] < first[0]
 
 
 def test_looking_shows_what_rests() -> None:
-    pool.run(2, exact_where_looked_at)
+    on_ranks(2, exact_where_looked_at)
 
 
 @pytest.mark.parametrize("plan", ["1", "3"])
 def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str) -> None:
-    pool.run(2, resumed, tmp_path, plan)
+    on_ranks(2, resumed, tmp_path, plan)
 
 
 @pytest.mark.parametrize("plan", ["0", "2", "3"])
 def test_what_is_not_finite_is_told_by_codes_too(plan: str) -> None:
-    pool.run(2, not_finite, plan)
+    on_ranks(2, not_finite, plan)
 
 
 @pytest.mark.parametrize(("plan", "ranks_per_node"), sampled(product(ZERO, (4, 2)), ("1", 2), ("3-kept", 4)))
 def test_the_first_steps_travel_as_asked(plan: str, ranks_per_node: int) -> None:
-    pool.run(4, first_steps_in_codes, plan, ranks_per_node)
+    on_ranks(4, first_steps_in_codes, plan, ranks_per_node)
 
 
 FIRST = {"warmup_steps": 5, "warmup": "int8"}
@@ -291,4 +291,4 @@ FIRST = {"warmup_steps": 5, "warmup": "int8"}
     ids=str,
 )
 def test_a_run_resumed_in_its_first_steps_is_the_continued_one(tmp_path: Path, asked: dict[str, Any], at: int) -> None:
-    pool.run(2, resumed_in_codes, tmp_path, asked | {"zero": {"stage": 1} | asked.get("zero", {})}, at)
+    on_ranks(2, resumed_in_codes, tmp_path, asked | {"zero": {"stage": 1} | asked.get("zero", {})}, at)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, small_buckets, whole_weights, world
 
@@ -171,21 +171,21 @@ def zeroed() -> None:
 
 @matrix(how=HOW, world=[1, 2, 4])
 def test_one_global_batch_in_any_parts(how: str, world: int) -> None:
-    pool.run(world, compare, how)
+    on_ranks(world, compare, how)
 
 
 def test_step_inside_no_sync() -> None:
-    pool.run(2, everything_in_no_sync)
+    on_ranks(2, everything_in_no_sync)
 
 
 def test_no_sync_saves_reductions() -> None:
-    pool.run(2, no_sync_saves)
+    on_ranks(2, no_sync_saves)
 
 
 def test_gradients_between_micro_batches() -> None:
-    pool.run(2, no_gradient_between)
+    on_ranks(2, no_gradient_between)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_zero_grad(world: int) -> None:
-    pool.run(world, zeroed)
+    on_ranks(world, zeroed)

@@ -8,9 +8,9 @@ import torch
 import partita
 from partita import PartitaError
 from tests.compression.test_wires import on_nodes_of
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 
 TERNARY: dict[str, Any] = {"gradients": "ternary", "parameters": "ternary"}
@@ -101,7 +101,7 @@ def changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found_where_all_is_alike(name: str) -> None:
-    assert pool.run(4, alike, name) == [2, 2, 2, 2]
+    assert on_ranks(4, alike, name) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_unit_and_rank_are_named_on_all_ranks(name: str, odd: int, like: int, am
         f"step 2: rank {odd} has other parameters of blocks.1 than rank {like}, which should be the same bits on ranks "
         f"{among}"
     )
-    for said, steps in pool.run(4, differs, name, odd):
+    for said, steps in on_ranks(4, differs, name, odd):
         assert expected in said
         assert steps == 2
 
@@ -128,8 +128,8 @@ def test_unit_and_rank_are_named_on_all_ranks(name: str, odd: int, like: int, am
     [({}, 0), ({"parameters": "int4"}, 100), ({"parameters": "int4", "check_every": 0}, 0), ({"check_every": 7}, 7)],
 )
 def test_every_hundredth_step_where_changes_travel(communication: dict[str, Any], expected: int) -> None:
-    assert pool.run(2, by_default, communication) == [expected, expected]
+    assert on_ranks(2, by_default, communication) == [expected, expected]
 
 
 def test_it_changes_nothing() -> None:
-    pool.run(2, changes_nothing)
+    on_ranks(2, changes_nothing)

@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 SGD = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
@@ -294,71 +294,71 @@ def half_precision() -> None:
 
 
 def test_running_statistics_as_in_ddp() -> None:
-    pool.run(2, against_ddp)
+    on_ranks(2, against_ddp)
 
 
 def test_start_from_rank_0() -> None:
-    pool.run(2, start)
+    on_ranks(2, start)
 
 
 @pytest.mark.parametrize("within_node", ["auto", "network"])
 def test_every_dtype(within_node: str) -> None:
-    pool.run(2, every_dtype, within_node)
+    on_ranks(2, every_dtype, within_node)
 
 
 @pytest.mark.parametrize("name", ["0", "1", "2"])
 def test_every_rank_evaluates_with_the_same_statistics(name: str) -> None:
-    one, other = pool.run(2, evaluated, "broadcast", ZERO[name])
+    one, other = on_ranks(2, evaluated, "broadcast", ZERO[name])
     assert one == other
-    one, other = pool.run(2, evaluated, "local", ZERO[name])
+    one, other = on_ranks(2, evaluated, "local", ZERO[name])
     assert one != other
 
 
 def test_one_rank_evaluates_alone() -> None:
-    pool.run(2, alone_in_evaluation)
+    on_ranks(2, alone_in_evaluation)
 
 
 def test_frozen_statistics_do_not_travel() -> None:
-    pool.run(2, frozen_statistics)
+    on_ranks(2, frozen_statistics)
 
 
 def test_broadcast_or_local() -> None:
-    one, other = pool.run(2, follow, "broadcast")
+    one, other = on_ranks(2, follow, "broadcast")
     assert one == other
-    one, other = pool.run(2, follow, "local")
+    one, other = on_ranks(2, follow, "local")
     assert one != other
 
 
 def test_constant_buffers_do_not_travel() -> None:
-    pool.run(2, constants_do_not_travel)
+    on_ranks(2, constants_do_not_travel)
 
 
 def test_buffer_written_by_the_user() -> None:
-    assert pool.run(2, written_by_the_user) == [[5.0] * 3] * 2
+    assert on_ranks(2, written_by_the_user) == [[5.0] * 3] * 2
 
 
 def test_batch_norm_in_half_precision() -> None:
-    pool.run(2, half_precision)
+    on_ranks(2, half_precision)
 
 
 @pytest.mark.parametrize("config", [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}])
 @pytest.mark.parametrize("first", [1, 4])
 def test_buffers_written_through_data(config: Mapping[str, Any], first: int) -> None:
-    pool.run(2, written_through_data, config, first)
+    on_ranks(2, written_through_data, config, first)
 
 
 @pytest.mark.parametrize(("stage", "evaluates"), [(1, False), (1, True), (3, True)])
 def test_a_buffer_replaced_on_one_rank(stage: int, evaluates: bool) -> None:
-    one, other = pool.run(2, grown_on_one_rank, stage, evaluates)
+    one, other = on_ranks(2, grown_on_one_rank, stage, evaluates)
     assert one == other == [1.0] * 8
 
 
 def test_buffers_of_other_shapes() -> None:
-    for said in pool.run(2, grown_apart, "broadcast"):
+    for said in on_ranks(2, grown_apart, "broadcast"):
         assert "buffer 'mask' has changed and is [3, 3] in float32 on cpu on rank 0, [6, 6]" in said
         assert "communication.buffers: local" in said
-    assert pool.run(2, grown_apart, "local") == ["", ""]
+    assert on_ranks(2, grown_apart, "local") == ["", ""]
 
 
 def test_buffers_that_grow_alike() -> None:
-    pool.run(2, grown_alike)
+    on_ranks(2, grown_alike)

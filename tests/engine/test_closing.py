@@ -26,10 +26,10 @@ from partita import PartitaError
 from partita.inspection import whole
 from partita.memory.allocate import Mapping
 from partita.sharding import placeholder
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
@@ -261,12 +261,12 @@ def parameter_alone() -> None:
 
 @matrix(world=[1, 2], name=SETTINGS, close=[True, False])
 def test_engine_is_freed(world: int, name: str, close: bool, tmp_path: Path) -> None:
-    pool.run(world, freed, _settings(name, tmp_path), close)
+    on_ranks(world, freed, _settings(name, tmp_path), close)
 
 
 @matrix(world=[1, 2], name=SETTINGS)
 def test_nothing_stays_on_the_model(world: int, name: str, tmp_path: Path) -> None:
-    pool.run(world, left_on_the_model, _settings(name, tmp_path))
+    on_ranks(world, left_on_the_model, _settings(name, tmp_path))
 
 
 def _threads_of_connections() -> int:
@@ -286,21 +286,21 @@ def connections_ended() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed under /proc")
 def test_connections_end_with_the_engine() -> None:
     """What is left of one at the end of the process can abort it."""
-    pool.run(2, connections_ended, with_group=False)
+    on_ranks(2, connections_ended, with_group=False)
 
 
 def test_closed_in_any_order() -> None:
-    pool.run(2, exception_hook_of_several)
+    on_ranks(2, exception_hook_of_several)
 
 
 @matrix(world=[1, 2], name=SETTINGS)
 def test_an_ordinary_model_again(world: int, name: str, tmp_path: Path) -> None:
-    pool.run(world, ordinary_after_close, _settings(name, tmp_path))
+    on_ranks(world, ordinary_after_close, _settings(name, tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_room_for_an_ordinary_model(stage: int) -> None:
-    one, other = pool.run(2, no_room_for_the_whole, {"zero": {"stage": stage}})
+    one, other = on_ranks(2, no_room_for_the_whole, {"zero": {"stage": stage}})
     assert one == other
     num_bytes = sum(param.nbytes for param in Stack(2).parameters())
     needed = int(re.search(r"node .* needs (\d+) bytes for whole parameters and has 100 bytes free", one)[1])  # type: ignore[index]
@@ -311,18 +311,18 @@ def test_no_room_for_an_ordinary_model(stage: int) -> None:
 def test_a_hugging_face_model_saves_itself_again(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    logits = pool.run(2, saved_by_its_own, name, tmp_path)[1]
+    logits = on_ranks(2, saved_by_its_own, name, tmp_path)[1]
     with torch.no_grad():
         got = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(**next(CASES[name].batches(2, seed=9))).logits
     assert torch.equal(got, logits)
 
 
 def test_reading_a_parameter_of_a_closed_engine() -> None:
-    for said in pool.run(2, read_after_close):
+    for said in on_ranks(2, read_after_close):
         assert "'first.weight' has no data" in said
         assert "engine was closed" in said
-    pool.run(2, forward_after_close)
-    pool.run(2, parameter_alone)
+    on_ranks(2, forward_after_close)
+    on_ranks(2, parameter_alone)
 
 
 # ------------------------------------------------------------------------------------------------ a start that fails
@@ -446,21 +446,21 @@ def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Pat
         "zero.units": {"config": {"zero": {"units": ["Nothing"]}}},
         "keep_fp32": {"config": {"precision": {"keep_fp32": ["Nothing"]}}},
     }
-    pool.run(world, failed_start, _settings(name, tmp_path), wrong)
+    on_ranks(world, failed_start, _settings(name, tmp_path), wrong)
 
 
 @matrix(name=["stage 0", "stage 3", "host", "host, whole", "disk"], world=[1, 2])
 def test_a_start_that_fails_at_the_optimizer(world: int, name: str, tmp_path: Path) -> None:
-    pool.run(world, failed_after_the_hooks, _settings(name, tmp_path))
+    on_ranks(world, failed_after_the_hooks, _settings(name, tmp_path))
 
 
 def test_a_start_that_fails_after_a_cast_says_so() -> None:
-    pool.run(2, rounded_in_a_failed_start)
+    on_ranks(2, rounded_in_a_failed_start)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_one_rank_meets_is_an_error_on_all(stage: int) -> None:
-    pool.run(2, fails_on_one_rank, stage)
+    on_ranks(2, fails_on_one_rank, stage)
 
 
 def group_after_failure() -> bool:
@@ -470,5 +470,5 @@ def group_after_failure() -> bool:
 
 
 def test_the_process_group_ends_with_a_start_that_fails() -> None:
-    assert pool.run(2, group_after_failure, with_group=False) == [False, False]
-    assert pool.run(2, group_after_failure) == [True, True]
+    assert on_ranks(2, group_after_failure, with_group=False) == [False, False]
+    assert on_ranks(2, group_after_failure) == [True, True]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -63,4 +63,4 @@ def under_defaults(config: Mapping[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_same_numbers_under_any_defaults(config: str, tmp_path: Path) -> None:
-    pool.run(2, under_defaults, CONFIGS[config], tmp_path)
+    on_ranks(2, under_defaults, CONFIGS[config], tmp_path)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 import partita
 from partita import ConfigError, PartitaError, StepResult
 from partita.memory import accelerator
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import rank, whole_weights, world
 
@@ -358,75 +358,75 @@ def plain_loop() -> float:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_train_batch(world: int) -> None:
-    pool.run(world, trains_batches)
+    on_ranks(world, trains_batches)
 
 
 def test_loss_of_the_user() -> None:
-    pool.run(2, own_loss)
+    on_ranks(2, own_loss)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}], ids=str)
 @pytest.mark.parametrize("lengths", [(4, 4), (5, 5), (4, 6), (5, 4)])
 def test_data_that_ends(lengths: tuple[int, ...], zero: Mapping[str, Any], tmp_path: Path) -> None:
-    pool.run(2, epochs, zero, lengths, tmp_path)
+    on_ranks(2, epochs, zero, lengths, tmp_path)
 
 
 def test_losses_that_are_none() -> None:
-    pool.run(2, losses_that_are_none)
+    on_ranks(2, losses_that_are_none)
 
 
 def test_train_batch_errors() -> None:
-    pool.run(2, train_batch_errors)
-    pool.run(2, after_an_unfinished_batch)
+    on_ranks(2, train_batch_errors)
+    on_ranks(2, after_an_unfinished_batch)
 
 
 def test_step_results() -> None:
-    pool.run(2, results)
+    on_ranks(2, results)
 
 
 def test_attributes() -> None:
-    pool.run(2, attributes)
+    on_ranks(2, attributes)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_numbers_over_ranks(world: int) -> None:
-    pool.run(world, numbers)
+    on_ranks(world, numbers)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_wrong_losses(world: int) -> None:
-    pool.run(world, wrong_losses)
+    on_ranks(world, wrong_losses)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_step_without_backward(world: int) -> None:
-    pool.run(world, steps_without_backward)
+    on_ranks(world, steps_without_backward)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_wrong_models() -> None:
-    pool.run(2, wrong_models)
+    on_ranks(2, wrong_models)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_sparse_gradients_are_refused(world: int) -> None:
-    pool.run(world, sparse_gradients)
+    on_ranks(world, sparse_gradients)
 
 
 def test_units_by_choice() -> None:
-    pool.run(1, wrong_units)
-    pool.run(2, chosen_units)
+    on_ranks(1, wrong_units)
+    on_ranks(2, chosen_units)
 
 
 def test_wrong_meshes() -> None:
-    pool.run(2, wrong_meshes)
+    on_ranks(2, wrong_meshes)
 
 
 def test_a_device_that_is_named() -> None:
-    pool.run(2, named_devices)
+    on_ranks(2, named_devices)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_plain_script(world: int) -> None:
-    losses = pool.run(world, plain_loop, with_group=False)
+    losses = on_ranks(world, plain_loop, with_group=False)
     assert len(losses) == world

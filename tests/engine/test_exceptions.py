@@ -11,10 +11,10 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, small_buckets, whole_weights
 
@@ -212,27 +212,27 @@ def graph_that_is_dropped() -> None:
 
 @matrix(where=WHERE, plan=ZERO, plain=[False, True])
 def test_next_step_is_as_if_it_had_not_happened(where: str, plan: str, plain: bool) -> None:
-    pool.run(2, survive, where, plan, plain)
+    on_ranks(2, survive, where, plan, plain)
 
 
 def test_next_batch_is_as_if_none_had_failed() -> None:
-    pool.run(2, next_batch_is_whole)
+    on_ranks(2, next_batch_is_whole)
 
 
 def test_a_batch_is_not_begun_inside_another() -> None:
-    pool.run(2, batch_inside_a_batch)
+    on_ranks(2, batch_inside_a_batch)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_backward_after_the_step_is_refused(plain: bool) -> None:
-    for messages in pool.run(2, stale_graphs, plain):
+    for messages in on_ranks(2, stale_graphs, plain):
         assert all("run the forward again" in message for message in messages), messages
 
 
 def test_backward_after_writing_is_refused() -> None:
-    for messages in pool.run(2, stale_after_writing):
+    for messages in on_ranks(2, stale_after_writing):
         assert all("run the forward again" in message for message in messages), messages
 
 
 def test_dropped_graph_holds_nothing() -> None:
-    pool.run(2, graph_that_is_dropped)
+    on_ranks(2, graph_that_is_dropped)

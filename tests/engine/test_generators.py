@@ -15,8 +15,8 @@ import partita
 from partita.integrations.huggingface.generation import hook_generation, unhook_generation
 from partita.train.decoder import Decoder, DecoderShape
 from tests.integrations.huggingface.runs import llama
-from tests.kit import ranks as pool
 from tests.kit.models import WIDTH, Stack, inputs
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 VOCABULARY, LENGTH = 32, 24
@@ -95,7 +95,7 @@ def calls_on_a_stack(stage: int, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_call_draws(stage: int, tmp_path: Path) -> None:
-    assert pool.run(2, calls_on_a_stack, stage, tmp_path) == [[], []]
+    assert on_ranks(2, calls_on_a_stack, stage, tmp_path) == [[], []]
 
 
 def trial_of_an_optimizer() -> list[str]:
@@ -108,7 +108,7 @@ def trial_of_an_optimizer() -> list[str]:
 
 
 def test_the_trial_of_an_optimizer_does_not_draw() -> None:
-    assert pool.run(2, trial_of_an_optimizer) == [[], []]
+    assert on_ranks(2, trial_of_an_optimizer) == [[], []]
 
 
 def batch_on_an_axis(axis: str) -> list[str]:
@@ -130,7 +130,7 @@ def batch_on_an_axis(axis: str) -> list[str]:
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline"])
 def test_no_first_batch_draws(axis: str) -> None:
-    assert pool.run(2, batch_on_an_axis, axis) == [[], []]
+    assert on_ranks(2, batch_on_an_axis, axis) == [[], []]
 
 
 def generation() -> list[str]:
@@ -146,4 +146,4 @@ def generation() -> list[str]:
 
 
 def test_generation_does_not_draw() -> None:
-    assert pool.run(2, generation) == [[], []]
+    assert on_ranks(2, generation) == [[], []]

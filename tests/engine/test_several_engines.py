@@ -14,10 +14,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 import partita
 from partita import PartitaError
 from partita.comm import world as world_module
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, whole_weights, world
 
@@ -237,52 +237,52 @@ def rank_in_environment() -> int:
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_in_turn(later: int) -> None:
-    assert pool.run(2, in_turn, later, with_group=False) == [12, 12]
+    assert on_ranks(2, in_turn, later, with_group=False) == [12, 12]
 
 
 def test_in_a_job_of_more_ranks() -> None:
     """Processes that have started groups elsewhere before, some more often than others."""
     for num_ranks in (2, 3):
-        assert pool.run(num_ranks, overlapping, with_group=False) == [False] * num_ranks
+        assert on_ranks(num_ranks, overlapping, with_group=False) == [False] * num_ranks
 
 
 def test_the_last_mesh_ends_torch_distributed() -> None:
-    assert pool.run(2, overlapping, with_group=False) == [False, False]
+    assert on_ranks(2, overlapping, with_group=False) == [False, False]
 
 
 def test_another_group_of_the_users_stays() -> None:
-    assert pool.run(2, beside_the_users_group, with_group=False) == [1.0, 1.0]
+    assert on_ranks(2, beside_the_users_group, with_group=False) == [1.0, 1.0]
 
 
 def test_gan_at_different_stages() -> None:
-    pool.run(2, gan_at_all_stages)
+    on_ranks(2, gan_at_all_stages)
 
 
 def test_teacher_and_student() -> None:
-    pool.run(2, distilled)
+    on_ranks(2, distilled)
 
 
 def test_gradients_through_a_frozen_engine() -> None:
-    pool.run(2, differentiable_teacher)
+    on_ranks(2, differentiable_teacher)
 
 
 def test_one_backward_for_two_engines() -> None:
-    pool.run(2, one_loss_two_engines)
+    on_ranks(2, one_loss_two_engines)
 
 
 def test_model_given_twice() -> None:
-    pool.run(2, one_after_the_other)
+    on_ranks(2, one_after_the_other)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_after_close(world: int) -> None:
-    pool.run(world, closed_engine)
+    on_ranks(world, closed_engine)
 
 
 def test_shared_mesh_is_closed_by_its_owner() -> None:
-    assert pool.run(2, groups_are_closed) == [True, True]
-    assert pool.run(2, groups_are_closed, with_group=False) == [False, False]
+    assert on_ranks(2, groups_are_closed) == [True, True]
+    assert on_ranks(2, groups_are_closed, with_group=False) == [False, False]
 
 
 def test_engine_outlives_its_mesh() -> None:
-    pool.run(2, outlives_its_mesh)
+    on_ranks(2, outlives_its_mesh)

@@ -9,10 +9,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, Se
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import ADAMW
 
 IN_BACKWARD = {"precision": {"gradients": "in_backward"}}
@@ -52,7 +52,7 @@ def steps_alone(config: dict[str, Any]) -> list[float]:
 @matrix(ranks=[1, 2], stage=[0, 3], section=[{}, IN_BACKWARD])
 def test_a_step_without_a_backward_is_an_error(ranks: int, stage: int, section: dict[str, Any]) -> None:
     config = {"zero": {"stage": max(stage, int(bool(section)))}, **section}
-    assert pool.run(ranks, steps_without_backward, config) == pool.run(ranks, steps_alone, config)
+    assert on_ranks(ranks, steps_without_backward, config) == on_ranks(ranks, steps_alone, config)
 
 
 def one_rank_brings_gradients() -> bool:
@@ -63,7 +63,7 @@ def one_rank_brings_gradients() -> bool:
 
 
 def test_a_rank_may_bring_nothing() -> None:
-    assert pool.run(2, one_rank_brings_gradients) == [True, True]
+    assert on_ranks(2, one_rank_brings_gradients) == [True, True]
 
 
 def halved(optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -126,7 +126,7 @@ def large(stage: int, offload: dict[str, str], clip: float | None) -> tuple[bool
 @matrix(ranks=[1, 2], stage=[1, 3], tier=["none", "host", "disk"], clip=[None, 1.0])
 def test_the_norm_of_large_finite_gradients_is_finite(ranks: int, stage: int, tier: str, clip: float | None) -> None:
     offload = {} if tier == "none" else {"optimizer": tier}
-    for stepped, norm, moved in pool.run(ranks, large, stage, offload, clip):
+    for stepped, norm, moved in on_ranks(ranks, large, stage, offload, clip):
         assert stepped
         assert norm == pytest.approx(2e18 * 64, rel=1e-6)
         assert moved == pytest.approx(2e18 * 64 * 1e-24 if clip is None else 1.0, rel=1e-2)

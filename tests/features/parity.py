@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit.models import CASES, Batch, Case, parts
 from tests.kit.plans import TIERS, ZERO
+from tests.kit.ranks import on_ranks
 
 STEPS = 10
 BATCHES = 2  # that the steps take turns with, so that there is something to learn
@@ -272,8 +272,8 @@ class Verdict:
 
 def judge(name: str, world: int, plans: Sequence[str] = STAGES, computes: Sequence[str] = COMPUTES) -> Verdict:
     """Train the model under each plan and compute dtype on `world` ranks, and compare. The first plan is stage 0."""
-    by_rank = pool.run(world, courses, name, plans, computes, timeout=TIMEOUT_S)
-    (plain,) = pool.run(1, plain_gradients, name, timeout=TIMEOUT_S)
+    by_rank = on_ranks(world, courses, name, plans, computes, timeout=TIMEOUT_S)
+    (plain,) = on_ranks(1, plain_gradients, name, timeout=TIMEOUT_S)
     references = {compute: [of_rank["0", compute] for of_rank in by_rank] for compute in computes}
     unequal, from_plain, from_fp32 = {}, {}, {}
     for plan, compute in product(plans, computes):
@@ -298,7 +298,7 @@ def ddp_errors(name: str, world: int) -> dict[str, float]:
 
     Buffers follow rank 0 at the end of a micro-batch, DDP's at the start of the next, when the other ranks get its own.
     """
-    by_rank = pool.run(world, beside_ddp, name, timeout=TIMEOUT_S)
+    by_rank = on_ranks(world, beside_ddp, name, timeout=TIMEOUT_S)
     found = {
         "losses": max(largest_ratio(ours.losses, theirs.losses) for ours, theirs in by_rank),
         "norms": max(largest_ratio(ours.norms, theirs.norms) for ours, theirs in by_rank),
@@ -321,7 +321,7 @@ def all_curves(name: str, plans: Sequence[str], worlds: Sequence[int]) -> dict[t
     """The curves of every plan, number of ranks, and way to cut the batch; they are the same on all ranks."""
     found: dict[tuple[str, Cut], Curve] = {}
     for world in worlds:
-        first, *others = pool.run(world, curves, name, plans, world, timeout=TIMEOUT_S)
+        first, *others = on_ranks(world, curves, name, plans, world, timeout=TIMEOUT_S)
         assert all(other == first for other in others)
         found |= first
     return found

@@ -14,9 +14,9 @@ from partita.memory.ledger import STATES
 from partita.plan.traffic import TrafficReport
 from partita.planner.memory import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
-from tests.kit import ranks as pool
 from tests.kit.models import CASES, parts
 from tests.kit.plans import matrix, sampled
+from tests.kit.ranks import on_ranks
 
 ROWS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -126,7 +126,7 @@ def train_each(runs: tuple[Run, ...]) -> list[Bytes]:
 
 
 def check(world: int, *runs: Run) -> None:
-    for counts in pool.run(world, train_each, runs):
+    for counts in on_ranks(world, train_each, runs):
         for run, counted in zip(runs, counts, strict=True):
             assert counted.held == counted.expected_held, run
             assert counted.traffic == counted.expected_traffic, f"{run}\n{counted.traffic}\n{counted.expected_traffic}"
@@ -280,4 +280,4 @@ def train_scaled() -> tuple[int, int]:
 
 
 def test_moments_of_a_parameter_without_dimensions() -> None:
-    assert pool.run(1, train_scaled) == [(2 * 4 * 10, 2 * 4 * 10)]
+    assert on_ranks(1, train_scaled) == [(2 * 4 * 10, 2 * 4 * 10)]

@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, small_buckets, whole_weights
 
@@ -173,23 +173,23 @@ SAMPLE = (("block.compile()", False), ("blocks replaced", True), ("torch.compile
 
 @pytest.mark.parametrize(("how", "after"), sampled(WHEN, *SAMPLE))
 def test_compiled_as_eager(how: str, after: bool) -> None:
-    pool.run(2, compiled, how, after, "aot_eager", timeout=120)
+    on_ranks(2, compiled, how, after, "aot_eager", timeout=120)
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_compiled_by_inductor() -> None:
-    pool.run(2, by_inductor, timeout=200)
+    on_ranks(2, by_inductor, timeout=200)
 
 
 def test_compiled_and_checkpointed() -> None:
-    pool.run(2, checkpointed, timeout=120)
+    on_ranks(2, checkpointed, timeout=120)
 
 
 @pytest.mark.parametrize("choice", ["units", "selective"])
 def test_compiled_and_recomputed(choice: str) -> None:
-    pool.run(2, recomputed, choice, timeout=120)
+    on_ranks(2, recomputed, choice, timeout=120)
 
 
 def test_training_and_evaluation_compile_once_each() -> None:
-    pool.run(2, train_and_evaluate, timeout=120)
+    on_ranks(2, train_and_evaluate, timeout=120)

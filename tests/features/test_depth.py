@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 
 NUM_BLOCKS = 200
 NUM_STEPS = 2
@@ -44,7 +44,7 @@ def train_and_save(within_node: str, folder: Path) -> list[tuple[list[float], di
 
 @pytest.mark.parametrize("within_node", ["memory", pytest.param("network", marks=pytest.mark.thorough)])
 def test_two_hundred_blocks(within_node: str, tmp_path: Path) -> None:
-    for results in pool.run(2, train_and_save, within_node, tmp_path):
+    for results in on_ranks(2, train_and_save, within_node, tmp_path):
         for losses, weights in results:
             assert losses == results[0][0]
             assert losses[1] != losses[0]

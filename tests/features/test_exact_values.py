@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.plans import TIERS, ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 WAYS = ("model", "meta", "weights", "load_state_dict", "gathered", "checkpoint")
@@ -103,7 +103,7 @@ def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path)
 
 @matrix(world=(1, 2), plan=tuple(STAGES), master=("fp32", "split"))
 def test_fp32_values_arrive_unrounded(world: int, plan: str, master: str, tmp_path: Path) -> None:
-    pool.run(world, arrives_exactly, plan, master, WAYS, tmp_path)
+    on_ranks(world, arrives_exactly, plan, master, WAYS, tmp_path)
 
 
 def rounds_frozen() -> None:
@@ -119,7 +119,7 @@ def rounds_frozen() -> None:
 
 
 def test_frozen_parameters_can_be_rounded_for_good() -> None:
-    pool.run(2, rounds_frozen)
+    on_ranks(2, rounds_frozen)
 
 
 def warns_of_writes() -> None:
@@ -135,7 +135,7 @@ def warns_of_writes() -> None:
 
 
 def test_a_write_that_is_rounded_is_reported() -> None:
-    pool.run(2, warns_of_writes)
+    on_ranks(2, warns_of_writes)
 
 
 def halfway() -> Frozen:
@@ -189,4 +189,4 @@ def rounds_alike(plan: str, updates: str, folder: Path) -> None:
 @matrix(world=(1, 2), plan=tuple(STAGES), updates=tuple(UPDATES))
 def test_masters_are_rounded_by_one_rule(world: int, plan: str, updates: str, tmp_path: Path) -> None:
     if (plan, updates) != ("0", "in backward"):  # which the config refuses
-        pool.run(world, rounds_alike, plan, updates, tmp_path)
+        on_ranks(world, rounds_alike, plan, updates, tmp_path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 
 SOURCE = Path(partita.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
@@ -137,6 +137,6 @@ JOURNEYS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("title", JOURNEYS)
 def test_files_are_those_listed(title: str) -> None:
     config, part, folders = JOURNEYS[title]
-    files = [of_folders(each, *folders) for each in pool.run(2, traced, config, part)]
+    files = [of_folders(each, *folders) for each in on_ranks(2, traced, config, part)]
     crossed = sorted({name for each in files for name in each})
     assert crossed == sorted(of_folders(listed(title), *folders)), files[0]

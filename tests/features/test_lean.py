@@ -11,10 +11,10 @@ from partita import ConfigError
 from partita.memory.ledger import STATES
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.planner.memory import model_state_bytes
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ON_DISK, ON_HOST, ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 
 BF16 = {"compute": "bf16", "gradients": "bf16"}
@@ -35,7 +35,7 @@ def split_is_fp32(stage: str, offload: dict[str, str], moments: str) -> None:
 
 @matrix(offload=OFFLOADS, stage=["1", "3", "3-kept"], moments=["fp32", "int8"], world=[1, 2])
 def test_a_split_master_is_an_fp32_master(world: int, moments: str, stage: str, offload: dict[str, str]) -> None:
-    pool.run(world, split_is_fp32, stage, offload, moments)
+    on_ranks(world, split_is_fp32, stage, offload, moments)
 
 
 def int8_everywhere() -> None:
@@ -51,7 +51,7 @@ def int8_everywhere() -> None:
 
 
 def test_8_bit_moments_of_fp32_weights() -> None:
-    pool.run(2, int8_everywhere)
+    on_ranks(2, int8_everywhere)
 
 
 OTHERS = {
@@ -72,7 +72,7 @@ def every_optimizer() -> None:
 
 
 def test_every_optimizer_of_the_config() -> None:
-    pool.run(2, every_optimizer)
+    on_ranks(2, every_optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -111,7 +111,7 @@ def both_masters_read_alike() -> None:
 
 
 def test_what_is_read_of_lean_states() -> None:
-    pool.run(2, both_masters_read_alike)
+    on_ranks(2, both_masters_read_alike)
 
 
 def bytes_of(offload: dict[str, str]) -> dict[tuple[str, str], int]:
@@ -129,7 +129,7 @@ def bytes_of(offload: dict[str, str]) -> dict[tuple[str, str], int]:
 
 def test_bytes_of_lean_states() -> None:
     for offload in ({}, ON_HOST, ON_DISK):
-        for of_rank in pool.run(2, bytes_of, offload):
+        for of_rank in on_ranks(2, bytes_of, offload):
             by_state = {state: num for (state, _), num in of_rank.items()}
             assert by_state["master"] == by_state["parameters"] == by_state["gradients"]
             assert 0 < by_state["moments"] <= 1.05 * by_state["parameters"]

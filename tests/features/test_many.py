@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 
 
 class Scalars(nn.Module):
@@ -75,6 +75,6 @@ def test_work_is_linear_in_the_parameters(plan: str, world: int, tmp_path: Path)
         "offloaded": {"zero": {"stage": 2, "offload": {"optimizer": "host"}}},
     }[plan]
     config = {**config, "checkpoint": {"background": False}}
-    few, many = (pool.run(world, calls, config, num, tmp_path)[0] for num in (100, 400))
+    few, many = (on_ranks(world, calls, config, num, tmp_path)[0] for num in (100, 400))
     for name, num in many.items():
         assert num < 4.5 * few[name], f"{name}: {few[name]} calls for 100 parameters, {num} for 400"

@@ -10,9 +10,9 @@ import partita
 from partita import PartitaError
 from partita.activation.logits import Logits
 from partita.engine import build
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import FAMILIES
+from tests.kit.ranks import on_ranks
 from tests.kit.state import attached_to
 from tests.kit.training import rank
 
@@ -79,7 +79,7 @@ def goes_on_after_gathered(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_training_goes_on_after_gathered(name: str) -> None:
-    pool.run(2, goes_on_after_gathered, FEATURES[name], with_group=False)
+    on_ranks(2, goes_on_after_gathered, FEATURES[name], with_group=False)
 
 
 def tiles_inside_gathered() -> None:
@@ -97,7 +97,7 @@ def tiles_inside_gathered() -> None:
 
 
 def test_tiles_inside_gathered() -> None:
-    pool.run(2, tiles_inside_gathered, with_group=False)
+    on_ranks(2, tiles_inside_gathered, with_group=False)
 
 
 def pipelined() -> None:
@@ -118,7 +118,7 @@ def pipelined() -> None:
 
 
 def test_a_pipeline_is_compiled_and_taken_off() -> None:
-    pool.run(2, pipelined, with_group=False)
+    on_ranks(2, pipelined, with_group=False)
 
 
 def fails_late(config: dict[str, Any], where: str) -> None:
@@ -151,7 +151,7 @@ def fails_late(config: dict[str, Any], where: str) -> None:
 @pytest.mark.parametrize("where", ["Pipeline", "AlikeCheck"])
 def test_a_start_that_fails_late(where: str) -> None:
     for name in ("all, tensor", "all, sequence"):
-        pool.run(2, fails_late, FEATURES[name], where, with_group=False)
+        on_ranks(2, fails_late, FEATURES[name], where, with_group=False)
 
 
 def test_a_head_that_is_compiled_later_has_its_loss_in_tiles() -> None:

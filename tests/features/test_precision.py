@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.optim.consensus import SMALLEST
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import Recipe, check, rank, train_recipe, whole_weights
 
@@ -444,32 +444,32 @@ def arguments_and_outputs(zero: Mapping[str, Any], precision: Mapping[str, Any])
 
 @matrix(gradients=["fp32", "bf16"], compute=HALF, mode=["mixed", "autocast", "cast"])
 def test_half_precision_as_stage_0(compute: str, gradients: str, mode: str) -> None:
-    pool.run(2, as_stage_0, {"compute": compute, "gradients": gradients, "mode": mode})
+    on_ranks(2, as_stage_0, {"compute": compute, "gradients": gradients, "mode": mode})
 
 
 def test_half_precision_is_close_to_full() -> None:
-    pool.run(2, close_to_fp32)
+    on_ranks(2, close_to_fp32)
 
 
 def test_dtypes_of_all_states() -> None:
-    pool.run(2, dtypes)
+    on_ranks(2, dtypes)
 
 
 def test_master_weights_keep_small_updates() -> None:
-    pool.run(2, master_weights_keep_small_updates)
+    on_ranks(2, master_weights_keep_small_updates)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_mixed_dtypes_in_a_unit(compute: str) -> None:
-    pool.run(2, mixed, compute)
+    on_ranks(2, mixed, compute)
 
 
 def test_modules_kept_in_fp32() -> None:
-    pool.run(2, kept_in_fp32)
+    on_ranks(2, kept_in_fp32)
 
 
 def test_dynamic_loss_scale() -> None:
-    for said in pool.run(2, dynamic_scale):
+    for said in on_ranks(2, dynamic_scale):
         assert len(said) == 2 * len(ZERO)
         for number, text in enumerate(said):
             turn = number % 2
@@ -481,27 +481,27 @@ def test_dynamic_loss_scale() -> None:
 
 
 def test_loss_scale_grows() -> None:
-    pool.run(2, scale_grows)
+    on_ranks(2, scale_grows)
 
 
 @pytest.mark.parametrize(("mode", "outputs"), [("mixed", "fp32"), ("cast", "fp32"), ("cast", "compute")])
 def test_the_loss_scale_is_one_that_the_loss_can_carry(mode: str, outputs: str) -> None:
-    pool.run(2, loss_carries_the_scale, mode, outputs)
+    on_ranks(2, loss_carries_the_scale, mode, outputs)
 
 
 def test_loss_scale_at_its_end_names_the_parameter() -> None:
-    for text in pool.run(2, scale_ends):
+    for text in on_ranks(2, scale_ends):
         assert "the loss scale is at its smallest value" in text
         assert "the gradient of '" in text
 
 
 def test_fixed_loss_scale() -> None:
-    pool.run(2, fixed_scale)
+    on_ranks(2, fixed_scale)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_not_finite_without_loss_scale(compute: str) -> None:
-    for said in pool.run(2, without_scale, compute):
+    for said in on_ranks(2, without_scale, compute):
         assert all("is not finite" in text and "the update is skipped" in text for text in said), said
         assert all("from rank 1)" in text for text in said), said
         assert not any("loss scale" in text for text in said)
@@ -516,12 +516,12 @@ def test_not_finite_without_loss_scale(compute: str) -> None:
     ],
 )
 def test_an_argument_that_makes_the_loss_infinite_is_named(compute: str, value: float, said: str) -> None:
-    for text in pool.run(2, argument_named, compute, value):
+    for text in on_ranks(2, argument_named, compute, value):
         assert f"(from rank 1); on rank 1, the forward's argument 'more' {said}; the update is skipped" in text
 
 
 def test_errors_about_dtypes_name_module_and_key() -> None:
-    assert pool.run(1, dtype_errors_are_explained) == [
+    assert on_ranks(1, dtype_errors_are_explained) == [
         [
             "in '1.0.linear', under precision.compute bfloat16 and precision.mode cast: set precision.mode: mixed, "
             'whose operators cast what they are given, or list the module in precision.keep_fp32 (["1.0.linear"])'
@@ -530,12 +530,12 @@ def test_errors_about_dtypes_name_module_and_key() -> None:
 
 
 def test_culprit_is_named() -> None:
-    for text in pool.run(2, first_culprit):
+    for text in on_ranks(2, first_culprit):
         assert "'blocks.2.up.weight' is not finite (from rank 1)" in text
 
 
 def test_clipping() -> None:
-    pool.run(2, clipped)
+    on_ranks(2, clipped)
 
 
 @matrix(
@@ -549,29 +549,29 @@ def test_clipping() -> None:
     ],
 )
 def test_arguments_and_outputs(plan: str, precision: Mapping[str, Any]) -> None:
-    pool.run(2, arguments_and_outputs, ZERO[plan], precision)
+    on_ranks(2, arguments_and_outputs, ZERO[plan], precision)
 
 
 @pytest.mark.filterwarnings("ignore:loss.backward")
 @pytest.mark.parametrize("world", [1, 2])
 def test_plain_backward_under_a_loss_scale(world: int) -> None:
-    pool.run(world, plain_backwards)
+    on_ranks(world, plain_backwards)
 
 
 def test_plain_backward_under_a_loss_scale_says_what_is_lost() -> None:
-    pool.run(1, plain_backward_says_so)
+    on_ranks(1, plain_backward_says_so)
 
 
 @matrix(stage=[1, 3], on_rank=[None, 0, 1])
 def test_several_loss_scales_in_a_batch(stage: int, on_rank: int | None) -> None:
-    for said in pool.run(2, mixed_scales, {"stage": stage}, on_rank):
+    for said in on_ranks(2, mixed_scales, {"stage": stage}, on_rank):
         assert "several loss scales" in said
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_loss_through_two_engines(world: int) -> None:
-    pool.run(world, one_loss_through_two_engines)
+    on_ranks(world, one_loss_through_two_engines)
 
 
 def test_scaled_loss_through_one_that_updates_in_backward() -> None:
-    pool.run(1, through_one_in_backward)
+    on_ranks(1, through_one_in_backward)

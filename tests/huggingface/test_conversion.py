@@ -15,8 +15,8 @@ from partita.huggingface.weights import Weights
 from partita.kernels.quantize import nearest_bf16
 from partita.plan.box import Box
 from tests.huggingface.cases import CASES, build, logits
-from tests.kit import ranks as pool
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights
 
 
@@ -76,7 +76,7 @@ def other_names(folder: Path) -> None:
 def test_an_export_is_the_folder_that_the_model_writes(name: str, tmp_path: Path) -> None:
     for dtype, config in (("fp32", {}), ("bf16", {"precision": {"compute": "bf16"}})):
         folder = tmp_path / dtype
-        pool.run(2, exported, name, folder, {"zero": {"stage": 3}, **config})
+        on_ranks(2, exported, name, folder, {"zero": {"stage": 3}, **config})
         own, found = (load_file(folder / kind / "model.safetensors") for kind in ("own", "exported"))
         assert found.keys() == own.keys()
         assert all(torch.equal(found[key], own[key]) and found[key].dtype == own[key].dtype for key in own)
@@ -93,14 +93,14 @@ def test_an_export_is_the_folder_that_the_model_writes(name: str, tmp_path: Path
 @matrix(world=[1, 2], name=CASES)
 def test_files_are_read_by_their_own_names(world: int, name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path)
-    pool.run(world, loaded, name, tmp_path)
+    on_ranks(world, loaded, name, tmp_path)
 
 
 def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
     model = build("mixtral")
     model.save_pretrained(tmp_path)
     total = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
-    num_elements = pool.run(2, experts_read, tmp_path)
+    num_elements = on_ranks(2, experts_read, tmp_path)
     assert total < sum(num_elements) < 1.8 * total  # what both have a part of, both read
     assert max(num_elements) < total
 
@@ -117,4 +117,4 @@ def test_names_that_are_not_the_models(tmp_path: Path) -> None:
     expert = next(name for name in tensors if ".experts.1.w1" in name)
     tensors[expert] = tensors[expert][:-1].clone()
     save_file(tensors, tmp_path / "cut" / "model.safetensors")
-    pool.run(2, other_names, tmp_path)
+    on_ranks(2, other_names, tmp_path)

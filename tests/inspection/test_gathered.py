@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.sharding.placeholder import is_sharded
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import rank, whole_weights
 
@@ -309,66 +309,66 @@ def averages() -> None:
 
 
 def test_reading() -> None:
-    pool.run(2, reads)
+    on_ranks(2, reads)
 
 
 def test_memory_is_given_back() -> None:
-    pool.run(2, costs_no_memory_afterwards)
+    on_ranks(2, costs_no_memory_afterwards)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_writing(world: int) -> None:
-    pool.run(world, writes)
+    on_ranks(world, writes)
 
 
 def test_writing_without_modify_is_refused() -> None:
-    for said in pool.run(2, written_without_modify):
+    for said in on_ranks(2, written_without_modify):
         assert all("'blocks.1.up.weight' was written" in text and "modify=True" in text for text in said), said
-    pool.run(2, written_beside_what_was_asked_for)
+    on_ranks(2, written_beside_what_was_asked_for)
 
 
 def test_what_is_no_part_of_the_model() -> None:
-    pool.run(2, foreign)
+    on_ranks(2, foreign)
 
 
 def test_exception_inside() -> None:
-    pool.run(2, exception_inside)
+    on_ranks(2, exception_inside)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_inside(world: int) -> None:
-    pool.run(world, trains_inside)
+    on_ranks(world, trains_inside)
 
 
 def test_what_is_held_runs_on_one_rank() -> None:
-    pool.run(2, runs_on_one_rank)
+    on_ranks(2, runs_on_one_rank)
 
 
 def test_generation_gathers_once() -> None:
-    pool.run(2, generates)
+    on_ranks(2, generates)
 
 
 def test_generation_at_rest() -> None:
-    pool.run(2, generates_at_rest)
+    on_ranks(2, generates_at_rest)
 
 
 def test_all_kinds_of_use_in_turn() -> None:
-    pool.run(2, everything_in_turn)
+    on_ranks(2, everything_in_turn)
 
 
 def test_evaluation_allocates_nothing() -> None:
-    pool.run(2, evaluates)
-    pool.run(2, ragged_evaluation)
+    on_ranks(2, evaluates)
+    on_ranks(2, ragged_evaluation)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "cast"])
 def test_copies_in_16_bits_are_plain_models(mode: str) -> None:
-    pool.run(2, copies_in_16_bits, mode)
+    on_ranks(2, copies_in_16_bits, mode)
 
 
 def test_deepcopy_says_why_not() -> None:
-    pool.run(2, copies)
+    on_ranks(2, copies)
 
 
 def test_average_of_weights() -> None:
-    pool.run(2, averages)
+    on_ranks(2, averages)

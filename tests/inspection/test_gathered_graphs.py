@@ -11,10 +11,10 @@ from torch import Tensor
 
 import partita
 from partita.memory import buffer_pool
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import Recipe, assert_same_bits, check, module_of, rank, train_recipe
 
@@ -190,28 +190,28 @@ def views_stay_readable() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
-    pool.run(2, trains, name)
+    on_ranks(2, trains, name)
 
 
 def test_with_resized_storages() -> None:
-    pool.run(2, trains_with_resized_storages)
+    on_ranks(2, trains_with_resized_storages)
 
 
 def test_ranks_may_keep_other_graphs() -> None:
-    pool.run(2, on_one_rank)
+    on_ranks(2, on_one_rank)
 
 
 def test_memory_is_given_back() -> None:
-    pool.run(2, memory_comes_back)
+    on_ranks(2, memory_comes_back)
 
 
 def test_a_graph_of_before_an_update() -> None:
-    pool.run(2, stale)
+    on_ranks(2, stale)
 
 
 def test_a_graph_over_micro_batches() -> None:
-    pool.run(2, over_micro_batches)
+    on_ranks(2, over_micro_batches)
 
 
 def test_views() -> None:
-    pool.run(2, views_stay_readable)
+    on_ranks(2, views_stay_readable)

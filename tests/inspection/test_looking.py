@@ -16,10 +16,10 @@ from partita import PartitaError
 from partita.huggingface import export as export_module
 from partita.plan.planned import PlannedUnit
 from partita.planner.memory import model_state_bytes
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, WIDTH, Stack, square_loss
 from tests.kit.plans import ZERO, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import ADAMW, Recipe, rank, train_plain
 from tests.kit.training import world as num_ranks
 from tests.sharding.test_visits import Tied, freeze
@@ -322,36 +322,36 @@ def traffic() -> None:
 
 @pytest.mark.parametrize("world", sampled([1, 2, 4], 2))
 def test_gradients_and_optimizer_states(world: int) -> None:
-    pool.run(world, gradients_and_states)
+    on_ranks(world, gradients_and_states)
 
 
 def test_tied_parameters_have_all_their_names() -> None:
-    pool.run(2, tied_names)
+    on_ranks(2, tied_names)
 
 
 def test_state_dict() -> None:
-    pool.run(2, state_dicts)
+    on_ranks(2, state_dicts)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_state_dict_of_what_trains(world: int) -> None:
-    pool.run(world, trained_states)
+    on_ranks(world, trained_states)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_export_and_weights(world: int, tmp_path: Path) -> None:
-    pool.run(world, exports, tmp_path)
+    on_ranks(world, exports, tmp_path)
 
 
 def test_export_in_several_files(tmp_path: Path) -> None:
-    pool.run(2, exports_in_parts, tmp_path)
+    on_ranks(2, exports_in_parts, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_loads_the_export(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    logits = pool.run(2, exports_hugging_face, name, tmp_path)[0]
+    logits = on_ranks(2, exports_hugging_face, name, tmp_path)[0]
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -365,7 +365,7 @@ def test_hugging_face_loads_the_export(name: str, tmp_path: Path) -> None:
 def test_export_brings_the_tokenizer_along(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    pool.run(2, exports_again, tmp_path / "given", tmp_path / "again")
+    on_ranks(2, exports_again, tmp_path / "given", tmp_path / "again")
     for folder in (tmp_path / "again", tmp_path / "again" / "elsewhere"):
         for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
             assert (folder / name).read_text() == name
@@ -374,22 +374,22 @@ def test_export_brings_the_tokenizer_along(tmp_path: Path) -> None:
 
 def test_export_when_the_weights_folder_is_gone(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
-    pool.run(2, exports_without_what_it_came_from, tmp_path / "given")
+    on_ranks(2, exports_without_what_it_came_from, tmp_path / "given")
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_export_to_nowhere(tmp_path: Path) -> None:
-    pool.run(2, exports_to_nowhere, tmp_path)
+    on_ranks(2, exports_to_nowhere, tmp_path)
 
 
 def test_weights_that_do_not_fit(tmp_path: Path) -> None:
-    pool.run(1, wrong_weights, tmp_path)
+    on_ranks(1, wrong_weights, tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_memory_report_is_the_plan(world: int) -> None:
-    pool.run(world, memory)
+    on_ranks(world, memory)
 
 
 def test_traffic_report() -> None:
-    pool.run(2, traffic)
+    on_ranks(2, traffic)

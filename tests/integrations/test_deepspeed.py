@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 
 import partita.integrations.deepspeed as deepspeed
 from partita import ConfigError, PartitaError
-from tests.kit import ranks as pool
 from tests.kit.models import WIDTH, Stack
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, world
 
 NUM_STEPS, MICRO = 5, 4
@@ -182,7 +182,7 @@ def all_loops() -> None:
 @pytest.mark.filterwarnings("ignore:.*gradient.* not finite", "ignore:.*loss scale")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_numbers_of_plain_loops(num_ranks: int) -> None:
-    pool.run(num_ranks, all_loops, with_group=False)
+    on_ranks(num_ranks, all_loops, with_group=False)
 
 
 # ------------------------------------------------------------------------------------------------ what stands around
@@ -260,11 +260,11 @@ def meets_by_arguments(folder: str) -> None:
 
 
 def test_ranks_that_are_told_by_arguments(tmp_path: Path) -> None:
-    pool.run(2, meets_by_arguments, str(tmp_path), with_group=False)
+    on_ranks(2, meets_by_arguments, str(tmp_path), with_group=False)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    pool.run(2, resumes, str(tmp_path), with_group=False)
+    on_ranks(2, resumes, str(tmp_path), with_group=False)
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "global_step2", "latest", "pytorch_model.bin"]
 
@@ -310,7 +310,7 @@ def whole_batches() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_whole_batches(num_ranks: int) -> None:
-    pool.run(num_ranks, whole_batches, with_group=False)
+    on_ranks(num_ranks, whole_batches, with_group=False)
 
 
 class Own(nn.Module):
@@ -365,7 +365,7 @@ def built_in_init() -> None:
 
 
 def test_models_built_on_rank_0_alone() -> None:
-    pool.run(2, built_in_init, with_group=False)
+    on_ranks(2, built_in_init, with_group=False)
 
 
 def groups_and_errors(path: str) -> None:
@@ -426,7 +426,7 @@ def groups_and_errors(path: str) -> None:
 
 def test_groups_and_errors(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(Loop(accumulate=2).config(2)))
-    pool.run(1, groups_and_errors, str(tmp_path / "ds_config.json"), with_group=False)
+    on_ranks(1, groups_and_errors, str(tmp_path / "ds_config.json"), with_group=False)
 
 
 SCRIPT = """

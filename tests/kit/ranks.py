@@ -134,7 +134,7 @@ def on_ranks(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, 
     return [results[rank] for rank in range(world)]
 
 
-def close() -> None:
+def close_pool() -> None:
     """End the workers. The next `on_ranks` starts new ones."""
     _pool.shrink()
 
@@ -219,5 +219,4 @@ def _summary(failure: Failure) -> str:
     return f"{type(failure.error).__name__}: {failure.error}"
 
 
-run = on_ranks
-atexit.register(close)
+atexit.register(close_pool)

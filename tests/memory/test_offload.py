@@ -17,10 +17,10 @@ from partita.errors import ConfigError
 from partita.memory.disk import Disk
 from partita.planner.memory import model_state_bytes
 from tests.features import parity
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ON_DISK, ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 from tests.sharding.test_visits import siamese
 
@@ -76,14 +76,14 @@ def trains_alike(recipe: str, stage: str, offload: str) -> None:
 
 @matrix(offload=OFFLOADS, stage=STAGES, world=[1, 2])
 def test_the_same_bits_wherever_states_rest(world: int, stage: str, offload: str) -> None:
-    pool.run(world, trains_alike, "clipped", stage, offload)
+    on_ranks(world, trains_alike, "clipped", stage, offload)
 
 
 @pytest.mark.parametrize(
     ("stage", "offload"), sampled(product(STAGES, ("all on host", "all on disk")), ("3", "all on disk"))
 )
 def test_the_same_bits_on_four_ranks(stage: str, offload: str) -> None:
-    pool.run(4, trains_alike, "clipped", stage, offload)
+    on_ranks(4, trains_alike, "clipped", stage, offload)
 
 
 @matrix(
@@ -92,12 +92,12 @@ def test_the_same_bits_on_four_ranks(stage: str, offload: str) -> None:
     offload=("all on host", "all on disk", "optimizer on disk"),
 )
 def test_the_same_bits_in_every_training(recipe: str, stage: str, offload: str) -> None:
-    pool.run(2, trains_alike, recipe, stage, offload)
+    on_ranks(2, trains_alike, recipe, stage, offload)
 
 
 def test_whole_on_every_rank() -> None:
     """Stage 0 with its whole states off the device, and stage 3 that keeps parameters whole in between."""
-    pool.run(2, whole_on_every_rank)
+    on_ranks(2, whole_on_every_rank)
 
 
 def whole_on_every_rank() -> None:
@@ -143,7 +143,7 @@ def accumulated() -> None:
 
 
 def test_accumulation() -> None:
-    pool.run(2, accumulated)
+    on_ranks(2, accumulated)
 
 
 def read_at_once() -> None:
@@ -176,7 +176,7 @@ def read_at_once() -> None:
 
 
 def test_what_is_read_at_once_is_up_to_date() -> None:
-    pool.run(2, read_at_once)
+    on_ranks(2, read_at_once)
 
 
 def step_hooks_find_it_done() -> None:
@@ -194,7 +194,7 @@ def step_hooks_find_it_done() -> None:
 
 
 def test_hooks_on_the_optimizers_step() -> None:
-    pool.run(2, step_hooks_find_it_done)
+    on_ranks(2, step_hooks_find_it_done)
 
 
 def as_the_table_says(stage: int, offload: dict[str, str], compute: str) -> None:
@@ -213,7 +213,7 @@ def as_the_table_says(stage: int, offload: dict[str, str], compute: str) -> None
 
 @matrix(offload=OFFLOADS, stage=[1, 3], compute=["fp32", "bf16"], world=[1, 2])
 def test_bytes_are_where_the_table_says(offload: str, stage: int, compute: str, world: int) -> None:
-    pool.run(world, as_the_table_says, stage, OFFLOADS[offload], compute)
+    on_ranks(world, as_the_table_says, stage, OFFLOADS[offload], compute)
 
 
 def goes_on_after_an_exception() -> None:
@@ -233,7 +233,7 @@ def fail(*_: Any) -> None:
 
 
 def test_an_exception_in_forward() -> None:
-    pool.run(2, goes_on_after_an_exception)
+    on_ranks(2, goes_on_after_an_exception)
 
 
 def skips_what_is_not_finite() -> None:
@@ -249,7 +249,7 @@ def skips_what_is_not_finite() -> None:
 
 
 def test_a_gradient_that_is_not_finite() -> None:
-    pool.run(2, skips_what_is_not_finite)
+    on_ranks(2, skips_what_is_not_finite)
 
 
 # ----------------------------------------------------------------------------------------------------------- failures
@@ -264,7 +264,7 @@ def nothing_is_left(folder: str) -> None:
 
 
 def test_no_file_is_left(tmp_path: Path) -> None:
-    pool.run(2, nothing_is_left, str(tmp_path))
+    on_ranks(2, nothing_is_left, str(tmp_path))
 
 
 def test_a_folder_that_is_none() -> None:

@@ -24,10 +24,10 @@ from partita import PartitaError
 from partita.huggingface.weights import Weights
 from partita.memory.disk import Disk
 from partita.sharding import unshard_order
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ON_DISK, ZERO, matrix
+from tests.kit.ranks import WorkerError, on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 from tests.memory.scratch import refuse
 
@@ -108,7 +108,7 @@ def fails_at_the_start(name: str, ranks: tuple[int, ...], folder: str) -> str:
 
 @matrix(ranks=[(0,), (1,), (0, 1)], name=FAILING)
 def test_a_disk_that_refuses_is_an_error_on_every_rank(name: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    for number, text in enumerate(pool.run(2, fails_at_the_start, name, ranks, str(tmp_path))):
+    for number, text in enumerate(on_ranks(2, fails_at_the_start, name, ranks, str(tmp_path))):
         assert f"offload to disk, in '{tmp_path}'" in text
         assert text.startswith(f"rank {ranks[0]} of the group") == (number not in ranks)
 
@@ -128,7 +128,7 @@ def does_not_fit(folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 def test_a_disk_that_is_full_indeed(small_filesystem: Path) -> None:
-    pool.run(2, does_not_fit, str(small_filesystem))
+    on_ranks(2, does_not_fit, str(small_filesystem))
 
 
 def test_a_filesystem_that_is_read_only(small_filesystem: Path) -> None:
@@ -150,7 +150,7 @@ def a_full_disk_does_not_end_a_step(folder: str, optimizer: dict[str, Any]) -> N
 @pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}, {"name": "sgd"}])
 def test_space_is_taken_at_the_start(optimizer: dict[str, Any], tmp_path: Path) -> None:
     for world in (1, 2):
-        pool.run(world, a_full_disk_does_not_end_a_step, str(tmp_path), {"lr": 0.01, **optimizer})
+        on_ranks(world, a_full_disk_does_not_end_a_step, str(tmp_path), {"lr": 0.01, **optimizer})
 
 
 def cannot_be_read(folder: str, weights: str) -> str:
@@ -165,7 +165,7 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     weights, folder = tmp_path / "all.safetensors", tmp_path / "states"
     folder.mkdir()
     save_file(Stack(2).state_dict(), weights)
-    first, second = pool.run(2, cannot_be_read, str(folder), str(weights))
+    first, second = on_ranks(2, cannot_be_read, str(folder), str(weights))
     assert first == "the file is damaged"
     assert second.startswith("rank 0 of the group over data failed: PartitaError: the file is damaged")
     assert list(folder.iterdir()) == []
@@ -193,8 +193,8 @@ def meets_a_rank_that_is_gone() -> None:
 
 
 def test_a_rank_that_is_gone_before_it_is_sent_to() -> None:
-    with pytest.raises(pool.WorkerError, match="rank 1 died") as caught:
-        pool.run(2, meets_a_rank_that_is_gone)
+    with pytest.raises(WorkerError, match="rank 1 died") as caught:
+        on_ranks(2, meets_a_rank_that_is_gone)
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
     assert re.search(r"PartitaError: .*another rank ended", other), other
 
@@ -207,12 +207,12 @@ def trains(folder: str) -> None:
 @pytest.mark.parametrize("call", ["_read", "_write"])
 def test_a_killed_rank(call: str, tmp_path: Path) -> None:
     """The other rank ends in an error, nothing is left behind, and the folder serves the next run."""
-    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9") as caught:
-        pool.run(2, killed_in_a_step, str(tmp_path), call)
+    with pytest.raises(WorkerError, match="rank 1 died with exit code -9") as caught:
+        on_ranks(2, killed_in_a_step, str(tmp_path), call)
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
     assert re.search(r"PartitaError: .*another rank ended", other), other
     assert list(tmp_path.iterdir()) == []
-    pool.run(2, trains, str(tmp_path))
+    on_ranks(2, trains, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -228,7 +228,7 @@ def through_the_page_cache(folder: str) -> None:
 
 
 def test_a_filesystem_without_direct_requests(tmp_path: Path) -> None:
-    pool.run(2, through_the_page_cache, str(tmp_path))
+    on_ranks(2, through_the_page_cache, str(tmp_path))
 
 
 def waits_for_the_disk(folder: str) -> None:
@@ -241,7 +241,7 @@ def waits_for_the_disk(folder: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_slow_disk(world: int, tmp_path: Path) -> None:
-    pool.run(world, waits_for_the_disk, str(tmp_path))
+    on_ranks(world, waits_for_the_disk, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------- memory of the host
@@ -264,6 +264,6 @@ def bytes_on_host(offload: dict[str, str]) -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_host_memory_holds_each_state_once(world: int) -> None:
-    held = pool.run(world, bytes_on_host, {"parameters": "host", "optimizer": "host"})
+    held = on_ranks(world, bytes_on_host, {"parameters": "host", "optimizer": "host"})
     assert sum(held) == 16 * 3 * 64 * 64, "parameters, gradients and two moments in fp32"
     assert len(set(held)) == 1

@@ -24,10 +24,10 @@ from partita.plan.state_plan import Tiers
 from partita.planner.blueprint import make_blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights, world
 from tests.memory.test_offload import RECIPES
 
@@ -100,7 +100,7 @@ def on_three_tiers() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_the_same_bits_on_three_tiers(num_ranks: int) -> None:
-    pool.run(num_ranks, on_three_tiers, timeout=240)
+    on_ranks(num_ranks, on_three_tiers, timeout=240)
 
 
 def the_same_bits(stages: tuple[str, ...], recipe: str) -> int:
@@ -120,13 +120,13 @@ def the_same_bits(stages: tuple[str, ...], recipe: str) -> int:
 
 @matrix(num_ranks=[1, 2, 4], stage=["1", "2", "3"])
 def test_the_same_bits_with_states_here_and_there(num_ranks: int, stage: str) -> None:
-    assert pool.run(num_ranks, the_same_bits, (stage,), "clipped", timeout=240) == [2] * num_ranks
+    assert on_ranks(num_ranks, the_same_bits, (stage,), "clipped", timeout=240) == [2] * num_ranks
 
 
 @pytest.mark.parametrize("recipe", sampled(["16 bits", "momentum", "seldom used, frozen, thawed"], "16 bits"))
 def test_the_same_bits_in_every_training(recipe: str) -> None:
     """Budgets are found for fp32 and Adam: of other trainings they place other units on the tiers."""
-    assert min(pool.run(2, the_same_bits, ("1", "3"), recipe, timeout=240)) >= 2
+    assert min(on_ranks(2, the_same_bits, ("1", "3"), recipe, timeout=240)) >= 2
 
 
 class Counting(torch.optim.AdamW):
@@ -201,10 +201,10 @@ def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
 
 @matrix(stage=["1", "3"], num_ranks=[1, 2])
 def test_bytes_are_where_the_table_and_the_announcement_say(num_ranks: int, stage: str) -> None:
-    first = pool.run(num_ranks, as_the_table_says, stage, AUTO, timeout=240)[0]
+    first = on_ranks(num_ranks, as_the_table_says, stage, AUTO, timeout=240)[0]
     assert len(first) == 2
     assert all(line.startswith("offload: parameters ") and line.count(";") == 2 for line in first)
-    assert pool.run(num_ranks, as_the_table_says, stage, AUTO, timeout=240)[0] == first
+    assert on_ranks(num_ranks, as_the_table_says, stage, AUTO, timeout=240)[0] == first
 
 
 def of_different_ranks() -> list[Tiers]:
@@ -220,7 +220,7 @@ def of_different_ranks() -> list[Tiers]:
 
 
 def test_all_ranks_place_states_as_the_poorest_can() -> None:
-    one, other = pool.run(2, of_different_ranks)
+    one, other = on_ranks(2, of_different_ranks)
     assert one == other
 
 
@@ -232,7 +232,7 @@ def a_rank_that_cannot_tell() -> None:
 
 
 def test_an_error_of_one_rank_is_every_ranks() -> None:
-    pool.run(2, a_rank_that_cannot_tell)
+    on_ranks(2, a_rank_that_cannot_tell)
 
 
 def test_this_machine_has_room_on_the_device_for_a_small_model() -> None:

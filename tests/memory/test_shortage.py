@@ -12,8 +12,8 @@ import partita
 from partita import PartitaError
 from partita.memory import allocate
 from partita.memory.out_of_memory import is_shortage
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 OUT = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ...")
@@ -97,7 +97,7 @@ def stages_are_named() -> None:
 
 
 def test_a_higher_stage_helps_several_ranks() -> None:
-    pool.run(2, stages_are_named)
+    on_ranks(2, stages_are_named)
 
 
 def test_other_errors_stay_what_they_are() -> None:

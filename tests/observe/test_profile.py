@@ -13,8 +13,8 @@ import partita
 from partita import PartitaError
 from partita.memory.step_events import Watcher, sent, span, told, watched_by
 from partita.plan.traffic import TrafficKey
-from tests.kit import ranks as pool
 from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
 STEPS = 2
@@ -45,7 +45,7 @@ def take_step(engine: Any, step: int) -> None:
 
 
 def test_a_trace_has_what_was_done_and_waited_for(tmp_path: Path) -> None:
-    for events, report, counted in pool.run(2, profiled, str(tmp_path)):
+    for events, report, counted in on_ranks(2, profiled, str(tmp_path)):
         process = next(event["pid"] for event in events if event.get("args", {}).get("name", "").startswith("partita,"))
         own = [event for event in events if event["pid"] == process and event["ph"] == "X"]
         lanes = {e["tid"]: e["args"]["name"] for e in events if e["pid"] == process and e["name"] == "thread_name"}

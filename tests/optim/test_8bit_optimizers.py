@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
@@ -53,7 +53,7 @@ def resumes(folder: str, name: str, stage: int) -> None:
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 0)])
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
 def test_states_of_bitsandbytes_are_saved_and_resumed(name: str, ranks: int, stage: int, tmp_path: Path) -> None:
-    pool.run(ranks, resumes, str(tmp_path), name, stage)
+    on_ranks(ranks, resumes, str(tmp_path), name, stage)
 
 
 def keeps_embeddings_in_32_bits(by: str) -> None:
@@ -77,7 +77,7 @@ def keeps_embeddings_in_32_bits(by: str) -> None:
 
 @pytest.mark.parametrize("by", ["module", "parameter"])
 def test_settings_of_single_parameters_reach_their_views(by: str) -> None:
-    pool.run(2, keeps_embeddings_in_32_bits, by)
+    on_ranks(2, keeps_embeddings_in_32_bits, by)
 
 
 class Coded(Tensor):
@@ -98,4 +98,4 @@ def refused(stage: int) -> None:
 
 @matrix(ranks=[1, 2], stage=[0])
 def test_states_that_cannot_be_saved_are_refused_at_the_start(ranks: int, stage: int) -> None:
-    pool.run(ranks, refused, stage)
+    on_ranks(ranks, refused, stage)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights, world
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -215,42 +215,42 @@ def loops_of_others(zero: Mapping[str, Any]) -> None:
 
 @matrix(config=CONFIGS, world=[1, 2])
 def test_by_hand_as_by_the_config(config: str, world: int) -> None:
-    pool.run(world, by_hand, CONFIGS[config])
+    on_ranks(world, by_hand, CONFIGS[config])
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_holds_once(world: int) -> None:
-    pool.run(world, once)
+    on_ranks(world, once)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_refused_where_it_cannot_hold(world: int) -> None:
-    pool.run(world, refused)
+    on_ranks(world, refused)
 
 
 @matrix(change=[_clip, _scale], accumulate=[1, 2])
 def test_gradients_that_the_user_changes(change: Any, accumulate: int) -> None:
-    (said,) = pool.run(1, by_the_user, change, accumulate)
+    (said,) = on_ranks(1, by_the_user, change, accumulate)
     assert "the .grad of 'first.weight' was changed between backward and step" in said or "'last." in said
     assert "engine.clip_grad_norm(max_norm)" in said
 
 
 @matrix(plan=ZERO, accumulate=[1, 2])
 def test_gradients_that_were_collected(plan: str, accumulate: int) -> None:
-    pool.run(2, collected, {"zero": ZERO[plan]}, accumulate)
+    on_ranks(2, collected, {"zero": ZERO[plan]}, accumulate)
 
 
 @pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"gradients": "in_backward"}], ids=["bf16", "in_backward"])
 def test_gradients_that_were_collected_on_one_rank(precision: dict[str, Any]) -> None:
-    pool.run(1, collected, {"precision": precision})
+    on_ranks(1, collected, {"precision": precision})
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @matrix(world=[1, 2], create_graph=[False, True])
 def test_a_backward_after_they_were_collected(world: int, create_graph: bool) -> None:
-    pool.run(world, all_inner_losses, create_graph)
+    on_ranks(world, all_inner_losses, create_graph)
 
 
 @matrix(plan=ZERO, world=[1, 2])
 def test_calls_that_would_find_no_gradients(plan: str, world: int) -> None:
-    pool.run(world, loops_of_others, ZERO[plan])
+    on_ranks(world, loops_of_others, ZERO[plan])

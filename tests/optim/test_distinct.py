@@ -24,7 +24,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
 from partita.plan.share import Share, Shares
 from tests.compression.test_wires import on_nodes_of
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights, world
 
 NUM_EXPERTS, WIDTH, NUM_STEPS = 4, 8, 3
@@ -219,13 +219,13 @@ def refused(extension: type[RunExtension], config: dict[str, Any]) -> str:
     ids=["unit", "codes"],
 )
 def test_settings_that_do_not_fit_experts(extension: type[RunExtension], config: dict[str, Any], said: str) -> None:
-    for each in pool.run(2, refused, extension, config, with_group=False):
+    for each in on_ranks(2, refused, extension, config, with_group=False):
         assert said in each
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_each_rank_has_experts_of_its_own(stage: int) -> None:
-    pool.run(2, trains, {"stage": stage}, 2)
+    on_ranks(2, trains, {"stage": stage}, 2)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ def test_each_rank_has_experts_of_its_own(stage: int) -> None:
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_experts_are_summed_over_nodes(zero: dict[str, Any], accumulate: int) -> None:
-    pool.run(4, trains, zero, 2, accumulate)
+    on_ranks(4, trains, zero, 2, accumulate)
 
 
 def test_the_norm_counts_every_expert_once() -> None:
-    pool.run(4, trains, {"stage": 3, "replicate": "nodes"}, 2, 1, 0.05)
+    on_ranks(4, trains, {"stage": 3, "replicate": "nodes"}, 2, 1, 0.05)
 
 
 def test_a_checkpoint_has_all_experts(tmp_path: Path) -> None:
-    pool.run(4, trains, {"stage": 3, "replicate": "nodes"}, 2, 1, None, str(tmp_path))
+    on_ranks(4, trains, {"stage": 3, "replicate": "nodes"}, 2, 1, None, str(tmp_path))

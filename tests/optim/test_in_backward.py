@@ -14,10 +14,10 @@ from partita.memory.ledger import STATES
 from partita.plan.residence import Tier
 from partita.planner.memory import model_state_bytes
 from tests.features import parity
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights, world
 from tests.memory.test_offload import RECIPES
 
@@ -54,17 +54,17 @@ def same_numbers(name: str, precision: str, stage: str, offload: str) -> None:
 
 @matrix(stage=STAGES, offload=OFFLOADS, precision=PRECISIONS, world=[1, 2])
 def test_the_numbers_of_updates_at_the_step(world: int, precision: str, stage: str, offload: str) -> None:
-    pool.run(world, same_numbers, "clipped", precision, stage, offload)
+    on_ranks(world, same_numbers, "clipped", precision, stage, offload)
 
 
 @pytest.mark.parametrize(("offload", "stage"), sampled(product(OFFLOADS, ("1", "3")), ("host", "3")))
 def test_on_four_ranks(stage: str, offload: str) -> None:
-    pool.run(4, same_numbers, "clipped", "lean", stage, offload)
+    on_ranks(4, same_numbers, "clipped", "lean", stage, offload)
 
 
 @matrix(offload=OFFLOADS, recipe=["two forwards", "momentum", "seldom used, frozen, thawed"], stage=("1", "3"))
 def test_in_every_training(recipe: str, stage: str, offload: str) -> None:
-    pool.run(2, same_numbers, recipe, "fp32", stage, offload)
+    on_ranks(2, same_numbers, recipe, "fp32", stage, offload)
 
 
 def of_a_real_model(name: str) -> None:
@@ -84,7 +84,7 @@ def of_a_real_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "mixtral"])
 def test_real_models(name: str) -> None:
-    pool.run(2, of_a_real_model, name)
+    on_ranks(2, of_a_real_model, name)
 
 
 # ------------------------------------------------------------------------------------------------------------- clipping
@@ -130,7 +130,7 @@ def clips_each_unit() -> None:
 
 
 def test_each_unit_is_clipped_by_itself() -> None:
-    pool.run(2, clips_each_unit)
+    on_ranks(2, clips_each_unit)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -159,7 +159,7 @@ def bytes_of(offload: dict[str, str]) -> float:
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_six_bytes_a_parameter(offload: str) -> None:
     blocks = 2 * 4 / 256  # a scale for each block of both moments
-    assert pool.run(2, bytes_of, OFFLOADS[offload]) == [pytest.approx(6 + blocks)] * 2
+    assert on_ranks(2, bytes_of, OFFLOADS[offload]) == [pytest.approx(6 + blocks)] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------- what fails
@@ -190,7 +190,7 @@ def refuses_what_needs_gradients(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_needs_gradients_is_refused(stage: int) -> None:
-    pool.run(2, refuses_what_needs_gradients, stage)
+    on_ranks(2, refuses_what_needs_gradients, stage)
 
 
 def leaves_out_one_unit(stage: int) -> None:
@@ -216,7 +216,7 @@ def leaves_out_one_unit(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_that_is_not_finite_leaves_out_its_unit(stage: int) -> None:
-    pool.run(2, leaves_out_one_unit, stage)
+    on_ranks(2, leaves_out_one_unit, stage)
 
 
 def steps_without_a_loss() -> None:
@@ -238,7 +238,7 @@ def steps_without_a_loss() -> None:
 
 
 def test_a_rank_without_a_loss() -> None:
-    pool.run(2, steps_without_a_loss)
+    on_ranks(2, steps_without_a_loss)
 
 
 def uses_the_users_own() -> None:
@@ -264,4 +264,4 @@ def uses_the_users_own() -> None:
 
 
 def test_the_users_own_optimizer_scheduler_and_hook() -> None:
-    pool.run(2, uses_the_users_own)
+    on_ranks(2, uses_the_users_own)

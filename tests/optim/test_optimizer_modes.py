@@ -8,10 +8,10 @@ from torch import Tensor
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 
 
 class Averaged(torch.optim.Optimizer):
@@ -76,15 +76,15 @@ def trained(stage: int, offload: dict[str, str], compute: str) -> tuple[list[Ten
 
 @matrix(stage=[1, 2, 3], offload=[{}, {"optimizer": "host"}])
 def test_every_rank_has_the_average(stage: int, offload: dict[str, str]) -> None:
-    expected = pool.run(2, trained, 0, {}, "fp32")
-    for (found, losses), (weights, plain) in zip(pool.run(2, trained, stage, offload, "fp32"), expected, strict=True):
+    expected = on_ranks(2, trained, 0, {}, "fp32")
+    for (found, losses), (weights, plain) in zip(on_ranks(2, trained, stage, offload, "fp32"), expected, strict=True):
         assert losses == plain
         assert all(torch.equal(one, other) for one, other in zip(found, weights, strict=True))
 
 
 def test_every_rank_has_the_average_in_half_precision() -> None:
-    (first, _), (second, _) = pool.run(2, trained, 1, {}, "bf16")
-    (other, _), _ = pool.run(2, trained, 3, {}, "bf16")
+    (first, _), (second, _) = on_ranks(2, trained, 1, {}, "bf16")
+    (other, _), _ = on_ranks(2, trained, 3, {}, "bf16")
     assert all(
         torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(first, second, other, strict=True)
     )
@@ -99,4 +99,4 @@ def on_disk() -> None:
 
 
 def test_weights_on_disk_are_out_of_reach() -> None:
-    pool.run(2, on_disk)
+    on_ranks(2, on_disk)

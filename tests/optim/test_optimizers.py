@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import partita
 from partita import ConfigError, PartitaError
 from partita.optim import traits
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, train_engine, train_module, whole_weights, world
 
 SHARDED = {name: zero for name, zero in ZERO.items() if zero["stage"]}
@@ -609,12 +609,12 @@ def rate_at_the_step() -> None:
 
 @matrix(name=OPTIMIZERS, plan=SHARDED)
 def test_optimizer_as_on_whole_parameters(name: str, plan: str) -> None:
-    pool.run(2, given, name, "instance", plan)
+    on_ranks(2, given, name, "instance", plan)
 
 
 @matrix(name=["momentum", "adamw fused"], how=["callable", "groups"], plan=SHARDED)
 def test_however_it_is_given(name: str, how: str, plan: str) -> None:
-    pool.run(2, given, name, how, plan)
+    on_ranks(2, given, name, how, plan)
 
 
 SECTIONS = [
@@ -626,38 +626,38 @@ SECTIONS = [
 
 @matrix(section=SECTIONS, plan=SHARDED)
 def test_optimizer_of_the_config(section: dict[str, Any], plan: str) -> None:
-    pool.run(2, from_config, section, plan)
+    on_ranks(2, from_config, section, plan)
 
 
 def test_optimizer_that_has_state() -> None:
-    pool.run(2, with_state)
+    on_ranks(2, with_state)
 
 
 def test_optimizer_that_has_state_under_tensor() -> None:
-    pool.run(2, with_state_under_tensor)
+    on_ranks(2, with_state_under_tensor)
 
 
 def test_optimizer_that_has_state_under_pipeline() -> None:
-    pool.run(2, with_state_under_pipeline)
+    on_ranks(2, with_state_under_pipeline)
 
 
 def test_optimizer_of_a_part_of_the_model() -> None:
-    pool.run(2, part_of_the_model)
+    on_ranks(2, part_of_the_model)
 
 
 def test_group_added_later() -> None:
-    pool.run(2, group_added_later)
-    pool.run(2, group_added_twice)
+    on_ranks(2, group_added_later)
+    on_ranks(2, group_added_twice)
 
 
 def test_hooks_of_the_optimizer() -> None:
-    pool.run(2, hooks_of_the_optimizer)
+    on_ranks(2, hooks_of_the_optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*LBFGS")
 def test_one_that_needs_a_closure() -> None:
-    pool.run(2, needs_closure)
-    pool.run(1, closure_on_one_rank)
+    on_ranks(2, needs_closure)
+    on_ranks(1, closure_on_one_rank)
 
 
 @pytest.mark.parametrize(
@@ -669,12 +669,12 @@ def test_one_that_needs_a_closure() -> None:
     ],
 )
 def test_statistics_of_what_ranks_have_a_part_of(config: dict[str, Any], kind: type[Optimizer]) -> None:
-    pool.run(2, on_parts_of_the_model, config, kind)
+    on_ranks(2, on_parts_of_the_model, config, kind)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "NormalizedStep"])
 def test_not_elementwise_is_refused_by_name(name: str) -> None:
-    for said in pool.run(2, not_elementwise, name):
+    for said in on_ranks(2, not_elementwise, name):
         for text in said:
             assert f"optimizer {name} cannot run on slices of parameters: " in text
             assert "zero.stage 0" in text
@@ -682,20 +682,20 @@ def test_not_elementwise_is_refused_by_name(name: str) -> None:
 
 
 def test_not_elementwise_at_stage_0() -> None:
-    pool.run(2, whole_at_stage_0)
+    on_ranks(2, whole_at_stage_0)
 
 
 def test_declared_elementwise() -> None:
-    pool.run(2, declared)
+    on_ranks(2, declared)
 
 
 def test_wrong_optimizers_and_schedulers() -> None:
-    pool.run(2, wrong)
+    on_ranks(2, wrong)
 
 
 def test_schedules() -> None:
     def run(num_steps: int = 8, **schedule: Any) -> list[float]:
-        return pool.run(1, rates, schedule, num_steps)[0]
+        return on_ranks(1, rates, schedule, num_steps)[0]
 
     assert run() == [0.8] * 8
     assert run(warmup_steps=3) == pytest.approx([0.2, 0.4, 0.6] + [0.8] * 5)
@@ -709,38 +709,38 @@ def test_schedules() -> None:
 
 
 def test_schedule_counts_optimizer_steps() -> None:
-    pool.run(2, rates_count_optimizer_steps)
+    on_ranks(2, rates_count_optimizer_steps)
 
 
 def test_schedulers_of_torch() -> None:
-    pool.run(2, torch_schedulers)
-    pool.run(2, attached_by_the_user)
+    on_ranks(2, torch_schedulers)
+    on_ranks(2, attached_by_the_user)
 
 
 def test_rate_at_the_step_counts() -> None:
-    pool.run(2, rate_at_the_step)
+    on_ranks(2, rate_at_the_step)
 
 
 @matrix(plan=COUNTED, hooks=[False, True], world=[1, 2])
 def test_attributes_that_an_optimizer_counts_in(plan: str, hooks: bool, world: int, tmp_path: Path) -> None:
-    pool.run(world, counts_right, plan, hooks, tmp_path)
+    on_ranks(world, counts_right, plan, hooks, tmp_path)
 
 
 def test_attributes_that_cannot_be_carried_over() -> None:
-    (said,) = pool.run(1, keeps_a_list)
+    (said,) = on_ranks(1, keeps_a_list)
     assert "optimizer Listing changes 'steps' (a list) in its step" in said
     assert "self.state[param]" in said
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0)])
 def test_states_with_shapes_of_their_own(world: int, stage: int, tmp_path: Path) -> None:
-    pool.run(world, adafactor, tmp_path, stage)
+    on_ranks(world, adafactor, tmp_path, stage)
 
 
 def test_momentum_that_is_set_later() -> None:
-    pool.run(2, momentum_added_later)
+    on_ranks(2, momentum_added_later)
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
 def test_a_setting_that_needs_a_state_that_is_not_there(offload: str) -> None:
-    pool.run(1, amsgrad_added_later, offload)
+    on_ranks(1, amsgrad_added_later, offload)

@@ -10,8 +10,8 @@ import partita
 from partita.plan.place import even
 from tests.compression.lossless import lossless
 from tests.compression.test_wires import on_nodes_of
-from tests.kit import ranks as pool
 from tests.kit.plans import TIERS, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Trained, whole_weights
 from tests.parallel import training, zoo
 from tests.parallel.training import ADAMW, CLIP
@@ -51,10 +51,10 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
 def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int, num_data: int = 1) -> None:
     """Stages that add up a batch's gradients before they are reduced have the same bits, and so have the others."""
     world = num_data * math.prod(parallel.values())
-    (alone,) = pool.run(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
+    (alone,) = on_ranks(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
     before = dict[bool, Trained]()
     for zero in rows:
-        first, *others = pool.run(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
+        first, *others = on_ranks(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
         assert first.losses == pytest.approx(alone.losses, abs=1e-5)
         assert first.norms == pytest.approx(alone.norms, rel=1e-5)
         reference = before.setdefault(zero["stage"] < 2, first)
@@ -87,7 +87,7 @@ def nested(axis: str, stage: int) -> None:
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 3), ("tensor", 1), ("pipeline", 1), ("sequence", 3)])
 def test_blocks_of_gathered_in_one_another(axis: str, stage: int) -> None:
-    pool.run(2, nested, axis, stage, timeout=TIMEOUT_S)
+    on_ranks(2, nested, axis, stage, timeout=TIMEOUT_S)
 
 
 @matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2"))
@@ -131,11 +131,11 @@ def with_nothing_lost(name: str, parallel: dict[str, int], num_steps: int) -> Tr
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"sequence": 2}], ids=str)
 def test_changes_pass_between_nodes(parallel: dict[str, int]) -> None:
-    (alone,) = pool.run(1, training.train_alone, "llama", 2 * MICROS, 3, timeout=TIMEOUT_S)
-    for found in pool.run(4, with_nothing_lost, "llama", parallel, 3, timeout=TIMEOUT_S):
+    (alone,) = on_ranks(1, training.train_alone, "llama", 2 * MICROS, 3, timeout=TIMEOUT_S)
+    for found in on_ranks(4, with_nothing_lost, "llama", parallel, 3, timeout=TIMEOUT_S):
         assert found.losses == pytest.approx(alone.losses, abs=1e-5)
         assert found.norms == pytest.approx(alone.norms, rel=1e-5)
-    first, *others = pool.run(4, on_nodes, "llama", parallel, CODED, 3, timeout=TIMEOUT_S)
+    first, *others = on_ranks(4, on_nodes, "llama", parallel, CODED, 3, timeout=TIMEOUT_S)
     assert first.losses[-1] != pytest.approx(alone.losses[-1], abs=1e-5)
     for other in others:
         assert (other.losses, other.norms) == (first.losses, first.norms)
@@ -149,8 +149,8 @@ def tiled(name: str, parallel: dict[str, int], num_steps: int) -> Trained:
 
 @matrix(parallel=({"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}), name=("llama", "gpt2"))
 def test_tiled_losses(parallel: dict[str, int], name: str) -> None:
-    (alone,) = pool.run(1, training.train_alone, name, MICROS, 2)
-    for found in pool.run(math.prod(parallel.values()), tiled, name, parallel, 2, timeout=TIMEOUT_S):
+    (alone,) = on_ranks(1, training.train_alone, name, MICROS, 2)
+    for found in on_ranks(math.prod(parallel.values()), tiled, name, parallel, 2, timeout=TIMEOUT_S):
         assert found.losses == pytest.approx(alone.losses, abs=1e-5)
         assert found.norms == pytest.approx(alone.norms, rel=1e-5)
 
@@ -170,7 +170,7 @@ def sent_over_edges(sequence: int) -> tuple[int, int, int]:
 
 def test_slices_pass_the_edges() -> None:
     """One payload each way for each micro-batch: two samples' own positions."""
-    found = pool.run(4, sent_over_edges, 2)
+    found = on_ranks(4, sent_over_edges, 2)
     assert {(stage, positions) for stage, positions, _ in found} == {(0, 6), (0, 5), (1, 6), (1, 5)}
     for _, positions, sent in found:
         assert sent == MICROS * 2 * positions * zoo.WIDTH * 4

@@ -19,8 +19,8 @@ from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
 from partita.planner.off_stage import is_elsewhere
 from tests.kit import plans
-from tests.kit import ranks as pool
 from tests.kit.plans import matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Trained, assert_same_bits, whole_weights
 from tests.parallel import stages
 
@@ -75,9 +75,9 @@ def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], comp
 @matrix(name=UNTIED, zero=ZERO, mesh=((2, 1), (3, 1), (2, 2)))
 def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[int, int]) -> None:
     pipeline, data = mesh
-    expected = pool.run(data, course, name, {}, ZERO[zero], timeout=240)[0]
+    expected = on_ranks(data, course, name, {}, ZERO[zero], timeout=240)[0]
     assert all(norm is not None and norm > CLIP for norm in expected.norms)
-    found = pool.run(pipeline * data, course, name, {"pipeline": pipeline}, ZERO[zero], timeout=240)
+    found = on_ranks(pipeline * data, course, name, {"pipeline": pipeline}, ZERO[zero], timeout=240)
     held = set[str]()
     for one in found:
         assert_same_bits(one, expected)
@@ -89,16 +89,16 @@ def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[in
 
 @matrix(schedule=SCHEDULES, zero=ZERO)
 def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None:
-    expected = pool.run(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
-    for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
+    expected = on_ranks(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
+    for one in on_ranks(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
         assert_same_bits(one, expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None:
     """What stages receive is in the dtype that the one before computes in, not in that of its parameters as built."""
-    (expected,) = pool.run(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
-    for one in pool.run(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
+    (expected,) = on_ranks(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
+    for one in on_ranks(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
         assert_same_bits(one, expected)
         assert one.evaluated == expected.evaluated
 
@@ -162,7 +162,7 @@ UNDER_ZERO_BUBBLE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", sampled(UNDER_ZERO_BUBBLE, "data, stage 3, recomputed", "tensor", "four stages"))
 def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -> None:
-    for apart, whole in pool.run(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
+    for apart, whole in on_ranks(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
         assert apart.sent == whole.sent
         assert [key for key, weight in apart.weights.items() if not torch.equal(weight, whole.weights[key])] == []
         assert whole.later == whole.with_backward == 0
@@ -179,8 +179,8 @@ def test_what_one_of_three_stages_does_not_use_is_clipped_there_too() -> None:
 
 
 def alike_on_all_stages(name: str, zero: str, num_stages: int) -> None:
-    expected = pool.run(1, course, name, {}, ZERO[zero], timeout=240)[0]
-    found = pool.run(num_stages, course, name, {"pipeline": num_stages}, ZERO[zero], timeout=240)
+    expected = on_ranks(1, course, name, {}, ZERO[zero], timeout=240)[0]
+    found = on_ranks(num_stages, course, name, {"pipeline": num_stages}, ZERO[zero], timeout=240)
     copies = dict[str, Tensor]()
     for one in found:
         for loss, other in zip(one.losses, expected.losses, strict=True):
@@ -214,7 +214,7 @@ def test_bytes_sent() -> None:
     """A payload each way for each micro-batch; what is kept gathered is gathered once a batch, and gradients that are
     kept whole are reduced once.
     """
-    for by_row in pool.run(4, sent_by_all):
+    for by_row in on_ranks(4, sent_by_all):
         once = by_row["3-once"][0]["gradients"]
         for zero, gathers, reductions in (("3", 2 * MICROS, MICROS), ("3-kept", 1, MICROS), ("3-once", 1, 1)):
             found, elements, num_units = by_row[zero]
@@ -235,7 +235,7 @@ def only_by_batches() -> None:
 
 
 def test_stages_are_fed_by_batches_alone() -> None:
-    pool.run(2, only_by_batches)
+    on_ranks(2, only_by_batches)
 
 
 def evaluated(world: int) -> None:
@@ -257,7 +257,7 @@ def evaluated(world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_without_a_pipeline(world: int) -> None:
-    pool.run(world, evaluated, world)
+    on_ranks(world, evaluated, world)
 
 
 WRONG = [
@@ -292,7 +292,7 @@ def wrong() -> None:
 
 
 def test_what_cannot_be_cut() -> None:
-    pool.run(2, wrong)
+    on_ranks(2, wrong)
 
 
 def bypassing() -> str:
@@ -306,7 +306,7 @@ def bypassing() -> str:
 
 
 def test_a_value_that_bypasses_the_cut_is_named() -> None:
-    _, last = pool.run(2, bypassing)
+    _, last = on_ranks(2, bypassing)
     assert "the loss needs a value that depends on 'embedding.weight'" in last
 
 
@@ -381,14 +381,14 @@ LEAKS = {
 
 @pytest.mark.parametrize("way", LEAKS)
 def test_values_that_leave_a_block_of_another_stage_unreturned_are_named(way: str) -> None:
-    _, (last, _, _) = pool.run(2, partial(leaked, way))
+    _, (last, _, _) = on_ranks(2, partial(leaked, way))
     assert re.search(LEAKS[way], last)
 
 
 @pytest.mark.parametrize("way", ["a hook's return value", "a hook that logs"])
 def test_hooks_of_blocks_of_other_stages(way: str) -> None:
-    ((_, expected, logs),) = pool.run(1, partial(leaked, way))
-    of_ranks = pool.run(2, partial(leaked, way))
+    ((_, expected, logs),) = on_ranks(1, partial(leaked, way))
+    of_ranks = on_ranks(2, partial(leaked, way))
     for error, loss, _ in of_ranks:
         assert not error
         assert loss == pytest.approx(expected, abs=1e-6)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import partita
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 STEPS, MICROS = 2, 3
@@ -31,9 +31,9 @@ def as_built() -> dict[str, Tensor]:
 
 
 def test_running_statistics_are_those_of_one_process() -> None:
-    ((losses, expected, all_changed),) = pool.run(1, statistics, {})
+    ((losses, expected, all_changed),) = on_ranks(1, statistics, {})
     assert len(all_changed) == len(expected) > 0
-    found = pool.run(2, statistics, {"pipeline": 2})
+    found = on_ranks(2, statistics, {"pipeline": 2})
     assert [one[0] for one in found] == [losses] * 2
     assert set.union(*(one[2] for one in found)) == all_changed
     whole = found[0][1]

@@ -12,10 +12,10 @@ from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import UnitState
 from tests.compression.test_wires import on_nodes_of
 from tests.features.test_compile import HOW
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 
 # Stage 3 of which every node has all: what rests is a part of a node's, and is gathered from the others'.
@@ -120,28 +120,28 @@ def compiled(how: str) -> None:
 @pytest.mark.parametrize("sections", SECTIONS)
 @pytest.mark.parametrize("place", ["1", "2"])
 def test_the_bits_are_those_of_one_node(place: str, sections: str) -> None:
-    pool.run(2, same_bits, place, SECTIONS[sections])
+    on_ranks(2, same_bits, place, SECTIONS[sections])
 
 
 def test_replicas_are_those_of_stage_3() -> None:
-    pool.run(4, same_bits, "replicated", SECTIONS["fp32"])
+    on_ranks(4, same_bits, "replicated", SECTIONS["fp32"])
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_who_reads_a_parameter_waits_for_its_gather(stage: int) -> None:
-    pool.run(2, waits, stage)
+    on_ranks(2, waits, stage)
 
 
 @pytest.mark.parametrize(("per_node", "stage"), [(2, 1), (1, 0)])
 def test_what_is_not_gathered_between_nodes_stays(per_node: int, stage: int) -> None:
-    pool.run(2, stays, per_node, stage)
+    on_ranks(2, stays, per_node, stage)
 
 
 def test_a_unit_that_begins_to_train() -> None:
-    pool.run(2, unfrozen)
+    on_ranks(2, unfrozen)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("how", ["block.compile()", "model.compile()"])
 def test_compiled_code_finds_whole_parameters(how: str) -> None:
-    pool.run(2, compiled, how)
+    on_ranks(2, compiled, how)

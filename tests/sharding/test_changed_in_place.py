@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit import ranks as pool
 from tests.kit.models import WIDTH, inputs
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check
 
 SAMPLES, POSITIONS = 2, 3
@@ -201,17 +201,17 @@ def multi_view_says_so() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
-    pool.run(2, trains, name)
+    on_ranks(2, trains, name)
 
 
 def test_with_a_second_shard() -> None:
-    pool.run(2, trains_hierarchically, "residual")
+    on_ranks(2, trains_hierarchically, "residual")
 
 
 @pytest.mark.parametrize("name", ["residual", "many", "containers"])
 def test_recomputed_units(name: str) -> None:
-    pool.run(2, trains_recomputed, name)
+    on_ranks(2, trains_recomputed, name)
 
 
 def test_what_pytorch_forbids_stays_forbidden() -> None:
-    pool.run(2, multi_view_says_so)
+    on_ranks(2, multi_view_says_so)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check, rank
 from tests.sharding.test_visits import freeze, only_norms
 
@@ -144,23 +144,23 @@ def nothing_trains() -> None:
 
 @matrix(name=RECIPES, world=[1, 2])
 def test_freezing_in_between(name: str, world: int) -> None:
-    pool.run(world, run_recipe, name)
+    on_ranks(world, run_recipe, name)
 
 
 @pytest.mark.parametrize("name", sampled(["unfreeze a block", "unfreeze and freeze"], "unfreeze and freeze"))
 def test_freezing_in_between_in_half_precision(name: str) -> None:
-    pool.run(2, run_bf16, name)
+    on_ranks(2, run_bf16, name)
 
 
 def test_adapters_cost_their_own_memory_only() -> None:
     for frozen_values in ("fp32", "compute"):
-        pool.run(2, adapted_bytes, frozen_values)
-    pool.run(2, adapted)
+        on_ranks(2, adapted_bytes, frozen_values)
+    on_ranks(2, adapted)
 
 
 def test_states_of_frozen_parameters() -> None:
-    pool.run(2, state_of_frozen)
+    on_ranks(2, state_of_frozen)
 
 
 def test_model_without_trained_parameters() -> None:
-    pool.run(2, nothing_trains)
+    on_ranks(2, nothing_trains)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 
 
 def halve(param: Tensor) -> None:
@@ -62,7 +62,7 @@ def after_accumulation(config: dict[str, Any]) -> list[float]:
 def test_hooks_after_accumulation_find_the_gradient_and_may_change_it(world: int) -> None:
     for stage in range(4):
         config = {"zero": {"stage": stage}}
-        for found in pool.run(world, after_accumulation, config):
+        for found in on_ranks(world, after_accumulation, config):
             assert found == pytest.approx([0.5, 1.0] * 3)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, FAMILIES, WIDTH, Block, Stack, parts, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import rank, whole_weights, world
 
@@ -238,42 +238,42 @@ def streamed(name: str, folder: Path) -> None:
 
 
 def test_same_weights_at_every_stage_and_number_of_ranks() -> None:
-    results = [weights for world in (1, 2, 4) for weights in pool.run(world, same_at_every_stage)]
+    results = [weights for world in (1, 2, 4) for weights in on_ranks(world, same_at_every_stage)]
     for weights in results[1:]:
         assert all(torch.equal(value, results[0][name]) for name, value in weights.items())
 
 
 def test_parameters_stay_the_same_objects() -> None:
-    pool.run(2, parameters_stay_the_same_objects)
+    on_ranks(2, parameters_stay_the_same_objects)
 
 
 def test_values_are_each_modules_own() -> None:
-    pool.run(2, distributions)
+    on_ranks(2, distributions)
 
 
 def test_buffers_and_ties() -> None:
-    pool.run(2, buffers_and_ties)
+    on_ranks(2, buffers_and_ties)
 
 
 def test_modules_that_cannot_fill_themselves_are_named() -> None:
-    for said in pool.run(2, without_reset):
+    for said in on_ranks(2, without_reset):
         for text, name in zip(said, ("'1.gain'", "'1.gain'", "'1.table'"), strict=True):
             assert name in text, text
             assert "reset_parameters" in text
 
 
 def test_partly_on_meta() -> None:
-    pool.run(2, half_meta)
+    on_ranks(2, half_meta)
 
 
 @pytest.mark.parametrize("config", [{}, {"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}], ids=repr)
 def test_part_of_a_module_on_meta(config: dict[str, Any]) -> None:
-    pool.run(2, part_of_a_module, config)
+    on_ranks(2, part_of_a_module, config)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
 def test_hugging_face_models(name: str) -> None:
-    pool.run(2, hugging_face, name)
+    on_ranks(2, hugging_face, name)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,9 @@ def test_hugging_face_models(name: str) -> None:
     ids=lambda kind: kind["rope_type"],
 )
 def test_rotary_frequencies(kind: dict[str, Any]) -> None:
-    pool.run(2, rotary_frequencies, kind)
+    on_ranks(2, rotary_frequencies, kind)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_weights_are_streamed(name: str, tmp_path: Path) -> None:
-    pool.run(2, streamed, name, tmp_path)
+    on_ranks(2, streamed, name, tmp_path)

@@ -12,10 +12,10 @@ from torch.distributions import AffineTransform, Independent, MultivariateNormal
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Block, inputs
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import Recipe, check, module_of, rank
 
@@ -336,17 +336,17 @@ def leaked() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
-    pool.run(2, trains, name)
+    on_ranks(2, trains, name)
 
 
 def test_an_output_outlives_a_step() -> None:
-    pool.run(2, kept_over_a_step)
+    on_ranks(2, kept_over_a_step)
 
 
 def test_an_object_that_holds_a_parameter() -> None:
-    pool.run(2, keeps_whole_once)
+    on_ranks(2, keeps_whole_once)
 
 
 def test_what_cannot_be_replaced_is_refused_by_name() -> None:
-    pool.run(2, refused)
-    pool.run(2, leaked)
+    on_ranks(2, refused)
+    on_ranks(2, leaked)

@@ -15,10 +15,10 @@ from partita import ConfigError
 from partita.plan.slots import unit_pool
 from partita.planner.blueprint import make_blueprint
 from partita.sharding.unit import UnitState
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import CASES, Block, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import Loss, Recipe, assert_same_bits, check, rank, train_recipe
 from tests.sharding.test_visits import siamese
@@ -184,33 +184,33 @@ def distributed_parameters() -> None:
 
 @matrix(loss=[square_loss, siamese], compute=["fp32", "bf16"])
 def test_hierarchical_on_two_nodes(loss: Loss, compute: str) -> None:
-    pool.run(4, hierarchical, loss, compute)
+    on_ranks(4, hierarchical, loss, compute)
 
 
 def test_gathers_on_two_nodes() -> None:
-    pool.run(4, gathers_of_hierarchical)
-    pool.run(4, second_shards_are_not_stale)
+    on_ranks(4, gathers_of_hierarchical)
+    on_ranks(4, second_shards_are_not_stale)
 
 
 def test_gathers_of_a_step() -> None:
-    pool.run(2, gathers_of_a_step)
+    on_ranks(2, gathers_of_a_step)
 
 
 def test_gathers_after_evaluation() -> None:
-    pool.run(2, gathers_after_evaluation)
+    on_ranks(2, gathers_after_evaluation)
 
 
 def test_blueprints() -> None:
-    pool.run(2, of_a_model_on_meta)
+    on_ranks(2, of_a_model_on_meta)
 
 
 def test_units_that_are_whole_at_a_time() -> None:
-    pool.run(2, whole_at_a_time)
+    on_ranks(2, whole_at_a_time)
 
 
 def test_outputs_of_all_kinds() -> None:
-    pool.run(2, fancy_outputs)
+    on_ranks(2, fancy_outputs)
 
 
 def test_distributed_parameters_are_refused() -> None:
-    pool.run(2, distributed_parameters)
+    on_ranks(2, distributed_parameters)

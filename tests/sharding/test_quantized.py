@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.planner.parameters import check_quantized, find_quantized
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 from tests.kit.training import world as num_ranks
 
@@ -161,7 +161,7 @@ def quantized_alone() -> nn.Linear:
 def test_adapters_train_as_without_an_engine(world: int, kind: str) -> None:
     losses, adapters = plainly(kind)
     for stage in (1, 3):
-        found = pool.run(world, with_engine, kind, stage)
+        found = on_ranks(world, with_engine, kind, stage)
         torch.testing.assert_close(found[0][0], losses, rtol=1e-5, atol=1e-6)
         for _, others in found[1:]:
             assert others == {}
@@ -172,4 +172,4 @@ def test_adapters_train_as_without_an_engine(world: int, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_refused() -> None:
-    pool.run(2, refused)
+    on_ranks(2, refused)

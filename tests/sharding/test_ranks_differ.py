@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.sharding import runtime, unshard_order
-from tests.kit import ranks as pool
 from tests.kit.models import Block, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check, rank, train_recipe, world
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
@@ -234,33 +234,33 @@ def differs_while_another_is_late() -> None:
 
 @matrix(name=RECIPES, world=[2, 4])
 def test_whole_parameters_have_right_gradients(name: str, world: int) -> None:
-    pool.run(world, run_whole, name)
+    on_ranks(world, run_whole, name)
 
 
 def test_parameters_unused_in_a_step_are_left_alone() -> None:
-    pool.run(2, unused_in_a_step)
+    on_ranks(2, unused_in_a_step)
 
 
 @pytest.mark.parametrize("world", sampled([2, 4], 2))
 def test_a_branch_without_gradient_on_one_rank(world: int) -> None:
-    pool.run(world, detached_branch)
+    on_ranks(world, detached_branch)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_branch_without_backward_on_one_rank_is_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers 'branches.\d'; rank 1 gathers 'branches.\d'"):
-        pool.run(2, detached_sharded_branch, way, timeout=30)
+        on_ranks(2, detached_sharded_branch, way, timeout=30)
 
 
 def test_a_rank_without_a_loss() -> None:
-    pool.run(2, without_a_loss)
+    on_ranks(2, without_a_loss)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_unit_skipped_on_a_rank_is_named(world: int, way: str) -> None:
     with pytest.raises(PartitaError, match="the ranks run different modules") as raised:
-        pool.run(world, unit_skipped, way, timeout=20)
+        on_ranks(world, unit_skipped, way, timeout=20)
     message = str(raised.value)
     assert "rank 0 gathers 'blocks." in message
     assert "rank 1 " in message
@@ -270,24 +270,24 @@ def test_sharded_unit_skipped_on_a_rank_is_named(world: int, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_units_that_differ_from_the_first_step_are_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.0'"):
-        pool.run(2, unit_skipped_at_once, way, timeout=20)
+        on_ranks(2, unit_skipped_at_once, way, timeout=20)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_steps_while_another_runs_forward_is_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers '.*'; rank 1 is at engine.step\(\)"):
-        pool.run(2, one_rank_steps, way, timeout=20)
+        on_ranks(2, one_rank_steps, way, timeout=20)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_engines_in_another_order_are_named(way: str) -> None:
     with pytest.raises(PartitaError, match=r"rank 0 gathers 'Stack \(root\)'; rank 1 gathers '0'"):
-        pool.run(2, other_engine_first, way, timeout=20)
+        on_ranks(2, other_engine_first, way, timeout=20)
 
 
 def test_a_rank_that_calls_something_else_is_told() -> None:
     with pytest.raises(PartitaError, match="rank 0 is at engine.step; rank 1 is at a number of every rank"):
-        pool.run(2, one_rank_asks, timeout=20)
+        on_ranks(2, one_rank_asks, timeout=20)
 
 
 TWO_EACH = (("1", "3"), ("2", "3-kept"))
@@ -295,12 +295,12 @@ TWO_EACH = (("1", "3"), ("2", "3-kept"))
 
 @pytest.mark.parametrize(("world", "plans"), sampled(product((2, 4), TWO_EACH), (2, TWO_EACH[0])))
 def test_late_ranks_are_waited_for(world: int, plans: tuple[str, ...]) -> None:
-    pool.run(world, late_ranks, plans)
+    on_ranks(world, late_ranks, plans)
 
 
 def test_a_difference_is_told_of_all_ranks() -> None:
     with pytest.raises(PartitaError, match="rank 0 gathers 'blocks.1'; rank 1 gathers 'blocks.2'; .*; rank 3 gathers"):
-        pool.run(4, differs_while_another_is_late, timeout=20)
+        on_ranks(4, differs_while_another_is_late, timeout=20)
 
 
 DIFFERENT = {
@@ -323,13 +323,13 @@ DIFFERENT = {
 def test_settings_differ(name: str) -> None:
     by_rank, said = DIFFERENT[name]
     with pytest.raises(ConfigError, match=re.escape(said)):
-        pool.run(2, set_otherwise, by_rank)
+        on_ranks(2, set_otherwise, by_rank)
 
 
 def test_passed_optimizers_differ() -> None:
     with pytest.raises(ConfigError, match=re.escape("param_groups[0]['lr'] of the optimizer is 0.1 on rank 0 and 0.2")):
-        pool.run(2, with_optimizers, [0.1, 0.2])
+        on_ranks(2, with_optimizers, [0.1, 0.2])
 
 
 def test_folders_may_differ(tmp_path: Path) -> None:
-    pool.run(2, where_folders_are, str(tmp_path))
+    on_ranks(2, where_folders_are, str(tmp_path))

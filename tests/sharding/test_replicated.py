@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import partita
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
 from tests.sharding.test_visits import siamese
 
@@ -131,39 +131,39 @@ def saves_itself(folder: Path) -> None:
     ],
 )
 def test_trained_as_at_stage_3(config: dict[str, Any]) -> None:
-    pool.run(4, trained_as_at_stage_3, config)
+    on_ranks(4, trained_as_at_stage_3, config)
 
 
 def test_a_model_that_is_called_twice() -> None:
-    pool.run(4, trained_as_at_stage_3, {}, siamese)
+    on_ranks(4, trained_as_at_stage_3, {}, siamese)
 
 
 def test_on_one_node_it_is_stage_3() -> None:
-    pool.run(4, on_one_node)
+    on_ranks(4, on_one_node)
 
 
 @pytest.mark.parametrize(
     "precision", [{}, {"compute": "bf16", "gradients": "bf16"}, LEAN], ids=["fp32", "bf16", "lean"]
 )
 def test_nodes_stay_equal(precision: dict[str, Any]) -> None:
-    pool.run(4, the_same_on_every_node, {"precision": precision})
+    on_ranks(4, the_same_on_every_node, {"precision": precision})
 
 
 def test_looking() -> None:
-    pool.run(4, looked_at)
+    on_ranks(4, looked_at)
 
 
 def test_export_weights_and_close(tmp_path: Path) -> None:
-    pool.run(4, saves_itself, tmp_path)
+    on_ranks(4, saves_itself, tmp_path)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Exact where the layout is the same; under another one as far as sums in another order allow."""
-    expected = pool.run(4, saved, tmp_path / "one", REPLICATED, 2)
-    assert pool.run(4, resumed, tmp_path / "one", REPLICATED, 2) == expected
+    expected = on_ranks(4, saved, tmp_path / "one", REPLICATED, 2)
+    assert on_ranks(4, resumed, tmp_path / "one", REPLICATED, 2) == expected
     for world, zero, ranks_per_node in ((4, ZERO["3"], 2), (2, ZERO["1"], 2), (4, REPLICATED, 4)):
-        for losses in pool.run(world, resumed, tmp_path / "one", zero, ranks_per_node):
+        for losses in on_ranks(world, resumed, tmp_path / "one", zero, ranks_per_node):
             torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-7)
-    other = pool.run(2, saved, tmp_path / "other", ZERO["3"], 2)
-    for losses in pool.run(4, resumed, tmp_path / "other", REPLICATED, 2):
+    other = on_ranks(2, saved, tmp_path / "other", ZERO["3"], 2)
+    for losses in on_ranks(4, resumed, tmp_path / "other", REPLICATED, 2):
         torch.testing.assert_close(losses, other[0], rtol=1e-5, atol=1e-7)

@@ -15,10 +15,10 @@ import partita
 from partita import PartitaError
 from partita.memory import buffer_pool
 from partita.sharding.placeholder import ShardedParameter, is_sharded
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, check, quiet, rank, train_recipe
 
 SHARDED = {"zero": {"stage": 3}}
@@ -349,11 +349,11 @@ def own_class() -> None:
 
 
 def test_metadata_answers() -> None:
-    pool.run(2, metadata)
+    on_ranks(2, metadata)
 
 
 def test_reading_names_the_parameter_and_the_remedy() -> None:
-    for said in pool.run(2, reads):
+    for said in on_ranks(2, reads):
         wrong = {
             name: text
             for name, text in said.items()
@@ -363,7 +363,7 @@ def test_reading_names_the_parameter_and_the_remedy() -> None:
 
 
 def test_reading_through_the_model() -> None:
-    for said in pool.run(2, model_reads):
+    for said in on_ranks(2, model_reads):
         wrong = {name: text for name, text in said.items() if not ("is at rest" in text and "gathered" in text)}
         assert not wrong, wrong
 
@@ -371,40 +371,40 @@ def test_reading_through_the_model() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_replaced_and_moved_parameters_are_noticed(name: str) -> None:
     expected = CHANGES[name][1]
-    for said in pool.run(2, changed, name):
+    for said in on_ranks(2, changed, name):
         for plan, text in zip(ZERO, said, strict=True):
             assert expected in text or "is at rest" in text, f"plan {plan}: {text}"
 
 
 def test_parameter_read_by_another_unit() -> None:
-    pool.run(2, reads_child)
-    pool.run(2, reads_child_says_so)
+    on_ranks(2, reads_child)
+    on_ranks(2, reads_child_says_so)
 
 
 def test_unit_that_returns_a_view_of_its_parameter() -> None:
-    pool.run(2, returns_view)
+    on_ranks(2, returns_view)
 
 
 def test_attention_of_torch() -> None:
-    pool.run(2, attends)
-    pool.run(2, attends_without_gradient)
+    on_ranks(2, attends)
+    on_ranks(2, attends_without_gradient)
 
 
 def test_strides_are_kept() -> None:
-    pool.run(2, strides)
+    on_ranks(2, strides)
 
 
 def test_odd_strides_and_shapes() -> None:
-    pool.run(2, odd_strides)
+    on_ranks(2, odd_strides)
 
 
 def test_resized_storages_train_the_same() -> None:
-    pool.run(2, resized_storage)
+    on_ranks(2, resized_storage)
 
 
 def test_resting_parameters_have_no_memory() -> None:
-    pool.run(2, given_back)
+    on_ranks(2, given_back)
 
 
 def test_subclass_of_parameter_comes_back() -> None:
-    pool.run(2, own_class)
+    on_ranks(2, own_class)

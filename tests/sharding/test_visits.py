@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Block, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, backward, check, module_of
 
 GROWS = "'buffer_pool' .* grows"
@@ -381,14 +381,14 @@ def run_recipe(name: str, plans: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
-    pool.run(2, run_recipe, name, ("3",))
+    on_ranks(2, run_recipe, name, ("3",))
 
 
 @pytest.mark.parametrize("name", sampled(RECIPES, *SAMPLE))
 def test_other_stages_train_so_too(name: str) -> None:
-    pool.run(2, run_recipe, name, OTHERS)
+    on_ranks(2, run_recipe, name, OTHERS)
 
 
 @matrix(name=["plain", "siamese", "only norms", "gradient penalty"], world=[1, 4], plan=("3", *OTHERS))
 def test_other_numbers_of_ranks(world: int, name: str, plan: str) -> None:
-    pool.run(world, run_recipe, name, (plan,))
+    on_ranks(world, run_recipe, name, (plan,))

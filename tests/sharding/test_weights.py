@@ -14,8 +14,8 @@ from partita import ConfigError
 from partita.huggingface.weights import Weights
 from partita.plan.box import Box
 from partita.plan.span import QUANTUM
-from tests.kit import ranks as pool
 from tests.kit.models import WIDTH
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights
 
 OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "disk"})
@@ -104,14 +104,14 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 @pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "host", "disk"])
 def test_each_rank_reads_its_part(world: int, meta: bool, offload: dict[str, str], file: Path) -> None:
-    read = pool.run(world, in_parts, file, offload, meta)
+    read = on_ranks(world, in_parts, file, offload, meta)
     num_elements = sum(param.numel() for param in Shapes().parameters())
     assert sum(of_rank - buffers for of_rank, buffers in read) == num_elements
     assert max(of_rank - buffers for of_rank, buffers in read) < num_elements / world + 8 * QUANTUM
 
 
 def test_ranks_with_other_files_are_told(file: Path) -> None:
-    pool.run(2, differ, file)
+    on_ranks(2, differ, file)
 
 
 @pytest.mark.parametrize("config", [{"zero": {"stage": 3}}, {"parallel": {"tensor": 2}}], ids=repr)
@@ -122,4 +122,4 @@ def test_a_bias_that_the_file_lacks(config: dict[str, Any], tmp_path: Path) -> N
         "1.weight": torch.ones(WIDTH, WIDTH),
     }
     save_file(weights, tmp_path / "model.safetensors")
-    pool.run(2, without_a_bias, tmp_path / "model.safetensors", config)
+    on_ranks(2, without_a_bias, tmp_path / "model.safetensors", config)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from tests.kit import ranks as pool
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights, world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was written in place in:UserWarning")
@@ -373,16 +373,16 @@ def differs(write: Callable[[partita.Engine], None], plan: str, use: str) -> str
 
 @matrix(plan=PLANS, world=[1, 2])
 def test_what_is_written_lasts(plan: str, world: int, tmp_path: Path) -> None:
-    pool.run(world, lasts, plan, tmp_path)
+    on_ranks(world, lasts, plan, tmp_path)
 
 
 def test_other_values_are_left_alone() -> None:
-    pool.run(2, leaves_the_rest)
+    on_ranks(2, leaves_the_rest)
 
 
 @matrix(write=[_one_more, _other_values], plan=["stage 2", "host", "in backward"], use=["step", "state_dict"])
 def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) -> None:
-    for said in pool.run(2, differs, write, plan, use):
+    for said in on_ranks(2, differs, write, plan, use):
         assert "rank 1 wrote other values into parameters than rank 0" in said
         assert "'first.weight'" in said
         assert "engine.gathered(..., modify=True)" in said
@@ -390,48 +390,48 @@ def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) 
 
 @matrix(write=[_clamp, _foreach, _views], plan=PLANS)
 def test_what_is_written_through_data_lasts(write: Any, plan: str) -> None:
-    pool.run(2, lasts_through_data, write, plan)
+    on_ranks(2, lasts_through_data, write, plan)
 
 
 @pytest.mark.parametrize("plan", ["stage 2", "host"])
 def test_what_is_written_through_kept_data_lasts(plan: str) -> None:
-    pool.run(2, lasts_through_a_kept_view, plan)
+    on_ranks(2, lasts_through_a_kept_view, plan)
 
 
 @matrix(stage=[1, 3], precision=[{"compute": "fp32"}, BF16])
 def test_what_forward_writes_through_data_lasts(stage: int, precision: Mapping[str, Any]) -> None:
-    pool.run(2, lasts_in_forward_through_data, {"stage": stage}, precision)
+    on_ranks(2, lasts_in_forward_through_data, {"stage": stage}, precision)
 
 
 def test_reading_data_is_no_write() -> None:
-    pool.run(2, reads_of_data)
+    on_ranks(2, reads_of_data)
 
 
 def test_data_written_without_modify() -> None:
-    pool.run(2, gathered_through_data)
+    on_ranks(2, gathered_through_data)
 
 
 @matrix(precision=[{"compute": "fp32"}, BF16], assign=[_data, _set, _vector])
 def test_new_memory_is_told(precision: Mapping[str, Any], assign: Any) -> None:
-    pool.run(2, assigned, precision, assign)
+    on_ranks(2, assigned, precision, assign)
 
 
 @matrix(plan=SHARDED, world=[1, 2])
 def test_what_forward_writes_lasts(plan: str, world: int, tmp_path: Path) -> None:
-    pool.run(world, lasts_in_forward, plan, tmp_path)
+    on_ranks(world, lasts_in_forward, plan, tmp_path)
 
 
 @matrix(stage=[1, 2, 3], precision=[{"compute": "fp32"}, BF16], use=["step", "state_dict"])
 def test_forwards_that_write_differently_are_told(stage: int, precision: Mapping[str, Any], use: str) -> None:
-    for said in pool.run(2, differs_in_forward, {"stage": stage}, precision, use):
+    for said in on_ranks(2, differs_in_forward, {"stage": stage}, precision, use):
         assert "rank 1 wrote other values into parameters than rank 0" in said
         assert re.search(r"'blocks.\d.weight'", said)
 
 
 @pytest.mark.parametrize("master", ["fp32", "split"])
 def test_rows_that_forward_leaves_alone_keep_their_digits(master: str) -> None:
-    pool.run(2, keeps_digits, master)
+    on_ranks(2, keeps_digits, master)
 
 
 def test_written_codes_are_refused() -> None:
-    pool.run(2, refuses_codes)
+    on_ranks(2, refuses_codes)

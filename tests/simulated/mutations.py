@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests.kit import ranks as pool
 from tests.kit import seeds
+from tests.kit.ranks import close_pool, on_ranks
 
 SOURCE = Path(__file__).parents[2] / "src" / "partita"
 NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4
@@ -202,11 +202,11 @@ def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> 
     from tests.simulated.training import AXES, NODES  # the ranks must not have imported it
 
     num_ranks = NUM_RANKS_ON_AXES if plan in {**AXES, **NODES} else NUM_RANKS
-    pool.close()
+    close_pool()
     try:
-        return pool.run(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)
+        return on_ranks(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)
     finally:
-        pool.close()
+        close_pool()
 
 
 def found(mutation: Mutation, folder: Path) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from partita.errors import PartitaError
 from partita.train.job import load_job
 from partita.train.loop import train
-from tests.kit import ranks as pool
+from tests.kit.ranks import on_ranks
 
 
 def trained_into(settings: dict[str, Any]) -> str:
@@ -28,6 +28,6 @@ def test_metrics_that_cannot_be_written_end_all_ranks(tmp_path: Path) -> None:
         "train": {"steps": 1, "out": str(tmp_path / "file" / "out"), "metrics": []},
         "engine": {"batch": {"total": 2}},
     }
-    first, second = pool.run(2, trained_into, settings, with_group=False)
+    first, second = on_ranks(2, trained_into, settings, with_group=False)
     assert first.startswith("cannot write metrics into")
     assert second == "rank 0 cannot write the metrics: its own error says why"

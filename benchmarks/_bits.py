@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import partita
-from tests.local.models import CASES, Batch, Case, parts
+from tests.kit.models import CASES, Batch, Case, parts
 
 STEPS, RESUMED_STEPS, SAMPLES = 3, 2, 8
 HOST = {"parameters": "host", "optimizer": "host"}

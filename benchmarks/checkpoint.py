@@ -33,7 +33,7 @@ import partita
 from benchmarks._common import Report, parser
 from benchmarks._work import OPTIMIZER, Work
 from partita.memory.allocate import allocate
-from tests.local import pool
+from tests.kit.ranks import close_pool, on_ranks
 
 RANKS, THREADS, BLOCK_BYTES = 2, 4, 8 * 2**20
 WORK = Work(layers=48, width=512, heads=8, ffn_width=1408, batch=2, sequence=16)
@@ -98,8 +98,8 @@ def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
 
 def worst(fn: Callable[[str, Work], Row], folder: str, work: Work) -> Row:
     """The figures of the slower, or larger, rank."""
-    by_rank = pool.run(RANKS, fn, folder, work, timeout=600)
-    pool.close()
+    by_rank = on_ranks(RANKS, fn, folder, work, timeout=600)
+    close_pool()
     return {key: max(of_rank[key] for of_rank in by_rank) for key in by_rank[0]}
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.crash_test --save     # into benchmarks/results/crash_test.md
 
 It ends with status 1 where what a kill left does not verify, or does not go on with the losses, bit by bit, of a run
-that nobody killed. The runs are those of tests/local/crashes.py.
+that nobody killed. The runs are those of tests/checkpoint/crashes.py.
 """
 
 import random
@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks._common import Report, parser
-from tests.local import crashes, pool
+from tests.checkpoint import crashes
+from tests.kit.ranks import close_pool, on_ranks
 
 KILLS, QUICK_KILLS = 200, 5
 TEXT = """Two ranks train a small model and save every third step, mostly in the background. A random one of them is
@@ -30,7 +31,7 @@ def main() -> int:
     report.write(TEXT.format(longest=crashes.LONGEST_S, seed=seed))
     report.write()
     chance, found, wrong = random.Random(seed), list[crashes.Killed](), 0
-    expected = pool.run(crashes.RANKS, crashes.uninterrupted, 20_000 if not options.quick else 1000, timeout=600)
+    expected = on_ranks(crashes.RANKS, crashes.uninterrupted, 20_000 if not options.quick else 1000, timeout=600)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(QUICK_KILLS if options.quick else KILLS):
             try:
@@ -38,7 +39,7 @@ def main() -> int:
             except Exception as error:
                 wrong += 1
                 report.expect(False, f"kill {number}: {error}")
-    pool.close()
+    close_pool()
     saving = sum(killed.while_saving for killed in found)
     rows = [
         ["kills", str(len(found) + wrong)],

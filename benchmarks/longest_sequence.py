@@ -25,7 +25,7 @@ import partita
 from benchmarks._common import Report, megabytes, parser
 from benchmarks._work import OPTIMIZER, Work
 from partita.memory.ledger import process_memory
-from tests.live_bytes import LiveBytes
+from tests.kit.live_bytes import LiveBytes
 
 SPARSE = {"pattern": "longformer", "window": 1024, "block": 128, "global": 1}
 RECOMPUTED: dict[str, Any] = {"activations": {"checkpoint": "units"}}

@@ -5,7 +5,7 @@
     python -m benchmarks.parity --save     # the whole matrix, into benchmarks/results/parity.md
 
 It ends with status 1 where a promise does not hold. The courses, and the verdict on them, are those of
-tests/local/parity.py.
+tests/features/parity.py.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks._common import RESULTS, ROOT, Report
-from tests.local import parity
-from tests.local.models import CASES
-from tests.local.parity import CLIP, COMPUTES, CUT_STEPS, SAMPLES, STAGES, STEPS, Cut
+from tests.features import parity
+from tests.features.parity import CLIP, COMPUTES, CUT_STEPS, SAMPLES, STAGES, STEPS, Cut
+from tests.kit.models import CASES
 
 TOLERANCE, HALF_TOLERANCE = 1e-5, 0.02
 HIERARCHICAL_WORLD = 4  # two nodes of two ranks

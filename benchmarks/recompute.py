@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import partita
 from benchmarks._common import Report, in_turn, megabytes, opened, ratio
 from benchmarks._work import OPTIMIZER, Work
-from tests.live_bytes import LiveBytes
+from tests.kit.live_bytes import LiveBytes
 
 WORK = Work(layers=12, width=512, heads=8, ffn_width=1376, batch=2, sequence=512)
 QUICK_WORK = Work(layers=3, width=64, heads=2, ffn_width=128, batch=2, sequence=64)

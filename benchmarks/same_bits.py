@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks._bits import PLANS, QUICK_PLANS, Digests, Scope, plans_of
 from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._started import started
-from tests.local.models import CASES
+from tests.kit.models import CASES
 
 WORLDS = (1, 2, 4)
 

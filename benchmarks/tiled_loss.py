@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import partita
 from benchmarks._common import Report, in_turn, megabytes, opened, ratio
-from tests.live_bytes import LiveBytes
+from tests.kit.live_bytes import LiveBytes
 
 WHOLE, TORCH = "whole", "torch's linear_cross_entropy"
 TARGETS = {"tiled: auto": 1.05}

@@ -1,1 +1,1 @@
-"""partita's tests: pure ones by package, `local/` with gloo processes, and the architecture's own."""
+"""Tests of partita: a folder for each package, `features/` for several packages at once, and the `kit` that all use."""

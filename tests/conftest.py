@@ -9,9 +9,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import seeds
-from tests.hygiene import Snapshot
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.hygiene import Snapshot
+from tests.kit.ranks import own_processes
 
 # No test measures time; what is tried is random while developing, and always the same in continuous integration.
 hypothesis.settings.register_profile("partita", deadline=None, derandomize="CI" in os.environ)
@@ -53,8 +53,8 @@ def no_leaks() -> Iterator[None]:
     """A test that leaves child processes, non-daemon threads or environment variables behind fails."""
     before = Snapshot.take()
     yield
-    leaks = before.leaks(exempt=pool.own_processes)
-    before.restore(exempt=pool.own_processes)
+    leaks = before.leaks(exempt=own_processes)
+    before.restore(exempt=own_processes)
     assert not leaks, "the test left behind: " + ", ".join(leaks)
 
 

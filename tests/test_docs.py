@@ -374,7 +374,7 @@ BAD = [
     "```\nmake tests     # all of them\n```\n",
 ]
 GOOD = [
-    "`tests/local`, `tests/local/`, `plan/span`, `plan/span.py`, `csrc/level_*.cpp`, `level_*.cpp`, `.ci/run`",
+    "`tests/kit`, `tests/kit/`, `plan/span`, `plan/span.py`, `csrc/level_*.cpp`, `level_*.cpp`, `.ci/run`",
     "`runs/train_stdlib`, `benchmarks/name.py`",
     "`zero.offload.parameters`, `engine.checkpoint.dir`, `train.steps`, `model.parameters()`",
     "`zero.stage: 3`, `keep_gathered: true`, `zero.units: [Block, head]`, `optimizer: host`",

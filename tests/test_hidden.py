@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import sampled
+from tests.kit.plans import sampled
 from tests.test_architecture import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/sharding/test_gathering.py", "tests/local/test_parity.py", "tests/optim/test_updaters.py")
+TESTS = ("tests/sharding/test_gathering.py", "tests/features/test_parity.py", "tests/optim/test_updaters.py")
 # Python imports it at the start. An editable install would find the hidden packages where they were.
 START = """\
 import sys

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tests import seeds
-from tests.local.training import WIDTH, Stack
+from tests.kit import seeds
+from tests.kit.models import WIDTH, Stack
 
 VOCAB = 50
 

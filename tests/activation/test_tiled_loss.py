@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError, PartitaError
 from partita.activation.logits import Logits
-from tests import seeds
 from tests.activation.readers import UNSEEN, own_loss
 from tests.activation.speaker import VOCAB, Speaker, speaker, tokens
-from tests.live_bytes import LiveBytes
-from tests.local.training import WIDTH
+from tests.kit import seeds
+from tests.kit.live_bytes import LiveBytes
+from tests.kit.models import WIDTH
 
 TILED = {"loss": {"tiled": 5 * 4 * VOCAB}}  # five rows, which divides no number of rows here
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from tests import seeds
-from tests.live_bytes import LiveBytes
-from tests.local.training import WIDTH, Stack
+from tests.kit import seeds
+from tests.kit.live_bytes import LiveBytes
+from tests.kit.models import WIDTH, Stack
 
 TILED = {"tiled": {"mlp": ["Mlp"]}}
 RATIO = 64

@@ -15,10 +15,10 @@ import partita
 from partita.attention import Layout, block_sparse, flex
 from partita.parallel.sequence import attention, choose
 from partita.parallel.sequence.slices import Slices
-from tests import seeds
 from tests.attention.reference import BLOCK, dense, layout, mask_of
 from tests.attention.test_models import VOCAB, bert, built, decoder, llama, settings, tokens
-from tests.local.training import rank, world
+from tests.kit import seeds
+from tests.kit.training import Trained, rank, train_engine, world
 from tests.parallel.sequence import connected
 
 LENGTH, WIDTH = 61, 16
@@ -177,30 +177,20 @@ def loss_of(name: str, engine: Any) -> Tensor:
     return engine(input_ids=ids, attention_mask=seen, labels=labels).loss  # type: ignore[no-any-return]
 
 
-@dataclass
-class Trained:
-    losses: list[float]
-    gradients: dict[str, Tensor]
-    said: str
-
-
 def trained(name: str, pattern: str, sections: dict[str, Any]) -> Trained:
-    """Two steps; the gradients are the first one's."""
-    model = built(MODELS[name] or Calling)
+    """Two steps; the gradients are the first one's, and after each step comes what the engine explains."""
     config = {"attention": settings(pattern), "optimizer": {"lr": 1e-3, "eps": 1e-4}, **sections}
     if name == "direct":
         del config["attention"]
-    losses, gradients = [], dict[str, Tensor]()
-    with partita.initialize(model, config) as engine:
-        for step in range(2):
-            loss = loss_of(name, engine)
-            engine.backward(loss)
-            if not step:
-                found = {key: engine.gradient(key) for key, _ in model.named_parameters()}
-                gradients = {key: each.clone() for key, each in found.items() if each is not None}
-            engine.step()
-            losses.append(engine.mean(loss).item())
-        return Trained(losses, gradients, engine.explain())
+    with partita.initialize(built(MODELS[name] or Calling), config) as engine:
+        return train_engine(
+            engine,
+            lambda model, data, step: loss_of(name, model),
+            2,
+            keep=(0,),
+            mean=True,
+            look=lambda engine, step: engine.explain(),
+        )
 
 
 def dense_layers_beside() -> float:

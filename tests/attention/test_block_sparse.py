@@ -18,9 +18,9 @@ from partita.attention import Layout, block_sparse, flex, gathered
 from partita.attention.blocks import Visits, visits
 from partita.attention.flex import block_mask
 from partita.attention.segments import Sizes, documents_by_position, documents_of, whole_samples
-from tests import seeds
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, dense, layout, mask_of
-from tests.matrix import matrix, sampled
+from tests.kit import seeds
+from tests.kit.plans import matrix, sampled
 
 WIDTH = 16
 

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
 from partita import ConfigError, PartitaError
@@ -31,9 +19,10 @@ from partita.attention import Layout, block_sparse, visited
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, layout, mask_of
-from tests.matrix import matrix
+from tests.kit import seeds
+from tests.kit.models import FAMILIES
+from tests.kit.plans import matrix
 
 VOCAB, LENGTH = 64, 61
 SIZES = {
@@ -44,17 +33,17 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "use_cache": True,
 }
 LONGFORMER = {"pattern": "longformer", "block": BLOCK, "window": 10, "global": 2}
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+def llama() -> nn.Module:
+    return FAMILIES["llama"](**SIZES)
 
 
-def gpt2() -> GPT2LMHeadModel:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=128, bos_token_id=0, eos_token_id=0, **sizes))
+def gpt2() -> nn.Module:
+    return FAMILIES["gpt2"](vocab_size=VOCAB, n_positions=128, n_embd=32, use_cache=True)
 
 
 def bert() -> BertModel:
@@ -221,11 +210,10 @@ def test_layers_that_are_not_named_stay_dense() -> None:
 
 @pytest.mark.parametrize("checkpoint", ["units", "selective"])
 def test_recomputed_is_bitwise_the_same(checkpoint: str) -> None:
-    sizes = {**SIZES, "attention_dropout": 0.3}
     given = {"input_ids": tokens(), "labels": tokens(), "use_cache": False}
     found = []
     for choice in ("none", checkpoint):
-        model = built(lambda: LlamaForCausalLM(LlamaConfig(**sizes)))
+        model = built(partial(FAMILIES["llama"], **SIZES, attention_dropout=0.3))
         found.append(
             results(model, lambda m: m(**given).loss, LONGFORMER, activations={"checkpoint": choice}, zero={"stage": 3})
         )
@@ -363,7 +351,7 @@ def test_attention_that_a_pattern_cannot_do_is_named(attend: Any, said: str) -> 
 def test_what_models_of_transformers_add_to_attention_is_named() -> None:
     given = {"input_ids": tokens(), "use_cache": False}
     capped = built(lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=20.0)))
-    windowed = built(lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)))
+    windowed = built(partial(FAMILIES["mistral"], **SIZES, sliding_window=16))
     with partita.initialize(capped, {"attention": LONGFORMER}) as engine:
         with pytest.raises(PartitaError, match=r"'model.layers.0.self_attn' has 'softcap', which the patterns"):
             engine(**given)
@@ -382,7 +370,7 @@ def test_a_narrower_window_in_a_model_that_has_one_and_the_same_one() -> None:
     """`window` counts as transformers' own does."""
     given = {"input_ids": tokens(), "labels": tokens(), "use_cache": False}
     loss = lambda model: model(**given).loss  # noqa: E731
-    build = lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16))  # noqa: E731
+    build = partial(FAMILIES["mistral"], **SIZES, sliding_window=16)
     found = results(built(build), loss, {"pattern": "sliding", "block": BLOCK, "window": 16})
     assert_alike(found, results(built(build), loss, {}), "the model's own window")
 

@@ -1,1 +1,1 @@
-"""Tests of checkpoints that need one process."""
+"""Tests of partita.checkpoint."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from tests.local import pool
-from tests.local.training import rank
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
 
 ARCHIVE = Path(__file__).parent / "earlier" / "format_1.tar.xz"
 BASE = {"optimizer": {"name": "adamw", "lr": 0.01}}
@@ -69,11 +69,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", ["plain", "residuals", "momentum"])  # the rounding of 16 bits has changed since
 def test_training_continues_with_the_same_bits(folder: str, name: str) -> None:
-    pool.run(2, continues, folder, name, None, with_group=False)
+    on_ranks(2, continues, folder, name, None, with_group=False)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "zero"), [("plain", 4, {"stage": 3}), ("lean", 2, {"stage": 3}), ("lean", 1, {"stage": 0})]
 )
 def test_other_ranks_load_it(folder: str, name: str, ranks: int, zero: dict[str, Any]) -> None:
-    pool.run(ranks, continues, folder, name, zero, with_group=False)
+    on_ranks(ranks, continues, folder, name, zero, with_group=False)

@@ -10,9 +10,10 @@ from typer.testing import CliRunner, Result
 
 import partita
 from partita.cli.main import app
-from tests import seeds
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss
+from tests.kit import seeds
+from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
 
 
 def save_two(folder: str) -> dict[str, torch.Tensor]:
@@ -28,7 +29,7 @@ def save_two(folder: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, pool.run(2, save_two, str(folder))[0]
+    return folder, on_ranks(2, save_two, str(folder))[0]
 
 
 def run(*arguments: object) -> Result:

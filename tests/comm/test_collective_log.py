@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from partita.comm.collective_log import NUM_SHOWN, STEP, CollectiveLog
-from tests.fakes import Notes
+from tests.kit.threads import Notes
 
 
 def ranks(num: int) -> list[CollectiveLog]:

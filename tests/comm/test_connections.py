@@ -21,9 +21,10 @@ from partita.engine.build import along_axes
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.state_plan import preset
-from tests.local import pool
-from tests.local.models import CASES
-from tests.local.training import PLANS, rank, whole_weights, world
+from tests.kit.models import CASES
+from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank, whole_weights, world
 
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "zero3-once")
 BETWEEN_NODES = {"hierarchical": 11, "hierarchical-changes": 12, "hsdp": 12}
@@ -102,7 +103,7 @@ def uses_device_mesh(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_mesh_as_torch_describes_it(ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, uses_device_mesh, tmp_path)
+    on_ranks(ranks, uses_device_mesh, tmp_path)
 
 
 def test_one_process_has_it_too(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def engines_in_turn() -> list[list[float]]:
         dist.barrier(group=own)
     found = []
     for plan in ("3", "1", "3"):
-        config = {"zero": PLANS[plan], "parallel": {"tensor": 2}, "communication": {"timeout_s": 20.0}}
+        config = {"zero": ZERO[plan], "parallel": {"tensor": 2}, "communication": {"timeout_s": 20.0}}
         with partita.initialize(CASES["llama"].build(), config) as engine:
             batch = next(iter(CASES["llama"].batches(2)))
             engine.backward(CASES["llama"].loss(engine(**batch)))
@@ -132,7 +133,7 @@ def engines_in_turn() -> list[list[float]]:
 
 
 def test_engines_in_turn_and_groups_of_some_ranks() -> None:
-    first, *others = pool.run(4, engines_in_turn)
+    first, *others = on_ranks(4, engines_in_turn)
     assert all(other == first for other in others)
 
 

@@ -15,9 +15,10 @@ from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss, world
-from tests.matrix import matrix
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank, world
 
 
 def collectives() -> Collectives:
@@ -40,7 +41,7 @@ def of_any_size() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_messages_of_any_size(num_ranks: int) -> None:
-    pool.run(num_ranks, of_any_size)
+    on_ranks(num_ranks, of_any_size)
 
 
 CALLS: dict[str, Callable[[partita.Engine, Path], object]] = {
@@ -70,7 +71,7 @@ def called_on_rank_0_alone(name: str, stage: int, folder: Path) -> str:
 
 @matrix(name=CALLS, stage=[1, 3])
 def test_a_call_of_one_rank_alone_is_told(name: str, stage: int, tmp_path: Path) -> None:
-    said = pool.run(2, called_on_rank_0_alone, name, stage, tmp_path, with_group=False)
+    said = on_ranks(2, called_on_rank_0_alone, name, stage, tmp_path, with_group=False)
     if stage == 3 and name != "clip":  # the other rank waits in a gather: told at the time-out, with each rank's place
         assert "rank 1, after 0 micro-batches, gathers 'Stack (root)'" in said[0]
     else:

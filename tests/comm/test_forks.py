@@ -11,8 +11,9 @@ import pytest
 import partita
 from partita import PartitaError
 from partita.comm.node.forks import connections_kept_from_children, keep_from_children
-from tests.local import pool
-from tests.local.training import Stack, rank, square_loss
+from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
 
 
 def in_child(answer: Callable[[], str]) -> str:
@@ -97,7 +98,7 @@ def initialized_in_child() -> str:
 
 @pytest.mark.parametrize("with_group", [True, False])
 def test_initialize_in_a_forked_child(with_group: bool) -> None:
-    for said in pool.run(2, initialized_in_child, with_group=with_group):
+    for said in on_ranks(2, initialized_in_child, with_group=with_group):
         assert "this process was forked from one whose torch.distributed was running" in said
 
 
@@ -120,5 +121,5 @@ def trained_in_child(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_in_no_forked_child(stage: int) -> None:
-    for said in pool.run(2, trained_in_child, stage, timeout=30):
+    for said in on_ranks(2, trained_in_child, stage, timeout=30):
         assert "this process was forked from the one that created the engine" in said

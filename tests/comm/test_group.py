@@ -17,10 +17,10 @@ from partita.memory.accelerator import HOST
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.purposes import all_purposes
 from partita.plan.traffic import TrafficCount, TrafficKey
-from tests import seeds
-from tests.fakes import in_rank_order, on_ranks
-from tests.local import pool
-from tests.local.training import rank, world
+from tests.kit import seeds
+from tests.kit.ranks import on_ranks
+from tests.kit.threads import in_rank_order, on_threads
+from tests.kit.training import rank, world
 
 DATA, TENSOR, BOTH = ("data",), ("tensor",), ("data", "tensor")
 SHAPE = MeshShape(data=2, tensor=2)
@@ -103,9 +103,9 @@ def everything_moves_between_processes() -> None:
 
 
 def test_everything_moves_between_threads() -> None:
-    on_ranks(SHAPE, everything_moves, *GROUPS)
-    on_ranks(SHAPE, activations_move, *GROUPS)
-    on_ranks(MeshShape(tensor=4), activations_move, TENSOR)
+    on_threads(SHAPE, everything_moves, *GROUPS)
+    on_threads(SHAPE, activations_move, *GROUPS)
+    on_threads(MeshShape(tensor=4), activations_move, TENSOR)
 
 
 def channels() -> dict[tuple[str, ...], set[str]]:
@@ -123,7 +123,7 @@ def channels() -> dict[tuple[str, ...], set[str]]:
 def test_activations_have_connections_along_single_axes_that_are_not_data() -> None:
     """Where ranks of a node can read each other's memory; process groups are made for the same purposes."""
     states = set(STATES)
-    for found in pool.run(4, channels):
+    for found in on_ranks(4, channels):
         assert found in (
             {axes: set() for axes in found},
             {DATA: states, TENSOR: {*states, "activations"}, BOTH: states},
@@ -134,7 +134,7 @@ def test_activations_have_connections_along_single_axes_that_are_not_data() -> N
 
 
 def test_everything_moves_between_processes() -> None:
-    pool.run(4, everything_moves_between_processes)
+    on_ranks(4, everything_moves_between_processes)
 
 
 def test_axes_that_mean_the_same_are_one_group() -> None:
@@ -144,7 +144,7 @@ def test_axes_that_mean_the_same_are_one_group() -> None:
         assert collectives.group(("sequence",)) is collectives.group(())
         assert collectives.all_ranks.axes == BOTH
 
-    on_ranks(MeshShape(data=4, tensor=2, node=2), groups)
+    on_threads(MeshShape(data=4, tensor=2, node=2), groups)
 
 
 def counted(collectives: Collectives) -> dict[TrafficKey, TrafficCount]:
@@ -164,7 +164,7 @@ def counted(collectives: Collectives) -> dict[TrafficKey, TrafficCount]:
 
 
 def test_what_is_sent_is_counted_by_axes_and_purpose() -> None:
-    for at, rows in enumerate(on_ranks(SHAPE, counted, DATA)):
+    for at, rows in enumerate(on_threads(SHAPE, counted, DATA)):
         assert rows == {
             TrafficKey("all_gather", DATA, "parameters"): TrafficCount(1, 24),
             TrafficKey("all_gather", DATA, "gradients"): TrafficCount(1, 24),
@@ -209,8 +209,8 @@ def failing(on: int) -> Callable[[Collectives], str]:
 
 def test_what_one_rank_meets_all_are_told() -> None:
     others = "rank 2 of the group over data, tensor failed: ConfigError: so it is, [1]"
-    assert on_ranks(SHAPE, failing(on=2)) == [others, others, "own: so it is, [1]", others]
-    assert on_ranks(SHAPE, failing(on=4)) == ["nothing"] * 4
+    assert on_threads(SHAPE, failing(on=2)) == [others, others, "own: so it is, [1]", others]
+    assert on_threads(SHAPE, failing(on=4)) == ["nothing"] * 4
 
 
 def test_ranks_at_different_calls_are_told_so() -> None:
@@ -219,7 +219,7 @@ def test_ranks_at_different_calls_are_told_so() -> None:
             collectives.group(DATA).exchange_objects(None, f"call {collectives.mesh.rank}")
         return str(told.value)
 
-    told = on_ranks(SHAPE, work, DATA)
+    told = on_threads(SHAPE, work, DATA)
     assert "rank 0 is at call 0; rank 1 is at call 2" in told[0] == told[2]
     assert "rank 0 is at call 1; rank 1 is at call 3" in told[1] == told[3]
 
@@ -237,4 +237,4 @@ def closed() -> None:
 
 
 def test_a_closed_mesh_has_no_groups() -> None:
-    pool.run(4, closed)
+    on_ranks(4, closed)

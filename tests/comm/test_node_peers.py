@@ -18,8 +18,10 @@ from partita import PartitaError
 from partita.comm.node import handshake
 from partita.comm.node.handshake import HELLO, Handshake
 from partita.comm.node.peers import OFFERED, READ, Channel, Fetch, Offer, read_memory
-from tests.local import pool
-from tests.local.training import PLANS, Recipe, Stack, rank, same, square_loss, train, world
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, world
 
 PURPOSES = ("parameters", "gradients")
 
@@ -236,11 +238,11 @@ def refused(*_: Any) -> None:
 
 
 def test_all_ranks_of_a_node_are_peers() -> None:
-    assert pool.run(4, found) == [[other for other in range(4) if other != own] for own in range(4)]
+    assert on_ranks(4, found) == [[other for other in range(4) if other != own] for own in range(4)]
 
 
 def test_over_the_network_where_the_config_says_so() -> None:
-    assert pool.run(2, told, "network") == [[], []]
+    assert on_ranks(2, told, "network") == [[], []]
 
 
 def on_nodes_of_their_own() -> list[int] | str:
@@ -249,7 +251,7 @@ def on_nodes_of_their_own() -> list[int] | str:
 
 
 def test_ranks_of_other_nodes_are_none() -> None:
-    assert pool.run(4, on_nodes_of_their_own) == [[1], [0], [3], [2]]
+    assert on_ranks(4, on_nodes_of_their_own) == [[1], [0], [3], [2]]
 
 
 def test_without_a_socket_all_goes_over_the_network() -> None:
@@ -269,8 +271,8 @@ def cannot_be_read(way: str, everywhere: bool) -> list[int] | str:
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_what_the_system_refuses_goes_over_the_network(everywhere: bool) -> None:
-    assert pool.run(2, cannot_be_read, "auto", everywhere) == [[], []]
-    for said in pool.run(2, cannot_be_read, "memory", everywhere):
+    assert on_ranks(2, cannot_be_read, "auto", everywhere) == [[], []]
+    for said in on_ranks(2, cannot_be_read, "memory", everywhere):
         assert isinstance(said, str)
         assert (
             "communication.within_node memory: ranks cannot read each other's memory (Operation not permitted)" in said
@@ -284,7 +286,7 @@ class Unanswered(Handshake):
 
 
 def test_one_who_does_not_answer_leaves_all_to_the_network() -> None:
-    assert pool.run(2, one_does_not_answer) == [[], []]
+    assert on_ranks(2, one_does_not_answer) == [[], []]
 
 
 def one_does_not_answer() -> list[int] | str:
@@ -299,13 +301,13 @@ def one_does_not_answer() -> list[int] | str:
 
 
 def both_ways() -> None:
-    plans = {**PLANS, "on host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}
+    plans = {**ZERO, "on host": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}}
     for name, zero in plans.items():
         one, other = (
-            train(Recipe(lambda: Stack(3), config={"communication": {"within_node": way}}), zero)
+            train_recipe(Recipe(lambda: Stack(3), config={"communication": {"within_node": way}}), zero)
             for way in ("memory", "network")
         )
-        same(one, other, f"plan {name} in memory against over the network, on {world()} ranks")
+        assert_same_bits(one, other, f"plan {name} in memory against over the network, on {world()} ranks")
 
 
 def counted() -> None:
@@ -324,8 +326,8 @@ def counted() -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_the_same_bits_either_way(world: int) -> None:
-    pool.run(world, both_ways)
+    on_ranks(world, both_ways)
 
 
 def test_the_same_bytes_are_counted() -> None:
-    pool.run(2, counted)
+    on_ranks(2, counted)

@@ -12,8 +12,8 @@ import pytest
 import partita
 from partita.comm.node import ptrace_permission
 from partita.comm.node.ptrace_permission import admit, common_ancestor, withdraw
-from tests.local import pool
-from tests.local.training import Stack
+from tests.kit.models import Stack
+from tests.kit.ranks import on_ranks
 
 
 @contextmanager
@@ -84,6 +84,6 @@ def named_by_engines(folder: str) -> tuple[int, list[int], list[int]]:
 
 
 def test_named_until_the_last_mesh_is_closed(tmp_path: Path) -> None:
-    (pid, _, _), (_, meanwhile, named_in_all) = pool.run(2, named_by_engines, str(tmp_path))
+    (pid, _, _), (_, meanwhile, named_in_all) = on_ranks(2, named_by_engines, str(tmp_path))
     assert set(meanwhile) == {pid}
     assert named_in_all[-1] == 0

@@ -6,7 +6,7 @@ from unittest import mock
 from partita.comm.collective_errors import TooLittle, lack_of_memory
 from partita.comm.collectives import Collectives
 from partita.plan.mesh_shape import MeshShape
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 
 NODE = f"node {socket.gethostname()}"
 DATA = ("data",)
@@ -19,7 +19,7 @@ def lacking(needed: list[int], free: list[int], *, shared: bool) -> list[TooLitt
         group = collectives.group(DATA)
         return lack_of_memory(needed[group.index], free[group.index], group, "a test", shared=shared)
 
-    return on_ranks(MeshShape(data=len(needed)), ask, DATA)
+    return on_threads(MeshShape(data=len(needed)), ask, DATA)
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:

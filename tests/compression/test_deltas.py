@@ -9,7 +9,7 @@ from partita.kernels.codecs import CODECS
 from partita.kernels.quantize import nearest_bf16
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import BLOCK
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 
 DATA = ("data",)
 
@@ -25,6 +25,6 @@ def test_parameters_between_two_bf16_numbers_are_rounded_as_masters_are() -> Non
         add_deltas(collectives.group(DATA), codec, updated, whole, torch.zeros(4 * BLOCK))
         return whole
 
-    for whole in on_ranks(MeshShape(data=2), work, DATA):
+    for whole in on_threads(MeshShape(data=2), work, DATA):
         assert torch.equal(whole, nearest_bf16(updated).repeat(2))
         assert not torch.equal(whole, updated.bfloat16().repeat(2))

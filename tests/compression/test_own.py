@@ -10,9 +10,11 @@ from torch import Tensor
 import partita
 from partita.planner.traffic import StepShape, step_traffic
 from tests.compression.own_sync import OwnExtension
-from tests.local import pool
-from tests.local.test_feedback import telescopes
-from tests.local.training import PLANS, Stack, rank, square_loss, whole_weights, world
+from tests.compression.test_feedback import telescopes
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank, whole_weights, world
 
 HALVES = "tests.compression.own_codec:Halves"
 
@@ -42,17 +44,17 @@ def sums_its_own_way(zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("plan", ["0", "1", "2", "3"])
 def test_a_way_to_sum_is_one_file_and_a_row(plan: str) -> None:
     """Bit for bit the weights of the reduce-scatter, whose sums are in rank order, too."""
-    pool.run(2, sums_its_own_way, PLANS[plan])
+    on_ranks(2, sums_its_own_way, ZERO[plan])
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("0", 2), ("2", 4), ("3", 2)])
 def test_a_codec_is_one_file(plan: str, ranks: int) -> None:
     """All that it loses is sent later."""
-    pool.run(ranks, telescopes_a_little, PLANS[plan])
+    on_ranks(ranks, telescopes_a_little, ZERO[plan])
 
 
 def telescopes_a_little(zero: dict[str, Any]) -> None:
-    with mock.patch("tests.local.test_feedback.LEAST_HELD", 1e-4):
+    with mock.patch("tests.compression.test_feedback.LEAST_HELD", 1e-4):
         telescopes(zero, HALVES, world(), 1, "fp32")
 
 
@@ -75,5 +77,5 @@ def refused(place: str) -> str:
     ],
 )
 def test_what_is_no_codec_is_refused(place: str, said: str) -> None:
-    for each in pool.run(2, refused, place):
+    for each in on_ranks(2, refused, place):
         assert said in each

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from partita.checkpoint.format.stored import open_stored
-from tests.local.test_launchers import free_job, free_port
+from tests.comm.test_launchers import free_job, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

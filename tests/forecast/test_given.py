@@ -15,7 +15,7 @@ from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from partita.tune.trial_rank import taken_bytes
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 MODEL = "layers=3,hidden=128,heads=2,vocab=512,context=64"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
     source = read_source(MODEL)
     subject = Subject(lambda: read_source(MODEL).model, lambda samples: source.batch(samples, "meta"))
     simulated = simulate(subject, config, Cluster(ranks, "cpu", ranks), range(ranks)).ranks
-    for report, (planned_bytes, lent) in zip(simulated, pool.run(ranks, measured, config, timeout=120), strict=True):
+    for report, (planned_bytes, lent) in zip(simulated, on_ranks(ranks, measured, config, timeout=120), strict=True):
         assert report.planned_bytes == planned_bytes
         assert report.activation_bytes == pytest.approx(lent, rel=0.02)
     if ranks == 1 or "parallel" in config:

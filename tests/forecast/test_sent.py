@@ -27,8 +27,8 @@ from partita.planner.group_units import group_units
 from partita.planner.machine import Machine, machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 
 MICRO, MICROS = 2, 3
 MODELS = {
@@ -77,7 +77,7 @@ def test_activations_sent_are_those_foretold(name: str, axes: dict[str, int]) ->
     world = math.prod(axes.values())
     sized, trace = on_paper(name, config, world)
     stages = sized.stages(axes.get("pipeline", 1))
-    for found, foretold in pool.run(world, trained, name, config, stages, trace):
+    for found, foretold in on_ranks(world, trained, name, config, stages, trace):
         assert found == foretold
 
 

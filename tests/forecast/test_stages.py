@@ -31,7 +31,7 @@ from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import RankReport, Subject
-from tests.matrix import sampled
+from tests.kit.plans import sampled
 
 MODELS = {
     "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding

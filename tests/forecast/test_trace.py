@@ -21,7 +21,7 @@ from partita.forecast.source import Source, read_source
 from partita.forecast.trace import loss_of, telling
 from partita.planner.group_units import group_units
 from partita.transforms.modules import ModuleTransforms, Order
-from tests.live_bytes import LiveBytes
+from tests.kit.live_bytes import LiveBytes
 
 SAMPLES = 2
 

@@ -1,1 +1,1 @@
-"""Tests of weights in files that need one process."""
+"""Tests of partita.huggingface."""

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.kit.models import FAMILIES
+
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -14,6 +16,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
+    "use_cache": True,
 }
 IMAGES: dict[str, Any] = {
     "hidden_size": 32,
@@ -26,9 +29,7 @@ IMAGES: dict[str, Any] = {
 
 
 def llama(*, tied: bool = False) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+    return FAMILIES["llama"](**SIZES, tie_word_embeddings=tied)
 
 
 def tied() -> nn.Module:
@@ -37,9 +38,7 @@ def tied() -> nn.Module:
 
 def mixtral() -> nn.Module:
     """Experts that are one parameter here, and a tensor each in files."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    return FAMILIES["mixtral"](**SIZES)
 
 
 def vit() -> nn.Module:

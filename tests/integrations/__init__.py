@@ -1,1 +1,1 @@
-"""Tests of the doors for other libraries."""
+"""Tests of partita.integrations."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.local.test_launchers import free_job
+from tests.comm.test_launchers import free_job
 
 UNCHANGED = """
 import json, sys

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from partita.kernels import native
-from tests import seeds
+from tests.kit import seeds
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import seeds
+from tests.kit import seeds
 
 ROOT = Path(__file__).parents[2]
 # Where `make` installs it: beside the other packages some of them would behave as on a GPU.

@@ -14,7 +14,7 @@ from partita import PartitaError
 from partita.config.schema import Config
 from partita.memory import capacity_check
 from partita.sharding.runtime import Runtime
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 LAYERS, WIDTH = 24, 1024
 STATE_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 16  # fp32: parameters, gradients, two moments
@@ -82,7 +82,7 @@ HALVES = {"batch": {"accumulate": 2}}
 def test_a_lower_stage_is_named_where_it_is_certain_to_fit(
     free: int, config: dict[str, Any], stage: int | None
 ) -> None:
-    first, second = pool.run(2, told, free, config)
+    first, second = on_ranks(2, told, free, config)
     assert second == []
     assert [line.partition(" would")[0] for line in first] == ([] if stage is None else [f"zero.stage: {stage}"])
 
@@ -104,7 +104,7 @@ def test_one_rank_is_told_of_the_disk() -> None:
 
 def test_ranks_are_told_of_a_further_stage() -> None:
     free = STATE_BYTES - STATE_BYTES // 4 - 2**16
-    for said in pool.run(2, refusal, free, {"zero": {"stage": 0}}):
+    for said in on_ranks(2, refusal, free, {"zero": {"stage": 0}}):
         assert said is not None
         assert "They would fit with:\n  1. zero.stage: " in said
 

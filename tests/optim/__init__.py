@@ -1,1 +1,1 @@
-"""Tests of partita.optim without process groups."""
+"""Tests of partita.optim."""

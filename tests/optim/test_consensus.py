@@ -14,7 +14,7 @@ from partita.errors import PartitaError
 from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit, LossScale
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.share import NO_COPIES
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 
 T = TypeVar("T")
 DATA = ("data",)
@@ -65,7 +65,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
         )
         return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))
 
-    return on_ranks(MeshShape(data=len(ranks)), work, DATA)
+    return on_threads(MeshShape(data=len(ranks)), work, DATA)
 
 
 def before(consensus: Consensus) -> Agreed:

@@ -21,7 +21,7 @@ from partita.sharding.parameter import Member
 from partita.sharding.placeholder import ShardedParameter
 from partita.sharding.structure import Written
 from partita.sharding.unit import UnitState
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 from tests.sharding.made import Made, blocks, made
 
 DATA = ("data",)
@@ -83,7 +83,7 @@ def on_two(
         finally:
             updater.close()
 
-    on_ranks(MeshShape(data=2), run, DATA)
+    on_threads(MeshShape(data=2), run, DATA)
 
 
 def backward(parts: Made, updater: StepUpdater, step: int, bad: str = "") -> None:

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor, nn
 
 import partita
-from tests import seeds
+from tests.kit import seeds
 from tests.parallel import zoo
 
 _P = 0.2

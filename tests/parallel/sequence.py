@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,14 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
 from partita.activation.recompute import Recomputation
@@ -38,8 +32,9 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
 from partita.train.decoder import Block, Decoder, DecoderShape
 from partita.transforms.modules import ModuleTransforms, Order
-from tests import seeds
-from tests.local.training import rank, world
+from tests.kit import seeds
+from tests.kit.models import FAMILIES
+from tests.kit.training import Loss, Trained, rank, train_engine, train_module, world
 from tests.parallel import zoo
 from tests.parallel.zoo import VOCAB, WIDTH, Batch
 
@@ -66,7 +61,7 @@ _T5: dict[str, Any] = {
 }
 # Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
 OWN = {
-    "llama-one-key-head": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=1)),
+    "llama-one-key-head": partial(FAMILIES["llama"], **_SIZES, num_key_value_heads=1),
     "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5)),
     "t5-eager": lambda: T5ForConditionalGeneration(T5Config(**_T5, attn_implementation="eager")),
@@ -79,10 +74,7 @@ NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "neox", "phi3", "olmo2", "bert", 
 
 def built(name: str) -> nn.Module:
     seeds.start()
-    model: nn.Module = OWN[name]() if name in OWN else zoo.build(name)
-    if name == "bert":  # transformers reads what its loss is from the names of classes in its own files
-        model.loss_type = "ForMaskedLM"
-    return model
+    return OWN[name]() if name in OWN else zoo.build(name)
 
 
 def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH) -> Batch:
@@ -339,18 +331,8 @@ STEPS, CLIP = 10, 0.5
 ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4}  # gradients of nothing but rounding stay small
 
 
-@dataclass
-class Trained:
-    """Losses and norms by step, the whole gradients of the first one, and what was sent for the sequence axis."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-
 def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Trained:
-    """By an engine, on samples of the rank's data coordinate; lengths change."""
+    """By an engine, on samples of the rank's data coordinate; lengths change. The first step's gradients are kept."""
     config = {
         "parallel": {"sequence": sequence},
         "clip_grad_norm": CLIP,
@@ -358,47 +340,28 @@ def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Traine
         "zero": {"stage": stage},
         **sections,
     }
-    result = Trained()
     model = built(name)
     if hasattr(model, "config"):
         model.config.use_cache = True  # as configurations of transformers have it, which no training needs
     with partita.initialize(model, config) as engine:
         data = engine.mesh.coordinate("data")
-        for step in range(STEPS):
-            loss = zoo.loss_of(engine(**_samples(name, step, data)))
-            engine.backward(loss)
-            if not step:
-                result.gradients = _present({key: engine.gradient(key) for key, _ in engine.module.named_parameters()})
-            outcome = engine.step()
-            assert outcome.grad_norm is not None
-            result.losses.append(engine.mean(loss).item())
-            result.norms.append(outcome.grad_norm)
-        result.weights = engine.state_dict()
-    return result
+        return train_engine(engine, _loss_of(name), STEPS, data=data, keep=(0,), mean=True)
 
 
 def trained_plainly(name: str, num_data: int) -> Trained:
     """By one process, on the samples of all data coordinates."""
-    model, result = built(name), Trained()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, **ADAMW)
-    for step in range(STEPS):
-        losses = [zoo.loss_of(model(**_samples(name, step, data))) for data in range(num_data)]
-        (mean := torch.stack(losses).mean()).backward()
-        if not step:
-            result.gradients = _present({key: param.grad for key, param in model.named_parameters()})
-        result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        result.losses.append(mean.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return result
+    optimizer = partial(torch.optim.AdamW, weight_decay=0.01, **ADAMW)
+    return train_module(
+        built(name), _loss_of(name), STEPS, num_data=num_data, own=None, optimizer=optimizer, clip=CLIP, keep=(0,)
+    )
+
+
+def _loss_of(name: str) -> Loss:
+    return lambda model, data, step: zoo.loss_of(model(**_samples(name, step, data)))
 
 
 def _samples(name: str, step: int, data: int) -> Batch:
     return batch_of(name, 10 * step + data, length=LENGTH - 4 * (step % 2))
-
-
-def _present(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {key: gradient.clone() for key, gradient in gradients.items() if gradient is not None}
 
 
 # -- what cannot be cut ------------------------------------------------------------------------------------------------

@@ -1,15 +1,16 @@
 """Small models with several blocks, in fp32 and without dropout, and batches for them whose lengths differ."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
+from tests.kit import seeds
+from tests.kit.models import FAMILIES, Family
 
 VOCAB, WIDTH = 128, 48
 Batch = dict[str, Tensor]
@@ -66,14 +67,6 @@ class Images(nn.Module):
         return F.cross_entropy(self.head(self.layers(self.stem(pixels)).mean((2, 3))), labels)
 
 
-def _huggingface(name: str, model: str, **settings: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, f"{name}Config")(**settings))
-        return made
-
-    return build
-
-
 _SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 96,
@@ -82,30 +75,34 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
 }
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2, "use_cache": True}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-_GPT2 = {"n_embd": WIDTH, "n_layer": 4, "n_head": 6, "n_positions": 64, "vocab_size": VOCAB}
-_T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2}
+_GPT2 = {"n_embd": WIDTH, "n_layer": 4, "n_head": 6, "n_positions": 64, "use_cache": True, "vocab_size": VOCAB}
+_T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96, "use_cache": True}
 _VIT = {**_SIZES, "image_size": 16, "patch_size": 4, "num_labels": 7}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
-    "llama": _huggingface("Llama", "LlamaForCausalLM", **_GROUPED),
-    "qwen3": _huggingface("Qwen3", "Qwen3ForCausalLM", **_GROUPED, head_dim=8),
-    "qwen3moe": _huggingface("Qwen3Moe", "Qwen3MoeForCausalLM", **_GROUPED, **_MOE),
-    "gpt2": _huggingface("GPT2", "GPT2LMHeadModel", **_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "bloom": _huggingface("Bloom", "BloomForCausalLM", hidden_size=WIDTH, n_layer=4, n_head=6, vocab_size=VOCAB),
-    "opt": _huggingface(
-        "OPT", "OPTForCausalLM", **_SIZES, ffn_dim=96, word_embed_proj_dim=WIDTH, dropout=0.0, tie_word_embeddings=False
+    "llama": partial(FAMILIES["llama"], **_GROUPED),
+    "qwen3": partial(FAMILIES["qwen3"], **_GROUPED, head_dim=8),
+    "qwen3moe": partial(FAMILIES["qwen3moe"], **_GROUPED, **_MOE),
+    "gpt2": partial(FAMILIES["gpt2"], **_GPT2),
+    "bloom": Family(
+        "Bloom", "BloomForCausalLM", {"hidden_size": WIDTH, "n_layer": 4, "n_head": 6, "vocab_size": VOCAB}
     ),
-    "mamba": _huggingface(
-        "Mamba", "MambaForCausalLM", vocab_size=VOCAB, hidden_size=24, state_size=4, num_hidden_layers=4
+    "opt": Family(
+        "OPT",
+        "OPTForCausalLM",
+        {**_SIZES, "ffn_dim": 96, "word_embed_proj_dim": WIDTH, "dropout": 0.0, "tie_word_embeddings": False},
     ),
-    "t5": _huggingface(
-        "T5", "T5ForConditionalGeneration", **_T5, num_heads=6, dropout_rate=0.0, decoder_start_token_id=0
+    "mamba": Family(
+        "Mamba",
+        "MambaForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": 24, "state_size": 4, "num_hidden_layers": 4},
     ),
-    "vit": _huggingface("ViT", "ViTForImageClassification", **_VIT, **_NO_DROPOUT),
-    "bert": _huggingface("Bert", "BertForMaskedLM", **_SIZES, **_NO_DROPOUT),
+    "t5": partial(FAMILIES["t5"], **_T5, num_heads=6),
+    "vit": Family("ViT", "ViTForImageClassification", {**_VIT, **_NO_DROPOUT}),
+    "bert": partial(FAMILIES["bert"], **_SIZES),
     "decoder": lambda: Decoder(DecoderShape(layers=4, width=WIDTH, heads=6, kv_heads=2, ffn_width=96, vocab=VOCAB)),
     "skipping": Skipping,
     "resnet": Images,

@@ -19,7 +19,7 @@ from partita.parallel.applied import Parallel
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficKey
 from partita.transforms.modules import ModuleTransforms
-from tests.local.training import rank, world
+from tests.kit.training import rank, world
 from tests.parallel import zoo
 
 

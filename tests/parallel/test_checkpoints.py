@@ -16,8 +16,8 @@ import partita
 from partita import ConfigError
 from partita.config.load import load_config
 from partita.config.resolve import resolve
-from tests import seeds
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 NUM_PAIRS, NUM_QUICK, MOST_RANKS = 20, 1, 8
@@ -122,8 +122,8 @@ def loaded(folder: str, name: str, layout: Layout) -> Seen:
 )
 def test_saved_under_one_mesh_and_loaded_under_another(number: int, tmp_path: Path) -> None:
     name, one, other = pairs()[number]
-    before, losses = pool.run(one.num_ranks, saved, str(tmp_path), name, one, timeout=TIMEOUT_S)[0]
-    after, further = pool.run(other.num_ranks, loaded, str(tmp_path), name, other, timeout=TIMEOUT_S)[0]
+    before, losses = on_ranks(one.num_ranks, saved, str(tmp_path), name, one, timeout=TIMEOUT_S)[0]
+    after, further = on_ranks(other.num_ranks, loaded, str(tmp_path), name, other, timeout=TIMEOUT_S)[0]
     what = f"seed {seeds.chosen()}, {name}: {one} -> {other}"
     assert after.keys() == before.keys(), what
     assert [key for key, value in after.items() if not torch.equal(value, before[key])] == [], what

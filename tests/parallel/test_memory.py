@@ -14,8 +14,8 @@ from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
 from partita.planner.memory import model_state_bytes
 from partita.planner.off_stage import is_elsewhere
-from tests.live_bytes import LiveBytes
-from tests.local import pool
+from tests.kit.live_bytes import LiveBytes
+from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 MICROS, TIMEOUT_S = 6, 240
@@ -81,7 +81,7 @@ def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int
 def test_a_stage_holds_its_own() -> None:
     """GPipe keeps what all micro-batches left, 1F1B on each rank as many as the simulation says."""
     whole = sum(param.nbytes for param in stages.build(NAME).parameters())
-    found = pool.run(3, held, ("1f1b", "gpipe"), timeout=TIMEOUT_S)
+    found = on_ranks(3, held, ("1f1b", "gpipe"), timeout=TIMEOUT_S)
     assert sum(one.own for one in found) == whole
     for rank, one in enumerate(found):
         assert one.elsewhere == 0

@@ -8,20 +8,20 @@ import torch
 
 import partita
 from partita.plan.place import even
-from tests.local import pool
-from tests.local.lossless import lossless
-from tests.local.test_wires import on_nodes_of
-from tests.matrix import matrix
+from tests.compression.lossless import lossless
+from tests.compression.test_wires import on_nodes_of
+from tests.kit.plans import TIERS, matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Trained, whole_weights
 from tests.parallel import training, zoo
-from tests.parallel.training import ADAMW, CLIP, Trained
+from tests.parallel.training import ADAMW, CLIP
 
 MICROS = 2
 TIMEOUT_S = 400
 PAIRS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2})
-ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 CODED = {"gradients": "ternary", "parameters": "ternary"}
-STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, ON_HOST]
+STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, TIERS["3-host"]]
 
 
 def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
@@ -34,8 +34,8 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
         "optimizer": {"name": "adamw", **ADAMW},
         **sections,
     }
-    found, model = Trained(), zoo.build(name)
-    with partita.initialize(model, config, loss_fn=lambda output, batch: zoo.loss_of(output)) as engine:
+    found = Trained()
+    with partita.initialize(zoo.build(name), config, loss_fn=lambda output, batch: zoo.loss_of(output)) as engine:
         first, num = engine.mesh.coordinate("data") * MICROS, engine.mesh.size("data") * MICROS
         for step in range(num_steps):
             micros = [training.part(name, step, first + micro, num) for micro in range(MICROS)]
@@ -44,18 +44,17 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
             assert evaluated is None or evaluated == pytest.approx(found.losses[0], abs=1e-5)
             assert engine.last_step.grad_norm is not None
             found.norms.append(engine.last_step.grad_norm)
-        with engine.gathered():
-            found.weights = {key: param.detach().clone() for key, param in model.named_parameters()}
+        found.weights = whole_weights(engine)
     return found
 
 
 def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int, num_data: int = 1) -> None:
     """Stages that add up a batch's gradients before they are reduced have the same bits, and so have the others."""
     world = num_data * math.prod(parallel.values())
-    (alone,) = pool.run(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
+    (alone,) = on_ranks(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
     before = dict[bool, Trained]()
     for zero in rows:
-        first, *others = pool.run(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
+        first, *others = on_ranks(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
         assert first.losses == pytest.approx(alone.losses, abs=1e-5)
         assert first.norms == pytest.approx(alone.norms, rel=1e-5)
         reference = before.setdefault(zero["stage"] < 2, first)
@@ -88,7 +87,7 @@ def nested(axis: str, stage: int) -> None:
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 3), ("tensor", 1), ("pipeline", 1), ("sequence", 3)])
 def test_blocks_of_gathered_in_one_another(axis: str, stage: int) -> None:
-    pool.run(2, nested, axis, stage, timeout=TIMEOUT_S)
+    on_ranks(2, nested, axis, stage, timeout=TIMEOUT_S)
 
 
 @matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2"))
@@ -132,11 +131,11 @@ def with_nothing_lost(name: str, parallel: dict[str, int], num_steps: int) -> Tr
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"sequence": 2}], ids=str)
 def test_changes_pass_between_nodes(parallel: dict[str, int]) -> None:
-    (alone,) = pool.run(1, training.train_alone, "llama", 2 * MICROS, 3, timeout=TIMEOUT_S)
-    for found in pool.run(4, with_nothing_lost, "llama", parallel, 3, timeout=TIMEOUT_S):
+    (alone,) = on_ranks(1, training.train_alone, "llama", 2 * MICROS, 3, timeout=TIMEOUT_S)
+    for found in on_ranks(4, with_nothing_lost, "llama", parallel, 3, timeout=TIMEOUT_S):
         assert found.losses == pytest.approx(alone.losses, abs=1e-5)
         assert found.norms == pytest.approx(alone.norms, rel=1e-5)
-    first, *others = pool.run(4, on_nodes, "llama", parallel, CODED, 3, timeout=TIMEOUT_S)
+    first, *others = on_ranks(4, on_nodes, "llama", parallel, CODED, 3, timeout=TIMEOUT_S)
     assert first.losses[-1] != pytest.approx(alone.losses[-1], abs=1e-5)
     for other in others:
         assert (other.losses, other.norms) == (first.losses, first.norms)
@@ -150,8 +149,8 @@ def tiled(name: str, parallel: dict[str, int], num_steps: int) -> Trained:
 
 @matrix(parallel=({"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}), name=("llama", "gpt2"))
 def test_tiled_losses(parallel: dict[str, int], name: str) -> None:
-    (alone,) = pool.run(1, training.train_alone, name, MICROS, 2)
-    for found in pool.run(math.prod(parallel.values()), tiled, name, parallel, 2, timeout=TIMEOUT_S):
+    (alone,) = on_ranks(1, training.train_alone, name, MICROS, 2)
+    for found in on_ranks(math.prod(parallel.values()), tiled, name, parallel, 2, timeout=TIMEOUT_S):
         assert found.losses == pytest.approx(alone.losses, abs=1e-5)
         assert found.norms == pytest.approx(alone.norms, rel=1e-5)
 
@@ -171,7 +170,7 @@ def sent_over_edges(sequence: int) -> tuple[int, int, int]:
 
 def test_slices_pass_the_edges() -> None:
     """One payload each way for each micro-batch: two samples' own positions."""
-    found = pool.run(4, sent_over_edges, 2)
+    found = on_ranks(4, sent_over_edges, 2)
     assert {(stage, positions) for stage, positions, _ in found} == {(0, 6), (0, 5), (1, 6), (1, 5)}
     for _, positions, sent in found:
         assert sent == MICROS * 2 * positions * zoo.WIDTH * 4

@@ -14,7 +14,7 @@ from partita import PartitaError
 from partita.activation.recompute import Recomputation
 from partita.parallel.random import RandomStreams
 from partita.transforms.modules import ModuleTransforms, Order
-from tests import seeds
+from tests.kit import seeds
 
 WIDTH, HOST = 24, torch.device("cpu")
 

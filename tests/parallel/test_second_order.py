@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 
 class Adapted(nn.Module):
@@ -75,7 +75,7 @@ def gradients_of(kind: type[Adapted], rules: dict[str, str], stage: int) -> floa
 def test_gradients_of_gradients_are_those_of_one_process(
     kind: type[Adapted], rules: dict[str, str], stage: int
 ) -> None:
-    assert max(pool.run(2, gradients_of, kind, rules, stage)) < 1e-5
+    assert max(on_ranks(2, gradients_of, kind, rules, stage)) < 1e-5
 
 
 class Tagger(nn.Module):
@@ -108,5 +108,5 @@ def loss_of_split_logits(rule: str) -> float:
 
 def test_the_loss_of_split_logits_says_that_it_has_no_second_derivative() -> None:
     with pytest.raises(PartitaError, match=re.escape("set parallel.tensor_rules of the output layer")):
-        pool.run(2, loss_of_split_logits, "vocabulary")
-    assert max(pool.run(2, loss_of_split_logits, "whole")) < 1e-5
+        on_ranks(2, loss_of_split_logits, "vocabulary")
+    assert max(on_ranks(2, loss_of_split_logits, "whole")) < 1e-5

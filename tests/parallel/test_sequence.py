@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from partita import PartitaError
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.training import assert_exact, assert_same_bits
 from tests.parallel import sequence
-from tests.parallel.sequence import Trained
 
 
 @matrix(name=sequence.NAMES, ranks=[2, 3])
 def test_losses_and_gradients_are_those_of_one_process(name: str, ranks: int) -> None:
     """Masks on both sides, ignored labels, sliding windows, grouped heads, both directions, lengths that change."""
-    for found in pool.run(ranks, sequence.beside_whole, name, timeout=120):
+    for found in on_ranks(ranks, sequence.beside_whole, name, timeout=120):
         assert found.loss < 1e-5
         assert found.gradient < 1e-5, found.name
 
@@ -21,7 +21,7 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, ranks: int) ->
 @matrix(way=sequence.WAYS, heads=[(6, 6), (6, 2), (8, 1)], mask=["causal", "none", "padding", "added", "window"])
 def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int], mask: str) -> None:
     """On three ranks, with the bytes that the formula says."""
-    for found in pool.run(3, sequence.attention_alone, way, *heads, mask):
+    for found in on_ranks(3, sequence.attention_alone, way, *heads, mask):
         assert found.off < 1e-5
         assert found.counted == found.formula
 
@@ -30,55 +30,46 @@ def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int
     ("name", "by"), [("decoder", "config"), ("llama", "config"), ("llama", "model"), ("decoder", "user")]
 )
 def test_recomputed_blocks_know_their_slices(name: str, by: str) -> None:
-    for off, largest in pool.run(2, sequence.recomputed, name, by):
+    for off, largest in on_ranks(2, sequence.recomputed, name, by):
         assert off <= 1e-7 * largest
 
 
 @pytest.mark.parametrize("name", ["llama", "decoder"])
 def test_logits_are_never_whole(name: str) -> None:
-    for found, own, whole in pool.run(2, sequence.logits_bytes, name):
+    for found, own, whole in on_ranks(2, sequence.logits_bytes, name):
         assert found == own < whole
 
 
 @pytest.mark.parametrize("name", ["llama", "decoder"])
 def test_logits_can_be_read(name: str) -> None:
-    assert max(pool.run(3, sequence.whole_logits, name)) < 1e-5
+    assert max(on_ranks(3, sequence.whole_logits, name)) < 1e-5
 
 
 def test_losses_are_those_of_whole_logits() -> None:
-    for losses in pool.run(3, sequence.losses_of_own, "decoder"):
+    for losses in on_ranks(3, sequence.losses_of_own, "decoder"):
         for found, expected in losses:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-def _close(found: Trained, plain: Trained) -> None:
-    assert found.losses == pytest.approx(plain.losses, abs=1e-5)
-    assert found.norms == pytest.approx(plain.norms, rel=1e-5)
-    for key, expected in plain.gradients.items():
-        off = (found.gradients[key] - expected).abs().max()
-        assert off <= 1e-5 * expected.abs().max() + 1e-8, key
-
-
 @matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit", "t5"], ranks=[2, 3])
 def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
-    (plain,) = pool.run(1, sequence.trained_plainly, name, 1)
-    for found in pool.run(ranks, sequence.trained, name, ranks):
-        _close(found, plain)
+    (plain,) = on_ranks(1, sequence.trained_plainly, name, 1)
+    for found in on_ranks(ranks, sequence.trained, name, ranks):
+        assert_exact(found, plain)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_every_stage_is_the_same_beside_data(name: str) -> None:
     """States are shards over data x sequence; on sequence 2 x data 2 all stages have the same bits."""
-    (plain,) = pool.run(1, sequence.trained_plainly, name, 2)
+    (plain,) = on_ranks(1, sequence.trained_plainly, name, 2)
     first = None
     for stage in range(4):
-        by_rank = pool.run(4, sequence.trained, name, 2, stage, timeout=120)
+        by_rank = on_ranks(4, sequence.trained, name, 2, stage, timeout=120)
         first = first or by_rank
         for found, reference in zip(by_rank, first, strict=True):
-            _close(found, plain)
-            assert (found.losses, found.norms) == (reference.losses, reference.norms)
+            assert_exact(found, plain)
             assert found.weights.keys() == reference.weights.keys()
-            assert all(torch.equal(value, reference.weights[key]) for key, value in found.weights.items())
+            assert_same_bits(found, reference, f"stage {stage}")
 
 
 ERRORS = {
@@ -93,7 +84,7 @@ ERRORS = {
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_is_refused(what: str) -> None:
     with pytest.raises(PartitaError, match=ERRORS[what]):
-        pool.run(3, sequence.refused, what)
+        on_ranks(3, sequence.refused, what)
 
 
 HIDDEN = {
@@ -113,18 +104,18 @@ HIDDEN = {
 @pytest.mark.parametrize("how", HIDDEN)
 def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
     with pytest.raises(PartitaError, match=HIDDEN[how]):
-        pool.run(2, sequence.mixed, how)
+        on_ranks(2, sequence.mixed, how)
 
 
 def test_it_is_found_where_parameters_are_sharded_inside_blocks() -> None:
     config = {"zero": {"stage": 3, "units": ["Mixing", "Linear", "Conv1d"]}}
     with pytest.raises(PartitaError, match="'blocks.0' computes something else on slices of the sequence"):
-        pool.run(2, sequence.mixed, "gate of 0", config)
-    assert all(pool.run(2, sequence.mixed, "nothing", config))
+        on_ranks(2, sequence.mixed, "gate of 0", config)
+    assert all(on_ranks(2, sequence.mixed, "nothing", config))
 
 
 def test_the_check_of_the_first_batch_leaves_everything_as_it_was() -> None:
-    assert pool.run(2, sequence.first_call_changes) == [[], []]
+    assert on_ranks(2, sequence.first_call_changes) == [[], []]
 
 
 PENALTIES = {
@@ -138,41 +129,41 @@ PENALTIES = {
 def test_gradients_of_slices_are_not_given_out(how: str) -> None:
     """Each rank would have its own part, and gradients of gradients would be without what ranks exchange."""
     with pytest.raises(PartitaError, match=f"parallel.sequence: 2: {PENALTIES[how]}"):
-        pool.run(2, sequence.penalized, how)
+        on_ranks(2, sequence.penalized, how)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_on_gradients_of_slices_are_refused(when: str) -> None:
     with pytest.raises(PartitaError, match=r"has a gradient hook \(register_hook\), which under parallel.sequence"):
-        pool.run(2, sequence.hooked, when)
+        on_ranks(2, sequence.hooked, when)
 
 
 def test_it_is_found_in_the_stages_of_a_pipeline() -> None:
-    pool.run(4, sequence.mixed_in_stages, "nothing")
+    on_ranks(4, sequence.mixed_in_stages, "nothing")
     with pytest.raises(PartitaError, match="'blocks.0' computes something else on slices of the sequence"):
-        pool.run(4, sequence.mixed_in_stages, "convolution")
+        on_ranks(4, sequence.mixed_in_stages, "convolution")
 
 
 def test_blocks_that_mix_nothing_train() -> None:
-    assert all(pool.run(2, sequence.mixed, "nothing"))
+    assert all(on_ranks(2, sequence.mixed, "nothing"))
 
 
 def test_text_is_generated_on_a_gathered_model() -> None:
-    assert all(pool.run(2, sequence.generated))
+    assert all(on_ranks(2, sequence.generated))
 
 
 def test_masks_are_those_of_one_process_where_a_tensor_is_whole() -> None:
     """In the blocks each rank draws for its slice, others than the other ranks."""
-    ((whole, *_),) = pool.run(1, sequence.masks, 1, 7)
-    first, second = pool.run(2, sequence.masks, 2, 7)
+    ((whole, *_),) = on_ranks(1, sequence.masks, 1, 7)
+    first, second = on_ranks(2, sequence.masks, 2, 7)
     assert torch.equal(first[0], whole)
     assert torch.equal(second[0], whole)
     for mine, other in zip(first[1:], second[1:], strict=True):
         assert mine.shape[1] == 12
         assert other.shape[1] == 11
         assert not torch.equal(mine[:, :11], other)
-    again = pool.run(2, sequence.masks, 2, 7)
+    again = on_ranks(2, sequence.masks, 2, 7)
     assert all(torch.equal(a, b) for a, b in zip(first, again[0], strict=True))
-    drawn = pool.run(2, sequence.masks, 2, None)
+    drawn = on_ranks(2, sequence.masks, 2, None)
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert not torch.equal(drawn[0][0], whole)

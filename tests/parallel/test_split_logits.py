@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import partita
 from partita import PartitaError
 from partita.sharding.deferred import Deferred
-from tests import seeds
 from tests.activation.readers import UNSEEN, own_loss
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.models import FAMILIES
+from tests.kit.ranks import on_ranks
 
 VOCAB, LENGTH = 30, 9
 TILED = {"loss": {"tiled": 4 * VOCAB * 4}}
@@ -26,10 +26,10 @@ MESHES: dict[str, dict[str, Any]] = {
 FOUR = {"parallel": {"tensor": 2, "sequence": 2}}
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> Any:
     seeds.start()
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape))
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return FAMILIES["llama"](vocab_size=VOCAB, use_cache=True, **shape)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,11 +64,11 @@ def reads_all(config: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:the logits of")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_unannounced_readers(mesh: str) -> None:
-    pool.run(2, reads_all, MESHES[mesh], with_group=False)
+    on_ranks(2, reads_all, MESHES[mesh], with_group=False)
 
 
 def test_unannounced_readers_of_parts_of_slices() -> None:
-    pool.run(4, reads_all, FOUR, with_group=False)
+    on_ranks(4, reads_all, FOUR, with_group=False)
 
 
 def refused(config: dict[str, Any]) -> None:
@@ -89,4 +89,4 @@ def refused(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mesh", ["tensor", "sequence"])
 def test_what_cannot_be_right_is_refused(mesh: str) -> None:
-    pool.run(2, refused, MESHES[mesh], with_group=False)
+    on_ranks(2, refused, MESHES[mesh], with_group=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 TOKENS, WIDTH = 13, 8  # 7 + 6 rows of the vocabulary
 
@@ -145,7 +145,7 @@ def beside_one_process(stage: int) -> None:
 @pytest.mark.filterwarnings("ignore:parameter '.*' is read outside the forward of its unit")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_are_whole_for_whoever_reads_them(stage: int) -> None:
-    pool.run(2, beside_one_process, stage, timeout=120)
+    on_ranks(2, beside_one_process, stage, timeout=120)
 
 
 def written(how: str) -> None:
@@ -167,7 +167,7 @@ def written(how: str) -> None:
 @pytest.mark.parametrize("how", ["clamp_", "copy_", "index", "foreach", "data"])
 def test_writing_to_a_split_parameter_names_it_and_what_to_do(how: str) -> None:
     with pytest.raises(PartitaError, match=r"'blocks.0.up.weight' is split .* `with engine.gathered"):
-        pool.run(2, written, how)
+        on_ranks(2, written, how)
 
 
 def looked_at() -> None:
@@ -189,7 +189,7 @@ def looked_at() -> None:
 
 
 def test_copies_and_state_dicts_are_whole() -> None:
-    pool.run(2, looked_at)
+    on_ranks(2, looked_at)
 
 
 def divide_by_norm(gradient: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def with_hooks(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hooks_see_whole_gradients(stage: int) -> None:
-    pool.run(2, with_hooks, stage)
+    on_ranks(2, with_hooks, stage)
 
 
 def hook_after_accumulation(before: bool) -> None:
@@ -241,9 +241,9 @@ def hook_after_accumulation(before: bool) -> None:
 def test_hooks_after_accumulation_are_refused() -> None:
     message = re.escape("'embed.weight' is split over the tensor ranks, and its .grad is a part")
     with pytest.raises(ConfigError, match=message):
-        pool.run(2, hook_after_accumulation, True)
+        on_ranks(2, hook_after_accumulation, True)
     with pytest.raises(PartitaError, match=message):
-        pool.run(2, hook_after_accumulation, False)
+        on_ranks(2, hook_after_accumulation, False)
 
 
 class SquareOf(torch.autograd.Function):
@@ -305,7 +305,7 @@ def gives_a_function_a_copy() -> None:
 
 
 def test_a_function_that_is_given_a_copy_is_named() -> None:
-    pool.run(2, gives_a_function_a_copy)
+    on_ranks(2, gives_a_function_a_copy)
 
 
 def gives_a_function_a_split_weight() -> None:
@@ -328,7 +328,7 @@ def gives_a_function_a_split_weight() -> None:
 
 
 def test_a_function_that_is_given_a_split_weight_is_named() -> None:
-    pool.run(2, gives_a_function_a_split_weight)
+    on_ranks(2, gives_a_function_a_split_weight)
 
 
 def penalizes_inside_gathered(stage: int, whole: bool) -> None:
@@ -378,10 +378,10 @@ def looks_inside_gathered(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_and_copies_inside_gathered(stage: int) -> None:
-    pool.run(2, looks_inside_gathered, stage)
+    on_ranks(2, looks_inside_gathered, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_penalty_inside_gathered(stage: int, whole: bool) -> None:
-    pool.run(2, penalizes_inside_gathered, stage, whole)
+    on_ranks(2, penalizes_inside_gathered, stage, whole)

@@ -20,8 +20,8 @@ from partita.planner.off_stage import is_elsewhere
 from partita.planner.parameters import find_everywhere
 from partita.sharding.hooks import EarlyOutput
 from partita.transforms.modules import ModuleTransforms, Order
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 CPU = torch.device("cpu")
@@ -223,4 +223,4 @@ def _train_blocks_first() -> None:
 def test_an_embedding_registered_after_the_blocks_is_named() -> None:
     """The first stage does not wait for an input that nobody sends."""
     with pytest.raises(partita.PartitaError, match="the input of 'blocks.0', the first block, depends on parameters"):
-        pool.run(2, _train_blocks_first)
+        on_ranks(2, _train_blocks_first)

@@ -9,8 +9,8 @@ from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.simulated import Requests
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner import blueprint
-from tests.local import pool
-from tests.local.training import rank
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
 from tests.parallel import stages, zoo
 
 
@@ -36,7 +36,7 @@ def _no_room(*_: object) -> None:
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_model_cut_by_a_start_that_failed_is_not_taken_for_a_whole_one(axis: str) -> None:
-    for restored, message in pool.run(2, fails_late, axis):
+    for restored, message in on_ranks(2, fails_late, axis):
         assert restored
         assert "or failed to start after sharding it): close that one first, or build the" in message
 
@@ -53,7 +53,7 @@ def closed_and_opened() -> None:
 
 
 def test_shares_of_a_closed_engine_are_not_taken_for_whole_parameters() -> None:
-    pool.run(2, closed_and_opened)
+    on_ranks(2, closed_and_opened)
 
 
 def differing_buckets() -> str:
@@ -70,7 +70,7 @@ def differing_buckets() -> str:
 
 
 def test_updates_in_backward_need_the_same_buckets_on_all_ranks() -> None:
-    for message in pool.run(2, differing_buckets):
+    for message in on_ranks(2, differing_buckets):
         assert "in_backward: parallel.tensor splits parameters unevenly" in message
 
 
@@ -85,7 +85,7 @@ def course_of_meta() -> list[float]:
 
 
 def test_stages_of_a_model_without_values_are_initialized() -> None:
-    first, second = pool.run(2, course_of_meta)
+    first, second = on_ranks(2, course_of_meta)
     assert first == second
     assert 4.0 < first[0] < 6.0
     assert first[2] < first[0]

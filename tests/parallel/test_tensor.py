@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
-from tests import seeds
-from tests.local import pool
-from tests.matrix import matrix
+from tests.kit import seeds
+from tests.kit.models import FAMILIES
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
 from tests.parallel import tensor, zoo
 
 TIMEOUT_S = 240
@@ -23,7 +24,7 @@ TIMEOUT_S = 240
 
 @matrix(size=(2, 3), name=tuple(name for name in zoo.BUILD if name != "llama-4"))
 def test_slices_compute_what_the_whole_does(size: int, name: str) -> None:
-    for found in pool.run(size, tensor.beside_whole, (name,), timeout=TIMEOUT_S):
+    for found in on_ranks(size, tensor.beside_whole, (name,), timeout=TIMEOUT_S):
         beside = found[name]
         assert beside.loss < 1e-5
         assert not {key: error for key, error in beside.gradients.items() if error > 1e-5}
@@ -32,20 +33,20 @@ def test_slices_compute_what_the_whole_does(size: int, name: str) -> None:
 
 def test_llama_sums_four_times_a_layer() -> None:
     """Forward 2, backward 2; the embedding's output, the head's input and the loss are summed once each."""
-    for found in pool.run(2, tensor.beside_whole, ("llama",), timeout=TIMEOUT_S):
+    for found in on_ranks(2, tensor.beside_whole, ("llama",), timeout=TIMEOUT_S):
         assert found["llama"].calls == {"all_reduce": 2 * 4 + 3, "all_gather": 1}  # the largest logit of each row
 
 
 @pytest.mark.parametrize("name", ["gpt2", "decoder", "phi3", "t5"])
 def test_layers_that_no_metadata_names_gather_nothing(name: str) -> None:
-    found = pool.run(2, tensor.beside_whole, (name,), timeout=TIMEOUT_S)[0][name]
+    found = on_ranks(2, tensor.beside_whole, (name,), timeout=TIMEOUT_S)[0][name]
     assert found.calls["all_gather"] == 1
     how = "class GPT2MLP" if name == "gpt2" else "class FeedForward" if name == "decoder" else "proven on its slices"
     assert any(how in line for line in found.lines)
 
 
 def test_every_module_with_parameters_has_a_line() -> None:
-    found = pool.run(2, tensor.beside_whole, ("qwen3",), timeout=TIMEOUT_S)[0]["qwen3"]
+    found = on_ranks(2, tensor.beside_whole, ("qwen3",), timeout=TIMEOUT_S)[0]["qwen3"]
     names = {line.split()[0] for line in found.lines}
     model = zoo.build("qwen3")
     assert {name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))} <= names
@@ -68,7 +69,7 @@ def test_every_module_with_parameters_has_a_line() -> None:
     ],
 )
 def test_the_config_comes_before_all_other_rules(rules: dict[str, str], line: str) -> None:
-    found = pool.run(2, tensor.beside_whole, ("llama",), rules, timeout=TIMEOUT_S)[0]["llama"]
+    found = on_ranks(2, tensor.beside_whole, ("llama",), rules, timeout=TIMEOUT_S)[0]["llama"]
     assert any(line in " ".join(each.split()) for each in found.lines), found.lines
     assert found.loss < 1e-5
     assert max(found.gradients.values()) < 1e-5
@@ -84,7 +85,7 @@ def test_the_config_comes_before_all_other_rules(rules: dict[str, str], line: st
 )
 def test_rules_that_fit_nothing_are_errors(rules: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        pool.run(2, tensor.beside_whole, ("llama",), rules)
+        on_ranks(2, tensor.beside_whole, ("llama",), rules)
 
 
 class Plain(nn.Module):
@@ -162,19 +163,17 @@ def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
 
 def test_only_what_stands_the_proof_is_believed() -> None:
     """A softmax over features, features in pairs, and a mean over heads fit in shape, and are wrong on slices."""
-    for found in pool.run(2, stacks, ("halves", "pairs", "softmax", "attention", "mixed")):
+    for found in on_ranks(2, stacks, ("halves", "pairs", "softmax", "attention", "mixed")):
         assert {kind: error < 1e-5 for kind, (error, _) in found.items()} == dict.fromkeys(found, True)
         proven = {kind: any("proven" in line for line in lines) for kind, (_, lines) in found.items()}
         assert proven == {"halves": True, "pairs": False, "softmax": False, "attention": True, "mixed": False}
 
 
 def few_heads() -> list[str]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     collectives = tensor.connected(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
     seeds.start()
-    whole = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    whole = FAMILIES["llama"](vocab_size=64, **sizes)
     model = copy.deepcopy(whole)
     applied = tensor.on_slices(model, collectives)
     tokens = torch.randint(64, (2, 7), generator=seeds.generator())
@@ -185,7 +184,7 @@ def few_heads() -> list[str]:
 
 
 def test_fewer_heads_than_ranks_fall_to_the_floor() -> None:
-    for said in pool.run(3, few_heads):
+    for said in on_ranks(3, few_heads):
         assert said == [
             "LlamaAttention is not split by heads: 2 query heads are fewer than 3 tensor ranks; its linear layers are "
             "split, and their outputs gathered"
@@ -247,7 +246,7 @@ def outside_the_vocabulary() -> None:
 
 
 def test_what_is_outside_the_vocabulary_is_an_error() -> None:
-    pool.run(2, outside_the_vocabulary, timeout=TIMEOUT_S)
+    on_ranks(2, outside_the_vocabulary, timeout=TIMEOUT_S)
 
 
 def gathered(collectives: Any) -> int:
@@ -255,7 +254,7 @@ def gathered(collectives: Any) -> int:
 
 
 def test_logits_stay_slices_until_they_are_read() -> None:
-    pool.run(2, logits_of, timeout=TIMEOUT_S)
+    on_ranks(2, logits_of, timeout=TIMEOUT_S)
 
 
 class Counted(nn.Module):
@@ -284,4 +283,4 @@ def gradient_by_frequency() -> float:
 
 
 def test_an_embedding_that_counts_tokens_counts_all_of_them() -> None:
-    assert max(pool.run(2, gradient_by_frequency)) < 1e-6
+    assert max(on_ranks(2, gradient_by_frequency)) < 1e-6

@@ -15,39 +15,28 @@ from torch.utils._pytree import tree_leaves
 
 import partita
 from partita import ConfigError, PartitaError
-from tests.local import pool
-from tests.local.training import rank
-from tests.matrix import matrix, sampled
+from tests.kit.plans import PLANS, matrix, sampled
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Trained, assert_exact, assert_same_bits, rank
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240
 NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "bloom", "t5", "vit", "decoder", "mixtral")
-PLANS: dict[str, dict[str, Any]] = {
-    "0": {"zero": {"stage": 0}},
-    "1": {"zero": {"stage": 1}},
-    "2": {"zero": {"stage": 2}},
-    "3": {"zero": {"stage": 3}},
-    "3-host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
-    "3-recomputed": {"zero": {"stage": 3}, "activations": {"checkpoint": "units"}},
-}
+ALL_PLANS = ("0", "1", "2", "3", "3-host", "3-recomputed")
 
 
-def trained(name: str, tensor: int, plans: tuple[str, ...]) -> dict[str, training.Trained]:
+def trained(name: str, tensor: int, plans: tuple[str, ...]) -> dict[str, Trained]:
     return {plan: training.train(name, {"parallel": {"tensor": tensor}, **PLANS[plan]}) for plan in plans}
 
 
 def check(name: str, world: int, size: int, plans: tuple[str, ...]) -> None:
-    (alone,) = pool.run(1, training.train_alone, name, world // size, timeout=TIMEOUT_S)
-    first, *others = pool.run(world, trained, name, size, plans, timeout=TIMEOUT_S)
+    (alone,) = on_ranks(1, training.train_alone, name, world // size, timeout=TIMEOUT_S)
+    first, *others = on_ranks(world, trained, name, size, plans, timeout=TIMEOUT_S)
     for plan in plans:
-        assert not training.errors(first[plan], alone), plan
-        assert first[plan].losses == first[plans[0]].losses, plan
-        assert first[plan].norms == first[plans[0]].norms, plan
-        for key, weight in first[plans[0]].weights.items():
-            assert torch.equal(weight, first[plan].weights[key]), f"{plan}: {key}"
+        assert_exact(first[plan], alone, plan)
+        assert_same_bits(first[plan], first[plans[0]], plan)
         for other in others:
-            assert other[plan].losses == first[plan].losses
-            assert other[plan].norms == first[plan].norms
+            assert_same_bits(other[plan], first[plan], plan)
 
 
 @matrix(size=(2, 3), name=NAMES)
@@ -59,7 +48,7 @@ def test_tensor_ranks_train_as_one_process(size: int, name: str) -> None:
 FEW = ("llama", ("0", "2", "3-host"))
 
 
-@pytest.mark.parametrize(("name", "plans"), sampled([FEW, *product(NAMES, [tuple(PLANS)])], FEW))
+@pytest.mark.parametrize(("name", "plans"), sampled([FEW, *product(NAMES, [ALL_PLANS])], FEW))
 def test_stages_are_equal_beside_data_ranks(name: str, plans: tuple[str, ...]) -> None:
     check(name, 4, 2, plans)
 
@@ -92,8 +81,8 @@ def largest_tensor(size: int) -> int:
 
 def test_logits_are_never_whole() -> None:
     whole = 64 * zoo.LENGTH * zoo.VOCAB
-    assert pool.run(1, largest_tensor, 1) == [whole]
-    assert max(pool.run(2, largest_tensor, 2)) < 0.8 * whole
+    assert on_ranks(1, largest_tensor, 1) == [whole]
+    assert max(on_ranks(2, largest_tensor, 2)) < 0.8 * whole
 
 
 def looked_at(folder: Path) -> tuple[float, float]:
@@ -113,7 +102,7 @@ def looked_at(folder: Path) -> tuple[float, float]:
 
 
 def test_whole_parameters_are_looked_at_and_exported(tmp_path: Path) -> None:
-    for split, copied in pool.run(2, looked_at, tmp_path, timeout=TIMEOUT_S):
+    for split, copied in on_ranks(2, looked_at, tmp_path, timeout=TIMEOUT_S):
         assert split == pytest.approx(copied, abs=1e-5)
 
 
@@ -131,7 +120,7 @@ def in_bf16() -> list[float]:
 
 
 def test_bf16_learns() -> None:
-    one, other = pool.run(2, in_bf16, timeout=TIMEOUT_S)
+    one, other = on_ranks(2, in_bf16, timeout=TIMEOUT_S)
     assert one == other
     assert one[-1] < one[0] - 0.01
 
@@ -145,7 +134,7 @@ def explained() -> str:
 
 
 def test_the_engine_explains_itself() -> None:
-    one, other = pool.run(2, explained)
+    one, other = on_ranks(2, explained)
     assert one == other
     assert re.search(r"layers\.1\.mlp\.up_proj +copies \(parallel\.tensor_rules: '\*\.mlp'\)", one)
 
@@ -165,7 +154,7 @@ def generated(stage: int) -> list[list[int]]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_text_is_generated_on_slices(stage: int) -> None:
     """With a cache of each rank's own key heads."""
-    one, other = pool.run(2, generated, stage, timeout=TIMEOUT_S)
+    one, other = on_ranks(2, generated, stage, timeout=TIMEOUT_S)
     assert one == other
 
 
@@ -190,7 +179,7 @@ def compiled() -> list[list[float]]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 def test_blocks_may_be_compiled() -> None:
-    for plain, with_compile in pool.run(2, compiled, timeout=TIMEOUT_S):
+    for plain, with_compile in on_ranks(2, compiled, timeout=TIMEOUT_S):
         assert plain == pytest.approx(with_compile, abs=1e-6)
 
 
@@ -214,7 +203,7 @@ def test_ranks_that_share_samples_are_fed_the_same(kind: str) -> None:
     name = "labels" if kind == "values" else "input_ids"
     message = f"one data coordinate .0. got different batches: '{name}' of ranks 0 and 1 along tensor differs"
     with pytest.raises(PartitaError, match=message):
-        pool.run(2, fed_differently, kind)
+        on_ranks(2, fed_differently, kind)
 
 
 def read_on_one_rank() -> None:
@@ -227,7 +216,7 @@ def read_on_one_rank() -> None:
 
 def test_logits_that_one_rank_reads_are_named() -> None:
     with pytest.raises(PartitaError, match="rank 0: 'argmax' reads logits that are split over 2 tensor ranks"):
-        pool.run(2, read_on_one_rank)
+        on_ranks(2, read_on_one_rank)
 
 
 def wrong(config: dict[str, Any]) -> None:
@@ -240,7 +229,7 @@ def wrong(config: dict[str, Any]) -> None:
 
 def test_a_rule_that_fits_no_module_is_an_error_and_changes_nothing() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tensor_rules: 'layers\.\*' matches no module"):
-        pool.run(2, wrong, {"tensor_rules": {"*.down_proj": "row_split", "layers.*": "whole"}})
+        on_ranks(2, wrong, {"tensor_rules": {"*.down_proj": "row_split", "layers.*": "whole"}})
 
 
 def from_files(folder: str, device: str) -> list[float]:
@@ -264,5 +253,5 @@ def from_files(folder: str, device: str) -> list[float]:
 def test_weights_are_read_into_shares(tmp_path: Path, device: str) -> None:
     zoo.build("llama").save_pretrained(tmp_path)
     alone = training.train_alone("llama", 1, 3)
-    for losses in pool.run(2, from_files, str(tmp_path), device, timeout=TIMEOUT_S):
+    for losses in on_ranks(2, from_files, str(tmp_path), device, timeout=TIMEOUT_S):
         assert losses == pytest.approx(alone.losses, abs=1e-5)

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from partita.parallel.pipeline.weights import Left, WeightGradients, keep_apart
 from partita.transforms.modules import Level, ModuleTransforms, Order
-from tests import seeds
-from tests.matrix import matrix
+from tests.kit import seeds
+from tests.kit.plans import matrix
 
 WIDTH = 24
 

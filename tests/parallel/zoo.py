@@ -3,14 +3,15 @@ vocabulary that three does not divide.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from partita.train.decoder import Decoder, DecoderShape
-from tests import seeds
+from tests.kit import seeds
+from tests.kit.models import FAMILIES, Family
 
 VOCAB, WIDTH, LENGTH = 128, 48, 11
 _SIZES: dict[str, Any] = {
@@ -26,56 +27,42 @@ _NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 Batch = dict[str, Tensor]
 
 
-def _huggingface(name: str, model: str, **settings: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, f"{name}Config")(**settings))
-        return made
-
-    return build
+def _tiny(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return partial(FAMILIES[name], **sizes)
 
 
 def _causal(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    return _huggingface(name, f"{name}ForCausalLM", **settings)
+    return Family(name, f"{name}ForCausalLM", settings)
 
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-_GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": VOCAB, "use_cache": False}
-_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2}
-_VIT = {**_SIZES, "intermediate_size": 96, "image_size": 16, "patch_size": 4, "num_labels": 7}
+_GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": VOCAB}
+_T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96}
+_NO_VIT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_VIT = {**_SIZES, "intermediate_size": 96, "image_size": 16, "patch_size": 4, "num_labels": 7, **_NO_VIT_DROPOUT}
 _FALCON = {**_SIZES, **_NO_DROPOUT, "use_cache": False}
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
-    "llama": _causal("Llama", **_GROUPED),
-    "llama-4": _causal("Llama", **{**_GROUPED, "num_hidden_layers": 4}),
-    "qwen3": _causal("Qwen3", **_GROUPED, head_dim=8),
-    "qwen3moe": _causal("Qwen3Moe", **_GROUPED, **_MOE),
-    "mixtral": _causal("Mixtral", **_GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    "gpt2": _huggingface("GPT2", "GPT2LMHeadModel", **_GPT2, **_PDROP, bos_token_id=0, eos_token_id=0),
+    "llama": _tiny("llama", **_GROUPED),
+    "llama-4": _tiny("llama", **{**_GROUPED, "num_hidden_layers": 4}),
+    "qwen3": _tiny("qwen3", **_GROUPED, head_dim=8),
+    "qwen3moe": _tiny("qwen3moe", **_GROUPED, **_MOE),
+    "mixtral": _tiny("mixtral", **_GROUPED),
+    "gpt2": _tiny("gpt2", **_GPT2),
     "bloom": _causal("Bloom", hidden_size=WIDTH, n_layer=2, n_head=6, vocab_size=VOCAB, **_NO_DROPOUT, use_cache=False),
-    "t5": _huggingface(
-        "T5", "T5ForConditionalGeneration", **_T5, num_heads=6, dropout_rate=0.0, decoder_start_token_id=0
-    ),
-    "vit": _huggingface(
-        "ViT", "ViTForImageClassification", **_VIT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-    ),
+    "t5": _tiny("t5", **_T5, num_heads=6, num_decoder_layers=2, use_cache=True),
+    "vit": Family("ViT", "ViTForImageClassification", _VIT),
     "decoder": lambda: Decoder(DecoderShape(layers=2, width=WIDTH, heads=6, kv_heads=2, ffn_width=96, vocab=VOCAB)),
     "neox": _causal("GPTNeoX", **_DECODER, **_NO_DROPOUT),
-    "phi3": _causal("Phi3", **_GROUPED, resid_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "phi3": _tiny("phi3", **_GROUPED),
     "falcon": _causal("Falcon", **_FALCON, alibi=False, new_decoder_architecture=False, multi_query=False),
     "falcon-multi-query": _causal("Falcon", **_FALCON, alibi=True, new_decoder_architecture=False),
     "opt": _causal(
         "OPT", **_SIZES, ffn_dim=96, max_position_embeddings=64, word_embed_proj_dim=WIDTH, dropout=0.0, use_cache=False
     ),
-    "olmo2": _causal("Olmo2", **_GROUPED),
-    "gemma2": _causal("Gemma2", **_GROUPED, head_dim=8, sliding_window=8),
-    "bert": _huggingface(
-        "Bert",
-        "BertForMaskedLM",
-        **{**_DECODER, "use_cache": False},
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    ),
+    "olmo2": _tiny("olmo2", **_GROUPED),
+    "gemma2": _tiny("gemma2", **_GROUPED, head_dim=8),
+    "bert": _tiny("bert", **_DECODER),
 }
 
 

@@ -1,1 +1,1 @@
-"""Tests of the pure arithmetic: no devices, no process groups."""
+"""Tests of partita.plan: no devices, no process groups."""

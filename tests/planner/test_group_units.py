@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from partita.errors import ConfigError
 from partita.planner.group_units import LEAF_SHARE, UnitSpec, group_units, modules_like
 from partita.planner.parameters import find_holdings
-from tests.local.models import CASES
+from tests.kit.models import CASES
 
 
 def names(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[str]:

@@ -1,1 +1,1 @@
-"""Tests of partita.sharding without process groups: grouping, layouts, views, casts, buckets."""
+"""Tests of partita.sharding."""

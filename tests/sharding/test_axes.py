@@ -19,8 +19,8 @@ from partita.plan.place import Place
 from partita.plan.share import Share
 from partita.planner.off_stage import is_elsewhere
 from partita.planner.traffic import StepShape, step_traffic
-from tests.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
-from tests.matrix import matrix, sampled
+from tests.kit.plans import matrix, sampled
+from tests.sharding.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 MESHES = {

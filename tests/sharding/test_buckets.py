@@ -29,7 +29,7 @@ from partita.sharding.parameter import Member
 from partita.sharding.runtime import make_buckets
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
-from tests import seeds
+from tests.kit import seeds
 
 CPU = torch.device("cpu")
 Shapes = list[list[tuple[int, ...]]]

@@ -15,7 +15,7 @@ from partita.plan.state_plan import Tiers
 from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import Unit, UnitState
 from partita.sharding.unit_events import Backwards, FollowedUnit, UnitCall
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 from tests.sharding.made import Made, blocks, made
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
@@ -26,7 +26,7 @@ EXPECTED = [param.detach() for param in blocks(4).parameters()]
 def on(mesh: MeshShape, work: Callable[[Made], object], name: str, num_units: int, depth: int, **options: int) -> None:
     """Run ``work`` on every rank with the units of that preset."""
     groups = [("data",), ("local",)]
-    on_ranks(mesh, lambda collectives: work(made(collectives, name, num_units, depth, **options)), *groups)
+    on_threads(mesh, lambda collectives: work(made(collectives, name, num_units, depth, **options)), *groups)
 
 
 def values(unit: Unit) -> list[Tensor]:
@@ -79,7 +79,7 @@ def test_what_rests_on_the_host_is_copied_into_a_slot() -> None:
         unit.finish_unshard()
         assert_whole(unit)
 
-    on_ranks(TWO, work, ("data",))
+    on_threads(TWO, work, ("data",))
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])

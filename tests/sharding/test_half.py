@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.sharding.half import HalfParameter
-from tests import seeds
+from tests.kit import seeds
 
 SIZE = 8
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {

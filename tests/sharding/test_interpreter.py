@@ -18,8 +18,8 @@ from partita.plan.residence import BF16, BLOCK, FP32, Residence, Tier
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
 from partita.sharding.interpreter import Interpreter
-from tests import seeds
-from tests.fakes import on_ranks
+from tests.kit import seeds
+from tests.kit.threads import on_threads
 from tests.plan.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48
@@ -43,7 +43,7 @@ def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None 
         interpreter.run(ops, source, target, accumulate=before is not None, scratch=scratch.view(target.dtype))
         return target
 
-    return on_ranks(mesh, work, *(op.axes for op in ops if hasattr(op, "axes"))), state
+    return on_threads(mesh, work, *(op.axes for op in ops if hasattr(op, "axes"))), state
 
 
 def moves(name: str, encodings: Encodings, tiers: Tiers, mesh: MeshShape) -> list[tuple[Residence, Residence]]:
@@ -112,7 +112,7 @@ def test_sums_in_turn_are_rounded_by_other_random_numbers() -> None:
         interpreter.run(ops, torch.ones(4 * BLOCK), torch.empty(BLOCK), scratch=scratch)
 
     with mock.patch.object(kernels, "encode", encode):
-        on_ranks(MeshShape(data=4, node=2), work, ("local",), ("node",))
+        on_threads(MeshShape(data=4, node=2), work, ("local",), ("node",))
     first, second = drawn[2 * BLOCK], drawn[BLOCK]
     assert len(first) == len(second) == 2
     assert not first & second
@@ -141,7 +141,7 @@ def test_an_all_reduce_is_two_phases() -> None:
         interpreter.run([second], mine, parts)
         return at_once, parts, between
 
-    results = on_ranks(mesh, work, ("data",))
+    results = on_threads(mesh, work, ("data",))
     assert all(torch.equal(at_once, parts) for at_once, parts, _ in results)
     assert torch.equal(torch.cat([between for _, _, between in results]), results[0][0])
 
@@ -161,7 +161,7 @@ def test_ranks_that_gather_side_by_side() -> None:
             gather.finish()
         return [target.tolist() for target in targets]
 
-    assert on_ranks(MeshShape(data=2), work, ("data",)) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]] * 2
+    assert on_threads(MeshShape(data=2), work, ("data",)) == [[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]] * 2
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def test_an_unknown_operation_is_named() -> None:
         with pytest.raises(NotImplementedError, match=r"Shuffle\(\)"):
             Interpreter(collectives).begin([unknown], torch.zeros(2), torch.ones(2))
 
-    on_ranks(MeshShape(), work)
+    on_threads(MeshShape(), work)
 
 
 def test_phases_keep_the_order() -> None:

@@ -15,7 +15,7 @@ from partita.errors import ConfigError
 from partita.planner.full_precision import find_full_precision, outermost
 from partita.sharding.precision import cast_buffers, forward_precision, map_floats
 from partita.transforms.modules import ModuleTransforms
-from tests.local.models import CASES
+from tests.kit.models import CASES
 
 CPU = torch.device("cpu")
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]

@@ -13,7 +13,7 @@ from partita.plan.residence import Tier
 from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
-from tests.fakes import on_ranks
+from tests.kit.threads import on_threads
 from tests.sharding.made import Made, User, made
 
 TWO = MeshShape(data=2)
@@ -27,7 +27,7 @@ def on_two(work: Work, name: str, num_units: int = 3, accumulate: int = 1, tiers
         parts = made(collectives, name, num_units, num_units, tiers)
         work(parts, *parts.reducer(accumulate))
 
-    on_ranks(TWO, run, ("data",))
+    on_threads(TWO, run, ("data",))
 
 
 def gradient(member: Member, rank: int) -> Tensor:
@@ -215,7 +215,7 @@ def test_on_one_rank_gradients_stay_where_they_are() -> None:
         with pytest.raises(PartitaError, match=r"the \.grad of '0\.weight' was changed between backward and step"):
             reducer.complete_unreduced()
 
-    on_ranks(MeshShape(), work)
+    on_threads(MeshShape(), work)
 
 
 def test_numbers_that_are_not_finite_are_remembered() -> None:
@@ -247,4 +247,4 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         with pytest.raises(PartitaError, match=r"the gradient of '0\.weight' is sparse"):
             reducer.arrived(weight)
 
-    on_ranks(MeshShape(), work)
+    on_threads(MeshShape(), work)

@@ -18,7 +18,7 @@ from partita.simulate.cluster import Cluster, simulate
 from partita.simulate.rank import Subject
 from partita.simulate.roles import distinct_roles
 from partita.tune.trial_rank import taken_bytes
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 from tests.simulate.subjects import batch, llama, subject
 
 HOST, DISK = ({"parameters": tier, "optimizer": tier} for tier in ("host", "disk"))
@@ -84,7 +84,7 @@ def beside_staging(held: Mapping[tuple[str, str], int]) -> dict[tuple[str, str],
 
 
 def compare(rows: Mapping[str, dict[str, Any]]) -> None:
-    measured = pool.run(WORLD, train, rows, timeout=120)
+    measured = on_ranks(WORLD, train, rows, timeout=120)
     for name, config in rows.items():
         simulation = simulate(subject(LAYERS), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
         for rank, report in enumerate(simulation.ranks):
@@ -104,7 +104,7 @@ def take(config: dict[str, Any], vocabulary: int) -> int:
 @pytest.mark.parametrize("config", [{"parallel": {"tensor": 2}}, {"loss": {"tiled": 40_000}}], ids=str)
 def test_a_simulated_rank_takes_what_a_real_one_does_where_logits_are_most(config: dict[str, Any]) -> None:
     given = {**config, "batch": {"micro": 4}}
-    found = pool.run(2, take, given, 2000)
+    found = on_ranks(2, take, given, 2000)
     simulation = simulate(subject(vocab_size=2000), given, Cluster(2, "cpu", 2), ranks=range(2))
     for rank, report in enumerate(simulation.ranks):
         assert report.activation_bytes == pytest.approx(found[rank], rel=0.02), rank

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.local import pool
+from tests.kit.ranks import close_pool
 from tests.simulated.device import build
 
 
@@ -26,6 +26,6 @@ def own_processes(built: None) -> Iterator[None]:
     """What computes on the device has no other accelerator any more, and what has run a backward without it cannot on
     it: no other test may have these processes.
     """
-    pool.close()
+    close_pool()
     yield
-    pool.close()
+    close_pool()

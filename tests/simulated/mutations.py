@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.ranks import close_pool, on_ranks
 
 SOURCE = Path(__file__).parents[2] / "src" / "partita"
 NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4
@@ -202,15 +202,17 @@ def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> 
     from tests.simulated.training import AXES, NODES  # the ranks must not have imported it
 
     num_ranks = NUM_RANKS_ON_AXES if plan in {**AXES, **NODES} else NUM_RANKS
-    pool.close()
+    close_pool()
     try:
-        return pool.run(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)
+        return on_ranks(num_ranks, run, mutation, plan, saves, str(folder), with_group=False)
     finally:
-        pool.close()
+        close_pool()
 
 
 def found(mutation: Mutation, folder: Path) -> str:
     """How a mutation shows; empty where it does not."""
+    from tests.simulated.training import same  # the ranks must not have imported it
+
     expected = outcome(None, mutation.plan, mutation.saves, folder / "expected")
     assert not any(races for _, races in expected), expected
     try:
@@ -220,8 +222,8 @@ def found(mutation: Mutation, folder: Path) -> str:
     races = [race for _, found in results for race in found]
     if races:
         return f"{len(races)} races: {races[0]}"
-    same = all(mine.same(theirs) for (mine, _), (theirs, _) in zip(results, expected, strict=True))
-    return "" if same else "other numbers"
+    pairs = zip(results, expected, strict=True)
+    return "" if all(same(mine, theirs) for (mine, _), (theirs, _) in pairs) else "other numbers"
 
 
 def main() -> int:

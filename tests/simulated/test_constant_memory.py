@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.ranks import on_ranks
 from tests.simulated.training import VOCAB, on, open_engine, simulated
 
 NUM_STEPS = 200
@@ -45,7 +45,7 @@ def held_after_steps() -> list[dict[str, Any]]:
 
 @pytest.mark.thorough
 def test_every_step_leaves_what_the_ledger_says() -> None:
-    (found, races), *_ = pool.run(1, simulated, held_after_steps, with_group=False, timeout=200)
+    (found, races), *_ = on_ranks(1, simulated, held_after_steps, with_group=False, timeout=200)
     assert races == []
     _, *later = found  # the first makes what the engine keeps from then on
     assert {(one["allocated"], one["device"], one["host"]) for one in later} == {

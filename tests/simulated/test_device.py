@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import seeds
-from tests.local import pool
+from tests.kit import seeds
+from tests.kit.ranks import close_pool, on_ranks
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """What a function gives in a new process with the device, and the races."""
-    pool.close()
-    return pool.run(1, _registered, function, *args, with_group=False)[0]
+    close_pool()
+    return on_ranks(1, _registered, function, *args, with_group=False)[0]
 
 
 def _registered(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
@@ -61,7 +61,7 @@ def trained(device: str) -> list[float]:
 
 
 def test_trains_with_the_bits_of_the_cpu() -> None:
-    (expected,) = pool.run(1, trained, "cpu", with_group=False)
+    (expected,) = on_ranks(1, trained, "cpu", with_group=False)
     assert on_device(trained, "sim") == (expected, [])
 
 

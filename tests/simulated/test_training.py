@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.check import check_collectives
 from partita import PartitaError
 from partita.memory import buffer_pool
-from tests.local import pool
+from tests.kit.ranks import close_pool, on_ranks
 from tests.simulated.device import register
 from tests.simulated.training import (
     AXES,
@@ -22,6 +22,7 @@ from tests.simulated.training import (
     on_nodes,
     open_engine,
     resume,
+    same,
     simulated,
     train_all,
     train_on_axes,
@@ -35,12 +36,12 @@ SAMPLE = (
 
 def check(num_ranks: int, names: list[str]) -> None:
     plans = {name: PLANS[name] for name in names}
-    expected = pool.run(num_ranks, train_all, plans, with_group=False)
-    pool.close()
-    results = pool.run(num_ranks, simulated, train_all, plans, with_group=False, timeout=200)
+    expected = on_ranks(num_ranks, train_all, plans, with_group=False)
+    close_pool()
+    results = on_ranks(num_ranks, simulated, train_all, plans, with_group=False, timeout=200)
     for rank, (trained, races) in enumerate(results):
         assert races == [], f"rank {rank}"
-        differ = [name for name in names if not trained[name].same(expected[rank][name])]
+        differ = [name for name in names if not same(trained[name], expected[rank][name])]
         assert not differ, f"rank {rank}: other bits than on the CPU"
 
 
@@ -71,11 +72,11 @@ def with_resized_storages(function: Callable[..., Any], *args: Any) -> Any:
 @pytest.mark.parametrize("where", [on_the_one_visible_device, with_resized_storages])
 def test_stage_3_elsewhere(where: Callable[..., Any]) -> None:
     plans = {name: PLANS[name] for name in ("stage 3", "all on host")}
-    expected = pool.run(2, train_all, plans, with_group=False)
-    pool.close()
-    for rank, (trained, races) in enumerate(pool.run(2, where, train_all, plans, with_group=False, timeout=200)):
+    expected = on_ranks(2, train_all, plans, with_group=False)
+    close_pool()
+    for rank, (trained, races) in enumerate(on_ranks(2, where, train_all, plans, with_group=False, timeout=200)):
         assert races == [], f"rank {rank}"
-        assert all(trained[name].same(expected[rank][name]) for name in plans)
+        assert all(same(trained[name], expected[rank][name]) for name in plans)
 
 
 def check_collectives_of_the_benchmark() -> None:
@@ -83,16 +84,16 @@ def check_collectives_of_the_benchmark() -> None:
 
 
 def test_the_collectives_that_the_gpu_benchmarks_check() -> None:
-    pool.run(1, simulated, check_collectives_of_the_benchmark, with_group=False)
+    on_ranks(1, simulated, check_collectives_of_the_benchmark, with_group=False)
 
 
 @pytest.mark.parametrize(
     "name", [name if name == "tensor, pipeline" else pytest.param(name, marks=pytest.mark.thorough) for name in AXES]
 )
 def test_every_axis(name: str) -> None:
-    expected = pool.run(4, train_on_axes, AXES[name], with_group=False, timeout=200)
-    pool.close()
-    results = pool.run(4, simulated, train_on_axes, AXES[name], with_group=False, timeout=200)
+    expected = on_ranks(4, train_on_axes, AXES[name], with_group=False, timeout=200)
+    close_pool()
+    results = on_ranks(4, simulated, train_on_axes, AXES[name], with_group=False, timeout=200)
     for (trained, races), on_cpu in zip(results, expected, strict=True):
         assert races == []
         for mine, theirs in ((trained.losses, on_cpu.losses), (trained.norms, on_cpu.norms)):
@@ -101,18 +102,18 @@ def test_every_axis(name: str) -> None:
 
 
 def test_changes_between_nodes() -> None:
-    expected = pool.run(4, on_nodes, train_all, NODES, with_group=False, timeout=200)
-    pool.close()
-    results = pool.run(4, on_nodes, simulated, train_all, NODES, with_group=False, timeout=200)
+    expected = on_ranks(4, on_nodes, train_all, NODES, with_group=False, timeout=200)
+    close_pool()
+    results = on_ranks(4, on_nodes, simulated, train_all, NODES, with_group=False, timeout=200)
     for rank, (trained, races) in enumerate(results):
         assert races == [], f"rank {rank}"
-        differ = [name for name in NODES if not trained[name].same(expected[rank][name])]
+        differ = [name for name in NODES if not same(trained[name], expected[rank][name])]
         assert not differ, f"rank {rank}: other bits than on the CPU"
 
 
 @pytest.mark.parametrize("plan", ["all on host", "all on disk"])
 def test_a_checkpoint_is_what_was_trained(plan: str, tmp_path: Path) -> None:
-    results = pool.run(2, simulated, resume, PLANS[plan], str(tmp_path), with_group=False)
+    results = on_ranks(2, simulated, resume, PLANS[plan], str(tmp_path), with_group=False)
     for trained, races in results:
         assert races == []
         first, again = trained.losses[1:]
@@ -136,7 +137,7 @@ def with_little_memory() -> str:
 
 
 def test_out_of_memory_is_explained() -> None:
-    ((said, races),) = pool.run(1, simulated, with_little_memory, with_group=False)
+    ((said, races),) = on_ranks(1, simulated, with_little_memory, with_group=False)
     assert races == []
     assert "out of memory in forward, on rank 0 (sim:0): sim out of memory. Tried to allocate" in said
     assert "device allocator" in said

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from partita.train.decoder import Attention, Decoder, DecoderShape, rotary_table, rotate
-from tests import seeds
+from tests.kit import seeds
 
 SHAPE = DecoderShape(layers=2, width=32, heads=4, kv_heads=2, ffn_width=48)
 

@@ -19,7 +19,7 @@ from partita.train.interrupt import Interruption, Wish
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
 from partita.train.models import build_model
-from tests.matrix import sampled
+from tests.kit.plans import sampled
 
 
 def tiny(folder: Path, overrides: list[str] | None = None) -> Job:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from partita.errors import ConfigError
 from partita.train.job import DataSection, ModelSection
 from partita.train.models import build_model, decoder_shape
-from tests import seeds
+from tests.kit import seeds
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",

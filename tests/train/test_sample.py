@@ -5,7 +5,7 @@ import torch
 from partita.train.job import DataSection, ModelSection, SampleSection
 from partita.train.models import build_model
 from partita.train.sample import write_sample
-from tests import seeds
+from tests.kit import seeds
 
 READY = build_model(ModelSection(layers=1, width=32), DataSection())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.transforms.modules import ModuleTransforms, Order, find
-from tests.attached import attached_to
+from tests.kit.state import attached_to
 
 
 class Adds:

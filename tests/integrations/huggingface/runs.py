@@ -14,9 +14,10 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from partita.integrations.huggingface import on_partita
+from tests.kit.models import FAMILIES
 
 VOCABULARY, LENGTH = 96, 12
 KEPT = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
@@ -40,24 +41,20 @@ class Run:
         return self.config is None
 
 
-def llama(tied: bool = False) -> LlamaForCausalLM:
+def llama(tied: bool = False) -> Any:
     """The same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                tie_word_embeddings=tied,
-                bos_token_id=1,
-                eos_token_id=2,
-                pad_token_id=0,
-            )
+        return FAMILIES["llama"](
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            use_cache=True,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
         )
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from partita import ConfigError, PartitaError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import alone
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 MAX_NORM = 0.05
 
@@ -84,7 +84,7 @@ def every_stage() -> list[list[tuple[float, float, float]]]:
 
 
 def test_a_loop_with_accumulation_and_clipping() -> None:
-    plain, *others = pool.run(2, every_stage)[0]
+    plain, *others = on_ranks(2, every_stage)[0]
     assert plain[0][1] > MAX_NORM
     for rows in others:
         assert [value for row in rows for value in row] == pytest.approx([v for row in plain for v in row], rel=1e-6)
@@ -122,8 +122,8 @@ def saved_and_loaded(folder: Path) -> tuple[list[Any], list[Any]]:
 
 
 def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
-    assert all(pool.run(2, prepared_are_the_same))
-    after, again = pool.run(2, saved_and_loaded, tmp_path)[0]
+    assert all(on_ranks(2, prepared_are_the_same))
+    after, again = on_ranks(2, saved_and_loaded, tmp_path)[0]
     assert again == after
 
 
@@ -154,7 +154,7 @@ def bridged(stage: int | None) -> list[float]:
 
 
 def test_two_models_with_an_optimizer_each() -> None:
-    plain, sharded = (pool.run(2, bridged, stage)[0] for stage in (None, 3))
+    plain, sharded = (on_ranks(2, bridged, stage)[0] for stage in (None, 3))
     assert sharded == pytest.approx(plain, rel=1e-6)
 
 
@@ -227,7 +227,7 @@ def refused(what: str) -> str:
     ],
 )
 def test_what_does_not_go_together(what: str, said: str) -> None:
-    for text in pool.run(2, refused, what):
+    for text in on_ranks(2, refused, what):
         assert said in text
 
 
@@ -255,6 +255,6 @@ def counted() -> tuple[int, str]:
 
 
 def test_accelerate_knows_all_processes() -> None:
-    for number, said in pool.run(2, counted):
+    for number, said in on_ranks(2, counted):
         assert number == 2
         assert "accelerate knows of 1 processes, and the launcher has started 2" in said

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from partita import ConfigError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import VOCABULARY, Run, alone, histories, llama, samples
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 TIMEOUT_S = 300
 AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}}
@@ -20,12 +20,12 @@ ARGUMENTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "include
 def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
     """Twice two ranks: batches, learning rates, losses and norms, in evaluation and with a short last batch."""
     per_rank = ARGUMENTS | {"average_tokens_across_devices": False}
-    plain = pool.run(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
+    plain = on_ranks(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
     runs = [
         Run({"zero": {"stage": stage}, "parallel": AXES[axis]}, arguments, num_samples=18)
         for axis, stage, arguments in (("tensor", 1, ARGUMENTS), ("tensor", 3, per_rank), ("sequence", 2, ARGUMENTS))
     ]
-    for found in pool.run(4, histories, runs, timeout=TIMEOUT_S):
+    for found in on_ranks(4, histories, runs, timeout=TIMEOUT_S):
         for rows, expected in zip(found, (plain[0], plain[1], plain[0]), strict=True):
             assert len(rows) == len(expected) > 6
             for row, wanted in zip(rows, expected, strict=True):
@@ -65,9 +65,9 @@ def loop(parallel: dict[str, int] | None) -> Seen:
 
 
 def test_an_accelerator_counts_each_sample_once() -> None:
-    plain = pool.run(2, loop, None)[0]
+    plain = on_ranks(2, loop, None)[0]
     assert plain[1] == plain[3] == list(range(10))
-    for rows, *others in pool.run(4, loop, {"tensor": 2}):
+    for rows, *others in on_ranks(4, loop, {"tensor": 2}):
         assert others == list(plain[1:])
         assert [value for row in rows for value in row] == pytest.approx([v for row in plain[0] for v in row], rel=2e-5)
 
@@ -87,7 +87,7 @@ def refused() -> list[str]:
 
 
 def test_what_the_loop_cannot_feed_is_refused() -> None:
-    pipeline, dispatched = pool.run(2, refused)[0]
+    pipeline, dispatched = on_ranks(2, refused)[0]
     assert "parallel.pipeline: 2 under accelerate's loop, which calls forward and backward itself" in pipeline
     assert "write the loop with partita.initialize and engine.train_batch" in pipeline
     assert "set dispatch_batches=False" in dispatched

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from partita import ConfigError
 from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, samples, scratch, trainer_of
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 
 def looked_at(run: Run, first: bool) -> tuple[dict[str, float], Any, list[float]]:
@@ -36,7 +36,7 @@ def several(run: Run) -> list[Any]:
 
 def test_evaluation_before_and_after_training() -> None:
     run = Run({"zero": {"stage": 3}})
-    (before, logits, _), (after, _, losses), (found, found_logits, found_losses) = pool.run(
+    (before, logits, _), (after, _, losses), (found, found_logits, found_losses) = on_ranks(
         2, several, run, timeout=120
     )[0]
     assert found == pytest.approx(before | after, rel=1e-6)
@@ -66,7 +66,7 @@ def trained_twice() -> list[float]:
 
 def test_a_trainer_that_trains_twice() -> None:
     """The second run has the optimizer's states of the first, and the losses go on down."""
-    losses = pool.run(2, trained_twice, timeout=120)[0]
+    losses = on_ranks(2, trained_twice, timeout=120)[0]
     assert len(losses) == 6
     assert losses[0] < 5
 
@@ -95,7 +95,7 @@ def refused(run: Run) -> str:
     ],
 )
 def test_what_does_not_go_together(config: dict[str, Any], arguments: dict[str, Any], said: str) -> None:
-    for text in pool.run(2, refused, Run(config, arguments)):
+    for text in on_ranks(2, refused, Run(config, arguments)):
         assert said in text
 
 
@@ -109,7 +109,7 @@ def test_the_learning_rate_may_follow_a_metric(tmp_path: Path) -> None:
         "metric_for_best_model": "loss",
         "warmup_steps": 0,
     }
-    plain, found = pool.run(2, rates, Run(None, arguments), Run({"zero": {"stage": 3}}, arguments), timeout=120)[0]
+    plain, found = on_ranks(2, rates, Run(None, arguments), Run({"zero": {"stage": 3}}, arguments), timeout=120)[0]
     assert found == plain
     assert plain[-1] < plain[0]
 
@@ -139,5 +139,5 @@ def with_own_optimizer(folder: Path) -> list[float]:
 
 
 def test_an_optimizer_that_is_given(tmp_path: Path) -> None:
-    rates = pool.run(2, with_own_optimizer, tmp_path)[0]
+    rates = on_ranks(2, with_own_optimizer, tmp_path)[0]
     assert max(rates) == 0.5

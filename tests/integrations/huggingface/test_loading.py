@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from partita.integrations.huggingface import rank_0_reads
 from tests.integrations.huggingface.runs import Run, alone, end, llama, losses_of, scratch, trainer_of
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 
 def trained_from(folder: Path, run: Run, apart: bool) -> tuple[list[float], bool]:
@@ -43,8 +43,8 @@ def test_rank_0_reads(stage: int, tied: bool, tmp_path: Path) -> None:
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(tmp_path)
-    plain = pool.run(2, trained_from, tmp_path, Run(), False, timeout=120)
-    found = pool.run(2, trained_from, tmp_path, Run({"zero": {"stage": stage}}), True, timeout=120)
+    plain = on_ranks(2, trained_from, tmp_path, Run(), False, timeout=120)
+    found = on_ranks(2, trained_from, tmp_path, Run({"zero": {"stage": stage}}), True, timeout=120)
     assert [held for _, held in plain] == [True, True]
     assert [held for _, held in found] == [True, False]
     for losses, _ in found:
@@ -91,7 +91,7 @@ def opened(folder: Path) -> list[str]:
 
 def test_no_other_rank_reads_a_value(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    assert pool.run(2, opened, tmp_path) == [["model.safetensors"], []]
+    assert on_ranks(2, opened, tmp_path) == [["model.safetensors"], []]
 
 
 def drawn_while_loading(folder: Path, from_state_dict: bool) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def test_other_ranks_draw_as_rank_0_does(from_state_dict: bool, tmp_path: Path) 
     if from_state_dict:
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     for rank, (head, after, other, after_other, apart) in enumerate(
-        pool.run(2, drawn_while_loading, tmp_path, from_state_dict)
+        on_ranks(2, drawn_while_loading, tmp_path, from_state_dict)
     ):
         assert torch.equal(head, other)
         assert torch.equal(after, after_other)

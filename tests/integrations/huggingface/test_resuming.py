@@ -19,7 +19,7 @@ from partita import PartitaError
 from partita.checkpoint.format.backend import FileDraft
 from partita.integrations.huggingface.checkpoints import newest_complete, newest_on_rank_0, what_lacks
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
-from tests.local import pool
+from tests.kit.ranks import WorkerError, on_ranks
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -50,13 +50,13 @@ def killed(folder: Path) -> None:
 
 def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
     """The losses of a run that was never stopped, bit for bit; and at another stage."""
-    whole = pool.run(2, trained, Run(at(3), SAVING), tmp_path / "whole", timeout=120)[0]
-    with pytest.raises(pool.WorkerError, match="rank 1 died with exit code -9"):
-        pool.run(2, killed, tmp_path / "killed", timeout=120)
+    whole = on_ranks(2, trained, Run(at(3), SAVING), tmp_path / "whole", timeout=120)[0]
+    with pytest.raises(WorkerError, match="rank 1 died with exit code -9"):
+        on_ranks(2, killed, tmp_path / "killed", timeout=120)
     assert newest_complete(tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
     shutil.copytree(tmp_path / "killed", tmp_path / "copy")
-    assert pool.run(2, trained, Run(at(3), SAVING), tmp_path / "killed", True, timeout=120)[0] == whole
-    assert pool.run(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
+    assert on_ranks(2, trained, Run(at(3), SAVING), tmp_path / "killed", True, timeout=120)[0] == whole
+    assert on_ranks(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.thorough
@@ -65,9 +65,9 @@ def test_resumed_elsewhere(tmp_path: Path) -> None:
     by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}
     for before, now in ((1, 2), (2, 1)):
         folder = tmp_path / str(before)
-        whole = pool.run(before, trained, Run(at(3), by_ranks[before], num_samples=16), folder, timeout=120)[0]
+        whole = on_ranks(before, trained, Run(at(3), by_ranks[before], num_samples=16), folder, timeout=120)[0]
         elsewhere, first = Run(at(2), by_ranks[now], num_samples=16), str(folder / "checkpoint-2")
-        resumed = pool.run(now, trained, elsewhere, tmp_path / "there", first, timeout=120)[0]
+        resumed = on_ranks(now, trained, elsewhere, tmp_path / "there", first, timeout=120)[0]
         assert resumed == pytest.approx(whole, rel=1e-5)
 
 
@@ -98,7 +98,7 @@ def finds_none(folder: Path) -> str:
 
 
 def test_every_rank_says_that_there_is_none(tmp_path: Path) -> None:
-    first, second = pool.run(2, finds_none, tmp_path)
+    first, second = on_ranks(2, finds_none, tmp_path)
     assert first == second
 
 
@@ -127,7 +127,7 @@ BEST = {
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     for only_model in (False, True):
         folder = tmp_path / str(only_model)
-        rows, state = pool.run(2, best, Run(at(3), BEST | {"save_only_model": only_model}), folder, timeout=120)[0]
+        rows, state = on_ranks(2, best, Run(at(3), BEST | {"save_only_model": only_model}), folder, timeout=120)[0]
         number = int(state["best"])
         assert number == 2 * (1 + rows.index(min(rows)))
         wanted, found = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
@@ -171,7 +171,7 @@ def test_checkpoints_in_the_background(tmp_path: Path) -> None:
     """Those that the Trainer leaves are complete, the best among them; where it leaves one, it is complete at once."""
     for limit, lacks in ((2, "no complete states in 'partita'"), (1, None)):
         folder = tmp_path / str(limit)
-        found, rows = pool.run(2, watched, limit, folder, timeout=120)[0]
+        found, rows = on_ranks(2, watched, limit, folder, timeout=120)[0]
         assert found == [lacks] * 3
         number = 2 * (1 + rows.index(min(rows)))
         left = {path.name for path in folder.glob("checkpoint-*")}

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, LlamaModel
 from partita import PartitaError
 from partita.integrations.huggingface import Accelerator
 from tests.integrations.huggingface.runs import Run, alone, end, llama, model_of, samples, trainer_of
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 
 def trained(accelerator: Accelerator, model: nn.Module) -> Any:
@@ -51,7 +51,7 @@ def saved_at_the_end(folder: Path, compute: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_every_rank_saves_and_rank_0_writes(compute: str, tmp_path: Path) -> None:
-    whole, nothing = pool.run(2, saved_at_the_end, tmp_path, compute, timeout=120)
+    whole, nothing = on_ranks(2, saved_at_the_end, tmp_path, compute, timeout=120)
     assert not nothing
     for name in ("end", "bare", "given"):
         found = LlamaForCausalLM.from_pretrained(tmp_path / name)
@@ -73,7 +73,7 @@ def adapters_saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_adapters_are_saved(tmp_path: Path) -> None:
-    whole = pool.run(2, adapters_saved, tmp_path, timeout=120)[0]
+    whole = on_ranks(2, adapters_saved, tmp_path, timeout=120)[0]
     found = load_file(tmp_path / "adapter_model.safetensors")
     assert found
     for name, value in found.items():
@@ -97,7 +97,7 @@ def rank_0_saves(folder: Path) -> tuple[str, float]:
 
 
 def test_one_rank_that_saves_alone_is_told_what_to_call(tmp_path: Path) -> None:
-    (said, _), _ = pool.run(2, rank_0_saves, tmp_path, timeout=120)
+    (said, _), _ = on_ranks(2, rank_0_saves, tmp_path, timeout=120)
     assert "call it outside 'if accelerator.is_main_process:'" in said
     assert "state_dict=accelerator.get_state_dict(model)" in said
     assert not (tmp_path / "model.safetensors").exists()
@@ -118,7 +118,7 @@ def fails_on_rank_0(folder: Path) -> str:
 
 def test_an_error_of_rank_0_is_one_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    first, second = pool.run(2, fails_on_rank_0, tmp_path, timeout=120)
+    first, second = on_ranks(2, fails_on_rank_0, tmp_path, timeout=120)
     assert "Not a directory" in first
     assert second == "save_pretrained: rank 0 cannot write; its own error says why"
 
@@ -192,7 +192,7 @@ def hooked(folder: Path, stage: int) -> tuple[list[Any], bool, bool]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hooks_of_accelerate_get_models_that_can_be_saved(stage: int, tmp_path: Path) -> None:
-    for seen, same, own in pool.run(2, hooked, tmp_path, stage, timeout=120):
+    for seen, same, own in on_ranks(2, hooked, tmp_path, stage, timeout=120):
         assert seen == [["Denoiser"], "Denoiser"]
         assert same
         assert own
@@ -240,7 +240,7 @@ def saved_by_a_trainer(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_trainer_that_saves_its_model_in_its_own_way(tmp_path: Path) -> None:
-    whole = pool.run(2, saved_by_a_trainer, tmp_path, timeout=120)[0]
+    whole = on_ranks(2, saved_by_a_trainer, tmp_path, timeout=120)[0]
     for name, value in LlamaForCausalLM.from_pretrained(tmp_path / "final/inner").state_dict().items():
         assert torch.equal(value, whole[f"inner.{name}"])
     assert torch.equal(load_file(tmp_path / "final/head.safetensors")["weight"], whole["head.weight"])

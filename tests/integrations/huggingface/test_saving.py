@@ -27,7 +27,7 @@ from tests.integrations.huggingface.runs import (
     scratch,
     trainer_of,
 )
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
@@ -56,7 +56,7 @@ def names_in(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) -> None:
-    logits = pool.run(2, saved, Run({"zero": {"stage": 3}}, tied=tied), tmp_path, timeout=120)[0]
+    logits = on_ranks(2, saved, Run({"zero": {"stage": 3}}, tied=tied), tmp_path, timeout=120)[0]
     found = LlamaForCausalLM.from_pretrained(tmp_path / "final")
     assert torch.equal(logits_of(found), logits)
     llama(tied).save_pretrained(tmp_path / "plain")
@@ -88,7 +88,7 @@ def saved_case(name: str, folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["mixtral", "vit"])
 def test_other_models_are_loaded_by_from_pretrained(name: str, tmp_path: Path) -> None:
     """With experts that are a tensor each in files, and of images."""
-    logits = pool.run(2, saved_case, name, tmp_path, timeout=120)[0]
+    logits = on_ranks(2, saved_case, name, tmp_path, timeout=120)[0]
     found = type(cases.build(name)).from_pretrained(tmp_path / "final").eval()
     torch.testing.assert_close(cases.logits(found), logits, rtol=0, atol=1e-6)
     assert not torch.equal(cases.logits(cases.build(name)), logits)
@@ -97,11 +97,11 @@ def test_other_models_are_loaded_by_from_pretrained(name: str, tmp_path: Path) -
 
 
 def test_a_model_that_computes_in_bf16_is_saved_as_it_came(tmp_path: Path) -> None:
-    pool.run(2, saved, Run({"zero": {"stage": 3}}, {"bf16": True}), tmp_path / "fp32", timeout=120)
+    on_ranks(2, saved, Run({"zero": {"stage": 3}}, {"bf16": True}), tmp_path / "fp32", timeout=120)
     found = LlamaForCausalLM.from_pretrained(tmp_path / "fp32/final")
     assert found.dtype == torch.float32
     run = Run({"zero": {"stage": 3}}, {"bf16": True}, dtype=torch.bfloat16)
-    logits = pool.run(2, saved, run, tmp_path / "bf16", timeout=120)[0]
+    logits = on_ranks(2, saved, run, tmp_path / "bf16", timeout=120)[0]
     found = LlamaForCausalLM.from_pretrained(tmp_path / "bf16/final")
     assert found.dtype == torch.bfloat16
     assert torch.allclose(
@@ -112,7 +112,7 @@ def test_a_model_that_computes_in_bf16_is_saved_as_it_came(tmp_path: Path) -> No
 def test_adapters_alone_are_saved(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    logits = pool.run(2, saved, Run({"zero": {"stage": 3}}, lora=True), tmp_path, timeout=120)[0]
+    logits = on_ranks(2, saved, Run({"zero": {"stage": 3}}, lora=True), tmp_path, timeout=120)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of peft's calls into transformers
         found, untrained = PeftModel.from_pretrained(llama(), tmp_path / "final"), model_of(Run(lora=True))
@@ -213,7 +213,7 @@ def test_adapters_of_all_kinds_are_saved_without_the_frozen_model(name: str, tmp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft's
-        every = pool.run(2, saved_adapters, name, tmp_path, timeout=120)
+        every = on_ranks(2, saved_adapters, name, tmp_path, timeout=120)
         loaded = PeftModel.from_pretrained(llama(), tmp_path / "final")
         logits, found, alike = every[0]
         assert torch.allclose(logits_of(loaded), logits, atol=1e-5)
@@ -238,7 +238,7 @@ def gathered_for_two() -> tuple[set[str], set[str]]:
 
 
 def test_a_frozen_adapter_is_saved_beside_the_one_that_trains() -> None:
-    (found, trained), (nothing, _) = pool.run(2, gathered_for_two, timeout=120)
+    (found, trained), (nothing, _) = on_ranks(2, gathered_for_two, timeout=120)
     assert not nothing
     assert found == trained | {name.replace(".default.", ".frozen.") for name in trained}
 
@@ -261,7 +261,7 @@ def saves_alone(folder: Path) -> tuple[str, float]:
 
 
 def test_saving_on_one_rank_alone_is_named_within_seconds(tmp_path: Path) -> None:
-    (said, waited), _ = pool.run(2, saves_alone, tmp_path, timeout=120)
+    (said, waited), _ = on_ranks(2, saves_alone, tmp_path, timeout=120)
     assert "rank 0 is at engine.state_dict, but rank 1 waits in another collective" in said
     assert "to be called on every rank" in said
     assert "in saves_alone" in said
@@ -288,6 +288,6 @@ def generated(folder: Path) -> list[list[int]]:
 
 
 def test_generation_whole_or_in_step(tmp_path: Path) -> None:
-    for plain, whole, in_step in pool.run(2, generated, tmp_path, timeout=120):
+    for plain, whole, in_step in on_ranks(2, generated, tmp_path, timeout=120):
         assert whole == plain
         assert in_step == plain

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from partita import ConfigError
 from partita.config import deepspeed
 from tests.integrations.huggingface.runs import Run, alone, end, histories, model_of, rows_of, scratch, trainer_of
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 LEARNING_RATES = Path(__file__).parents[2] / "config" / "deepspeed" / "learning_rates.json"
 Rows = list[dict[str, float]]
@@ -34,7 +34,7 @@ def assert_close(rows: Rows, expected: Rows, relative: float = 1e-6) -> None:
 
 def on(world: int, *runs: Run) -> list[Rows]:
     """The histories of the runs, which are the same on every rank."""
-    every = pool.run(world, histories, list(runs), timeout=120)
+    every = on_ranks(world, histories, list(runs), timeout=120)
     for other in every[1:]:
         assert [[row["loss"] for row in rows if "loss" in row] for rows in other] == [
             [row["loss"] for row in rows if "loss" in row] for rows in every[0]
@@ -127,7 +127,7 @@ def exactly_clipped(run: Run) -> Rows:
 @pytest.mark.thorough
 def test_bf16_on_one_rank() -> None:
     """What bf16 rounds makes much of a norm's last bits: so the plain Trainer has an exact norm, too."""
-    (plain,) = pool.run(1, exactly_clipped, Run(None, BF16), timeout=120)
+    (plain,) = on_ranks(1, exactly_clipped, Run(None, BF16), timeout=120)
     others = on(1, *(Run(at(stage, **AUTOCAST), BF16) for stage in STAGES))
     for rows in others:
         assert_close(rows, plain)
@@ -157,10 +157,10 @@ def one_after_the_other(runs: list[Run]) -> Rows:
 
 
 def test_a_model_goes_from_one_trainer_to_the_next() -> None:
-    plain = pool.run(2, one_after_the_other, [Run(), Run()], timeout=120)[0]
-    assert_close(pool.run(2, one_after_the_other, [Run(at(3)), Run(at(1))], timeout=120)[0], plain)
+    plain = on_ranks(2, one_after_the_other, [Run(), Run()], timeout=120)[0]
+    assert_close(on_ranks(2, one_after_the_other, [Run(at(3)), Run(at(1))], timeout=120)[0], plain)
     with pytest.raises(ConfigError, match=r"in torch.bfloat16 with master weights \('.*' came in torch.float32\)"):
-        pool.run(2, one_after_the_other, [Run(at(3), BF16 | {"max_steps": 1})] * 2, timeout=120)
+        on_ranks(2, one_after_the_other, [Run(at(3), BF16 | {"max_steps": 1})] * 2, timeout=120)
 
 
 def test_units_that_are_updated_in_backward() -> None:
@@ -216,6 +216,6 @@ def lines_of(run: Run, scheduled: bool) -> list[str]:
 def test_a_schedule_is_said_to_be_ignored_only_where_it_is(scheduled: bool) -> None:
     config = at(1, schedule={"name": "cosine", "warmup_steps": 1, "total_steps": 2})
     arguments = {"lr_scheduler_type": "linear", "warmup_steps": 0, "learning_rate": 5e-5, "num_train_epochs": 1}
-    (lines,) = pool.run(1, lines_of, Run(config, arguments), scheduled, timeout=120)
+    (lines,) = on_ranks(1, lines_of, Run(config, arguments), scheduled, timeout=120)
     assert any(line.startswith("optimizer: ") for line in lines)
     assert any(line.startswith("ignored: schedule") for line in lines) == scheduled

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from partita.integrations.huggingface import on_partita
 from tests.integrations.huggingface.runs import alone, end, llama, losses_of, scratch
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 WORDS = [f"w{number}" for number in range(60)]
 SETTINGS: dict[str, Any] = {
@@ -123,15 +123,15 @@ def assert_alike(found: dict[str, list[list[float]]]) -> None:
 
 def test_as_plain_trl() -> None:
     """Supervised, preferences with a reference model, and generation with rewards, on two ranks."""
-    assert_alike(pool.run(2, plain_and_sharded, ["sft", "dpo", "grpo"], [3], False, timeout=200)[0])
+    assert_alike(on_ranks(2, plain_and_sharded, ["sft", "dpo", "grpo"], [3], False, timeout=200)[0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_stage_as_plain_trl(world: int) -> None:
-    assert_alike(pool.run(world, plain_and_sharded, ["sft", "dpo", "grpo"], [0, 1, 2], False, timeout=290)[0])
+    assert_alike(on_ranks(world, plain_and_sharded, ["sft", "dpo", "grpo"], [0, 1, 2], False, timeout=290)[0])
 
 
 @pytest.mark.thorough
 def test_adapters_as_plain_trl() -> None:
-    assert_alike(pool.run(2, plain_and_sharded, ["sft", "dpo"], [1, 3], True, timeout=290)[0])
+    assert_alike(on_ranks(2, plain_and_sharded, ["sft", "dpo"], [1, 3], True, timeout=290)[0])

@@ -20,8 +20,8 @@ from tests.integrations.lightning.modules import (
     trainer,
     worst,
 )
-from tests.local import pool
-from tests.matrix import sampled
+from tests.kit.plans import sampled
+from tests.kit.ranks import on_ranks
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
@@ -71,7 +71,7 @@ def resumed_alone(folder: str) -> list[float]:
 
 
 def test_a_run_resumes_at_any_stage_and_on_other_ranks(tmp_path: Path) -> None:
-    of_ranks = pool.run(2, saved_and_resumed, str(tmp_path))
+    of_ranks = on_ranks(2, saved_and_resumed, str(tmp_path))
     for found in of_ranks:
         num_steps = len(found["whole"]) // EPOCHS
         for stage in (3, 1):
@@ -79,7 +79,7 @@ def test_a_run_resumes_at_any_stage_and_on_other_ranks(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "epoch=2.ckpt").iterdir()) == ["step-15"]
     assert (tmp_path / "last.ckpt").is_dir()
 
-    (alone,) = pool.run(1, resumed_alone, str(tmp_path))
+    (alone,) = on_ranks(1, resumed_alone, str(tmp_path))
     whole = [sum(losses) / 2 for losses in zip(*(found["whole"] for found in of_ranks), strict=True)]
     steps = [number for number in range(num_steps, len(whole)) if (number + 1) % num_steps]  # all but short batches
     assert worst([alone[number - num_steps] for number in steps], [whole[number] for number in steps]) < 1e-4
@@ -109,7 +109,7 @@ def best_and_weights(folder: str, stage: int) -> tuple[list[float], list[float]]
 
 @pytest.mark.parametrize("stage", sampled([0, 3], 3))
 def test_checkpoints_are_evaluated_by_a_trainer_of_their_own(tmp_path: Path, stage: int) -> None:
-    for (best, last), tested in pool.run(2, best_and_weights, str(tmp_path), stage):
+    for (best, last), tested in on_ranks(2, best_and_weights, str(tmp_path), stage):
         assert tested == pytest.approx([best, best, last, last], rel=1e-6)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("epoch=")]) == 1
 
@@ -136,6 +136,6 @@ def wrong_ways(folder: str) -> None:
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
-    pool.run(2, wrong_ways, str(tmp_path))
+    on_ranks(2, wrong_ways, str(tmp_path))
     found = torch.load(tmp_path / "weights.ckpt", weights_only=True)
     assert found["state_dict"].keys() == Regression().state_dict().keys()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from partita import ConfigError, PartitaError
 from tests.integrations.lightning.loops import Loop, batch, fabric, on_ddp, on_partita
 from tests.integrations.lightning.modules import NOISE, STAGES, Net, quietly, worst
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
@@ -40,7 +40,7 @@ def beside_ddp(folder: str) -> tuple[list[float], dict[int, list[float]], dict[i
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_norms_and_resumed_runs_are_those_of_ddp(tmp_path: Path, world: int) -> None:
-    for ddp, whole, resumed in pool.run(world, beside_ddp, str(tmp_path)):
+    for ddp, whole, resumed in on_ranks(world, beside_ddp, str(tmp_path)):
         for stage in STAGES:
             assert worst(whole[stage], ddp) <= SAME
             assert worst(resumed[stage], whole[stage][9:]) <= SAME
@@ -70,7 +70,7 @@ def other_models() -> None:
 
 
 def test_several_models() -> None:
-    pool.run(2, other_models)
+    on_ranks(2, other_models)
 
 
 @quietly()
@@ -89,7 +89,7 @@ def dropped() -> tuple[float, float]:
 
 
 def test_zero_grad_drops_gradients() -> None:
-    for one, other in pool.run(2, dropped):
+    for one, other in on_ranks(2, dropped):
         assert one == other
 
 
@@ -103,7 +103,7 @@ def in_16_bits() -> tuple[list[float], ...]:
 
 
 def test_bf16_mixed_casts_or_autocasts() -> None:
-    for ddp, autocast, cast, sharded in pool.run(2, in_16_bits):
+    for ddp, autocast, cast, sharded in on_ranks(2, in_16_bits):
         assert worst(autocast, ddp) <= 1e-5  # norms are of bf16's gradients, summed in another order
         assert cast == sharded
         assert 0 < worst(cast, ddp) < 0.1
@@ -139,7 +139,7 @@ def on_meta_and_from_a_file(folder: str) -> None:
 
 
 def test_meta_and_plain_files(tmp_path: Path) -> None:
-    pool.run(2, on_meta_and_from_a_file, str(tmp_path))
+    on_ranks(2, on_meta_and_from_a_file, str(tmp_path))
 
 
 @quietly()
@@ -167,4 +167,4 @@ def refused() -> None:
 
 
 def test_what_fabric_cannot_ask_for() -> None:
-    pool.run(1, refused)
+    on_ranks(1, refused)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.test_launchers import free_port
+from tests.comm.test_launchers import free_port
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ from partita import ConfigError, PartitaError
 from partita.config.load import load_config
 from partita.integrations.lightning import PartitaStrategy, settings
 from tests.integrations.lightning.modules import NOISE, OfTheConfig, Regression, loader, on_partita, quietly, trainer
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
@@ -114,7 +114,7 @@ def fit_refused(said: str) -> None:
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_fit_refuses(said: str) -> None:
-    pool.run(1, fit_refused, said)
+    on_ranks(1, fit_refused, said)
 
 
 @quietly()
@@ -130,7 +130,7 @@ def fit_with_both() -> tuple[list[float], list[float]]:
 
 
 def test_equal_values_in_both_places_and_an_own_backward() -> None:
-    ((own, plain),) = pool.run(1, fit_with_both)
+    ((own, plain),) = on_ranks(1, fit_with_both)
     assert own == plain
 
 
@@ -155,7 +155,7 @@ def fit_that_fails() -> None:
 
 
 def test_an_exception_ends_the_engine() -> None:
-    pool.run(1, fit_that_fails)
+    on_ranks(1, fit_that_fails)
 
 
 @quietly()
@@ -169,4 +169,4 @@ def launched_by_lightning() -> None:
 
 
 def test_lightnings_own_environment() -> None:
-    pool.run(1, launched_by_lightning)
+    on_ranks(1, launched_by_lightning)

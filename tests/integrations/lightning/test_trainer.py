@@ -22,7 +22,7 @@ from tests.integrations.lightning.modules import (
     trainer,
     worst,
 )
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
@@ -58,7 +58,7 @@ FITS = {
 @pytest.mark.parametrize("case", FITS)
 def test_losses_and_rates_are_those_of_ddp(case: str, world: int) -> None:
     kind, arguments = FITS[case]
-    for of_rank in pool.run(world, beside_ddp, kind, arguments):
+    for of_rank in on_ranks(world, beside_ddp, kind, arguments):
         ddp, *stages = of_rank
         assert len(set(ddp["rates"])) > 1
         for found in stages:
@@ -75,8 +75,8 @@ def on_tensor_ranks(size: int) -> dict[str, Any]:
 
 
 def test_ranks_that_share_a_model_are_fed_the_same_samples() -> None:
-    ddp = pool.run(2, on_tensor_ranks, 1)
-    for rank, found in enumerate(pool.run(4, on_tensor_ranks, 2, timeout=240)):
+    ddp = on_ranks(2, on_tensor_ranks, 1)
+    for rank, found in enumerate(on_ranks(4, on_tensor_ranks, 2, timeout=240)):
         beside = ddp[rank // 2]
         assert worst(found["losses"], beside["losses"]) <= 10 * SAME
         assert (found["rates"], found["steps"]) == (beside["rates"], beside["steps"])
@@ -92,7 +92,7 @@ def of_a_pipeline() -> str:
 
 
 def test_a_pipeline_is_not_fed_by_lightnings_loop() -> None:
-    for said in pool.run(2, of_a_pipeline):
+    for said in on_ranks(2, of_a_pipeline):
         assert "parallel.pipeline: 2 under Lightning's Trainer, which calls forward and backward itself" in said
 
 
@@ -107,7 +107,7 @@ def in_16_bits() -> dict[str, list[float]]:
 
 
 def test_bf16_mixed_casts_or_autocasts() -> None:
-    for found in pool.run(2, in_16_bits):
+    for found in on_ranks(2, in_16_bits):
         assert worst(found["autocast"], found["ddp"]) <= SAME
         assert found["cast 0"] == found["cast 3"]
         assert 0 < worst(found["cast 3"], found["ddp"]) < 0.1
@@ -122,7 +122,7 @@ def fit_by_the_config() -> tuple[list[float], list[float]]:
 
 
 def test_without_configure_optimizers_they_are_the_configs() -> None:
-    losses, rates = pool.run(2, fit_by_the_config)[0]
+    losses, rates = on_ranks(2, fit_by_the_config)[0]
     assert losses[-1] < 0.7 * losses[0]
     assert rates[0] == pytest.approx(2 / 3 * 1e-2)
     assert rates[2] < rates[1] == 1e-2
@@ -147,7 +147,7 @@ def on_meta() -> tuple[list[float], list[float]]:
 
 
 def test_configure_model_on_meta() -> None:
-    for ddp, found in pool.run(2, on_meta):
+    for ddp, found in on_ranks(2, on_meta):
         assert worst(found, ddp) <= SAME
 
 
@@ -175,7 +175,7 @@ def _own(made: Any) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_evaluation_alone_holds_no_optimizer_states(stage: int) -> None:
-    for expected, found, only_parameters, trains in pool.run(2, evaluated_alone, stage):
+    for expected, found, only_parameters, trains in on_ranks(2, evaluated_alone, stage):
         assert found == pytest.approx(expected, rel=SAME)
         assert only_parameters
         assert trains
@@ -200,6 +200,6 @@ def fit_twice() -> tuple[list[float], list[float], float, float]:
 
 
 def test_a_trained_module_is_tested_and_fitted_again() -> None:
-    for ddp, own, ddp_tested, own_tested in pool.run(2, fit_twice):
+    for ddp, own, ddp_tested, own_tested in on_ranks(2, fit_twice):
         assert worst(own, ddp) <= SAME
         assert own_tested == pytest.approx(ddp_tested, rel=SAME)

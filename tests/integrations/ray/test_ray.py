@@ -17,7 +17,7 @@ from partita import ConfigError, PartitaError
 from partita.config.launchers import LaunchEnvironment, launch_environment, set_launch_environment
 from partita.integrations.ray import PartitaTorchConfig, checkpoints, report
 from tests.integrations.ray.job import EVERY, NUM_STEPS, losses_of
-from tests.local import pool
+from tests.kit.ranks import on_ranks
 
 ROOT = Path(__file__).parents[3]
 DIES_AT = 3
@@ -47,7 +47,7 @@ def run(folder: Path, stage: int, *dies_at: int) -> Any:
 def test_a_killed_worker_is_started_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     found = run(tmp_path, 3, DIES_AT)
     last = DIES_AT - DIES_AT % EVERY
-    for of_rank, expected in zip(found["losses"], pool.run(2, whole_run, with_group=False), strict=True):
+    for of_rank, expected in zip(found["losses"], on_ranks(2, whole_run, with_group=False), strict=True):
         steps = [*range(DIES_AT + 1), *range(last, NUM_STEPS)]
         assert of_rank == [[step, expected[step]] for step in steps]
     assert found["kept"] == [["step-4"], ["step-6"]]
@@ -59,7 +59,7 @@ def test_a_killed_worker_is_started_again_from_the_last_checkpoint(tmp_path: Pat
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_every_stage_runs_under_ray(tmp_path: Path, stage: int) -> None:
     found = run(tmp_path, stage)
-    for of_rank, expected in zip(found["losses"], pool.run(2, whole_run, with_group=False), strict=True):
+    for of_rank, expected in zip(found["losses"], on_ranks(2, whole_run, with_group=False), strict=True):
         assert of_rank == [[step, expected[step]] for step in range(NUM_STEPS)]
 
 

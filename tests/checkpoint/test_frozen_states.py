@@ -1,0 +1,80 @@
+"""Optimizer states of layers that are frozen while a run is resumed: kept, saved, and used again after unfreezing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from tests.kit import seeds
+from tests.kit.models import Stack, square_loss
+from tests.kit.plans import matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.training import ADAMW
+
+HOST = {"optimizer": "host", "parameters": "host"}
+DISK = {"optimizer": "disk", "parameters": "disk"}
+
+
+def steps(engine: partita.Engine, num_steps: int, first: int) -> None:
+    for step in range(first, first + num_steps):
+        engine.backward(square_loss(engine, engine.mesh.rank, step))
+        engine.step()
+
+
+def opened(config: dict[str, Any], *, frozen: bool) -> partita.Engine:
+    seeds.start(0)
+    model = Stack(3)
+    if frozen:
+        next(model.children()).requires_grad_(False)
+    return partita.initialize(model, config)
+
+
+def states_of(engine: partita.Engine) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value
+        for name, _ in engine.module.named_parameters()
+        for key, value in engine.optimizer_state(name).items()
+    }
+
+
+def resumed(folder: str, config: dict[str, Any]) -> bool:
+    """A layer is frozen at step 2; the run resumes at step 3, once with the layer frozen before initialize."""
+    with opened(config, frozen=False) as engine:
+        steps(engine, 2, 0)
+        next(engine.module.children()).requires_grad_(False)
+        steps(engine, 1, 2)
+        engine.save(f"{folder}/first")
+        steps(engine, 1, 3)
+        next(engine.module.children()).requires_grad_(True)
+        steps(engine, 2, 4)
+        weights, states = engine.state_dict(), states_of(engine)
+    with opened(config, frozen=True) as engine:
+        engine.load(f"{folder}/first")
+        steps(engine, 1, 3)
+        engine.save(f"{folder}/second")
+    with opened(config, frozen=True) as engine:
+        engine.load(f"{folder}/second")
+        next(engine.module.children()).requires_grad_(True)
+        steps(engine, 2, 4)
+        found, kept = engine.state_dict(), states_of(engine)
+    assert states.keys() == kept.keys()
+    assert any("exp_avg" in name for name in states)
+    assert all(torch.equal(states[name], kept[name]) for name in states)
+    return all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+@matrix(ranks=[1, 2], stage=[0, 1, 3], offload=[{}, HOST, DISK])
+def test_states_of_frozen_layers_are_loaded_and_saved(
+    ranks: int, stage: int, offload: dict[str, str], tmp_path: Path
+) -> None:
+    config = {"zero": {"stage": stage, "offload": offload if stage == 3 else {}}, "optimizer": ADAMW}
+    assert all(on_ranks(ranks, resumed, str(tmp_path), config))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_8_bit_moments_of_frozen_layers_are_loaded_and_saved(stage: int, tmp_path: Path) -> None:
+    config = {"zero": {"stage": stage}, "optimizer": ADAMW, "precision": {"moments": "int8"}}
+    assert all(on_ranks(2, resumed, str(tmp_path), config))

@@ -1,0 +1,124 @@
+"""One script under each launcher: ranks that are told who they are in the launcher's own variables, and train."""
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import closing
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import partita
+from partita import ConfigError
+from partita.config.launchers import launch_environment
+from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
+
+RANKS = 2
+SLURM = {
+    "SLURM_NTASKS": str(RANKS),
+    "SLURM_NNODES": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": str(RANKS),
+    "SLURM_STEP_NODELIST": "localhost",
+}
+POD = {"MASTER_ADDR": "localhost", "WORLD_SIZE": str(RANKS)}
+
+
+def is_free(port: int) -> bool:
+    with closing(socket.socket()) as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
+def free_port() -> str:
+    with closing(socket.socket()) as tried:
+        tried.bind(("127.0.0.1", 0))
+        return str(tried.getsockname()[1])
+
+
+def free_job() -> str:
+    """The number of a job whose port nobody listens on."""
+    for job in map(str, range(os.getpid(), os.getpid() + 1000)):
+        url = launch_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_JOB_ID": job}).url
+        if is_free(int(url.rpartition(":")[2])):
+            return job
+    raise AssertionError("no port is free")
+
+
+def trained(rank: int) -> tuple[int, int]:
+    """Two engines, one after the other."""
+    for step in range(2):
+        with partita.initialize(Stack(1), {"zero": {"stage": 3}, "communication": {"timeout_s": 30.0}}) as engine:
+            engine.backward(square_loss(engine, rank, step))
+            assert engine.step().stepped
+            found = engine.mesh.rank, engine.mesh.num_ranks
+    return found
+
+
+def under(variables: Mapping[str, str], rank_in: str) -> tuple[int, int]:
+    rank = int(os.environ["RANK"])
+    with mock.patch.dict(os.environ, variables, clear=True):
+        for name in rank_in.split():
+            os.environ[name] = str(rank)
+        return trained(rank)
+
+
+LAUNCHERS = {
+    "srun": (lambda: SLURM | {"SLURM_JOB_ID": free_job()}, "SLURM_PROCID SLURM_LOCALID"),
+    "srun, with an address": (
+        lambda: SLURM | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()},
+        "SLURM_PROCID SLURM_LOCALID",
+    ),
+    "PyTorchJob": (lambda: POD | {"MASTER_PORT": free_port()}, "RANK"),
+    "Indexed Job": (lambda: POD | {"MASTER_PORT": free_port()}, "JOB_COMPLETION_INDEX"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_find_each_other(launcher: str) -> None:
+    variables, rank_in = LAUNCHERS[launcher]
+    base = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR")}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"}
+    assert on_ranks(RANKS, under, base | loopback | variables(), rank_in, with_group=False) == [(0, 2), (1, 2)]
+
+
+def own_group() -> tuple[int, int]:
+    """As under ``torch.multiprocessing.spawn``: rank and size are known to the user's process group alone."""
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        found = trained(dist.get_rank())
+    sum_of_ranks = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(sum_of_ranks)
+    assert sum_of_ranks.item() == 1.0, "the group stays the user's"
+    return found
+
+
+def test_the_users_own_group() -> None:
+    assert on_ranks(RANKS, own_group) == [(0, 2), (1, 2)]
+
+
+ONE_PROCESS = {
+    "python, or a notebook": {},
+    "a shell of salloc": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "nowhere"},
+    "a script of sbatch": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    "an Indexed Job of single pods": {"JOB_COMPLETION_INDEX": "3"},
+}
+
+
+@pytest.mark.parametrize("started", ONE_PROCESS)
+def test_one_process(started: str) -> None:
+    with mock.patch.dict(os.environ, ONE_PROCESS[started]):
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        assert trained(0) == (0, 1)
+        assert not dist.is_initialized()
+
+
+def test_what_is_missing_is_named() -> None:
+    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
+        os.environ.pop("MASTER_ADDR", None)
+        with pytest.raises(ConfigError, match="environment variable MASTER_ADDR is missing: 2 ranks meet"):
+            partita.initialize(Stack(1))

@@ -1,0 +1,191 @@
+"""Several backwards before a step: by the config's count, by several calls, and with reductions put off."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import partita
+from tests.kit import seeds
+from tests.kit.models import Stack, inputs, square_loss
+from tests.kit.plans import ZERO, matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.state import assert_idle
+from tests.kit.training import ADAMW, rank, small_buckets, whole_weights, world
+
+NUM_STEPS, NUM_PARTS = 2, 4
+
+
+def plain_training() -> tuple[list[float], dict[str, Tensor]]:
+    """One process on every micro-batch of every rank: the mean loss of each step, and the weights."""
+    seeds.start()
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(NUM_PARTS):
+            loss = model(micro_batch(step, part)).square().mean() / NUM_PARTS
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        optimizer.step()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def micro_batch(step: int, part: int) -> Tensor:
+    """[4, 16]: part ``part`` of the global batch of a step."""
+    return inputs(part, step)
+
+
+def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float | None], dict[str, Tensor]]:
+    """The same global batches in another way: mean losses, norms and weights."""
+    accumulate = NUM_PARTS // world()
+    config = {
+        "optimizer": ADAMW,
+        "zero": zero,
+        "batch": {"accumulate": 1 if how == "several backwards" else accumulate},
+    }
+    seeds.start()
+    losses, norms = [], []
+    with small_buckets(), partita.initialize(Stack(), config) as engine:
+        for step in range(NUM_STEPS):
+            total = 0.0
+            for turn in range(accumulate):
+                x, last = micro_batch(step, turn * world() + rank()), turn == accumulate - 1
+                loss = engine(x).square().mean()
+                total += engine.mean(loss).item() / accumulate
+                if how == "several backwards":
+                    engine.backward(loss / accumulate)
+                elif (how == "no_sync but the last" and not last) or how == "no_sync around all":
+                    with engine.no_sync():
+                        engine.backward(loss)
+                else:
+                    engine.backward(loss)
+                if how != "several backwards" or last:
+                    result = engine.step()
+                    assert result.stepped == last
+                    assert (result.grad_norm is None) == (not last)
+            losses.append(total)
+            norms.append(result.grad_norm)
+            assert_idle(engine)
+        return losses, norms, whole_weights(engine)
+
+
+# A backward of the user's own is not divided by accumulate, so he divides; engine.backward divides by itself.
+HOW = ("engine.backward", "several backwards", "no_sync but the last", "no_sync around all")
+
+
+def compare(how: str) -> None:
+    losses, weights = plain_training()
+    for name, zero in ZERO.items():
+        got_losses, norms, got_weights = trained(zero, how)
+        torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=0, msg=name)
+        assert all(norm is not None and norm > 0 for norm in norms)
+        for key, expected in weights.items():
+            torch.testing.assert_close(got_weights[key], expected, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}")
+
+
+def everything_in_no_sync() -> None:
+    """The step inside no_sync, too: it reduces what is there."""
+    _, weights = plain_training()
+    for zero in ZERO.values():
+        seeds.start()
+        config = {"optimizer": ADAMW, "zero": zero, "batch": {"accumulate": NUM_PARTS // world()}}
+        with small_buckets(), partita.initialize(Stack(), config) as engine:
+            with engine.no_sync():
+                for step in range(NUM_STEPS):
+                    for turn in range(NUM_PARTS // world()):
+                        engine.backward(engine(micro_batch(step, turn * world() + rank())).square().mean())
+                        engine.step()
+            got = whole_weights(engine)
+        for key, expected in weights.items():
+            torch.testing.assert_close(got[key], expected, rtol=1e-4, atol=1e-6)
+
+
+def reductions(how: str, stage: int) -> tuple[int, int]:
+    """Gradient reductions of a step, in calls and bytes."""
+    config = {"zero": {"stage": stage}, "batch": {"accumulate": 2}}
+    with partita.initialize(Stack(), config) as engine:
+        before = engine.traffic_report()
+        for turn in range(2):
+            loss = engine(micro_batch(0, turn)).square().mean()
+            if how == "no_sync" and turn == 0:
+                with engine.no_sync():
+                    engine.backward(loss)
+            else:
+                engine.backward(loss)
+            engine.step()
+        rows = [row for key, row in engine.traffic_report().since(before).rows.items() if key.purpose == "gradients"]
+        return sum(row.calls for row in rows), sum(row.sent_bytes for row in rows)
+
+
+def no_sync_saves() -> None:
+    once, _ = reductions("no_sync", 2)
+    assert reductions("", 2)[0] == 2 * once
+    assert reductions("no_sync", 2)[1] * 2 == reductions("", 2)[1]
+    assert reductions("", 1) == reductions("no_sync", 1), "stage 1 reduces the last micro-batch only"
+
+
+def no_gradient_between() -> None:
+    """Gradients before the boundary, with and without reduction, are those collected so far."""
+    config = {"batch": {"accumulate": 2}}
+    for name, zero in ZERO.items():
+        seeds.start()
+        with small_buckets(), partita.initialize(Stack(), {**config, "zero": zero}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            half = engine.gradient("first.weight")
+            engine.step()
+            again = engine.gradient("first.weight")
+            with engine.no_sync():
+                engine.backward(square_loss(engine, rank(), 0))
+            full = engine.gradient("first.weight")
+        assert half is not None
+        torch.testing.assert_close(again, half, msg=name)
+        torch.testing.assert_close(full, 2 * half, msg=name)
+
+
+def zeroed() -> None:
+    """zero_grad drops what was collected, reduced or not."""
+    for zero in ZERO.values():
+        for sync in (True, False):
+            seeds.start()
+            with small_buckets(), partita.initialize(Stack(), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
+                if sync:
+                    engine.backward(square_loss(engine, rank(), 7))
+                else:
+                    with engine.no_sync():
+                        engine.backward(square_loss(engine, rank(), 7))
+                engine.zero_grad()
+                assert engine.gradient("first.weight") is None
+                engine.backward(square_loss(engine, rank(), 0))
+                first = engine.gradient("first.weight")
+                engine.zero_grad()
+                engine.backward(square_loss(engine, rank(), 0))
+                assert first is not None
+                assert torch.equal(engine.gradient("first.weight"), first)
+
+
+@matrix(how=HOW, world=[1, 2, 4])
+def test_one_global_batch_in_any_parts(how: str, world: int) -> None:
+    on_ranks(world, compare, how)
+
+
+def test_step_inside_no_sync() -> None:
+    on_ranks(2, everything_in_no_sync)
+
+
+def test_no_sync_saves_reductions() -> None:
+    on_ranks(2, no_sync_saves)
+
+
+def test_gradients_between_micro_batches() -> None:
+    on_ranks(2, no_gradient_between)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_grad(world: int) -> None:
+    on_ranks(world, zeroed)

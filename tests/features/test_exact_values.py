@@ -1,0 +1,192 @@
+"""Under 16-bit compute, master weights and frozen weights have the fp32 values that the engine was given."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import partita
+from tests.kit import seeds
+from tests.kit.plans import TIERS, ZERO, matrix
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
+
+WAYS = ("model", "meta", "weights", "load_state_dict", "gathered", "checkpoint")
+STAGES = {name: (ZERO | TIERS)[name] for name in ("0", "1", "2", "3", "3-host", "3-disk")}
+STEADY = {"name": "adamw", "lr": 0.0, "weight_decay": 0.0}
+
+
+class Frozen(nn.Module):
+    """A model with a frozen layer, and sizes that are no multiples of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(19, 37), nn.Linear(37, 37), nn.Linear(37, 5)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+
+
+def built(number: int) -> Frozen:
+    seeds.start(number)
+    return Frozen()
+
+
+def is_exact(engine: partita.Engine, way: str, expected: Mapping[str, Tensor]) -> None:
+    state = engine.state_dict()
+    if rank() == 0:
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            assert value.dtype == torch.float32, name
+            assert torch.equal(value, expected[name]), f"{name} {way}"
+
+
+def initialized(zero: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The first values of a model on the meta device under fp32 compute."""
+    with torch.device("meta"):
+        model = Frozen()
+    seeds.start(1)
+    with partita.initialize(model, {"zero": zero}) as engine:
+        return engine.state_dict()
+
+
+def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path) -> None:
+    wanted = built(1).state_dict()
+    precision = {"compute": "bf16", "master": master}
+    zero = {**STAGES[plan], "offload": {**STAGES[plan].get("offload", {}), "path": str(folder)}}
+    config = {"zero": zero, "precision": precision, "optimizer": STEADY, "checkpoint": {"dir": str(folder)}}
+    for way in ways:
+        model, weights = built(0), None
+        if way == "model":
+            model = built(1)
+        elif way in ("meta", "weights"):
+            with torch.device("meta"):
+                model = Frozen()
+            model.frozen.requires_grad_(False)
+        if way == "weights":
+            weights = folder / f"{rank()}.safetensors"
+            save_file(wanted, weights)
+        expected = initialized(zero) if way == "meta" else wanted
+        seeds.start(1)
+        with partita.initialize(model, config, weights=weights) as engine:
+            if way == "gathered" or (way == "load_state_dict" and STAGES[plan]["stage"] == 3):
+                with engine.gathered(modify=True):
+                    assert model.first.weight.dtype == torch.float32
+                    model.load_state_dict(wanted)
+                assert model.first.weight.dtype == torch.bfloat16
+            elif way == "load_state_dict":
+                model.load_state_dict(wanted)
+            elif way == "checkpoint":
+                with engine.gathered(modify=True):
+                    model.load_state_dict(wanted)
+                engine.save()
+                with engine.gathered(modify=True), torch.no_grad():
+                    for param in model.parameters():
+                        param.zero_()
+                engine.load()
+            is_exact(engine, way, expected)
+            for _ in range(2):  # a learning rate of 0 changes nothing, also of what trains only from here on
+                engine.backward(engine(torch.randn(3, 19)).square().mean())
+                engine.step()
+                is_exact(engine, way, expected)
+                model.frozen.requires_grad_(True)
+            with engine.gathered():
+                for name, param in model.named_parameters() if rank() == 0 else ():
+                    torch.testing.assert_close(param.float(), expected[name], rtol=2.0**-8, atol=0, msg=name)
+
+
+@matrix(world=(1, 2), plan=tuple(STAGES), master=("fp32", "split"))
+def test_fp32_values_arrive_unrounded(world: int, plan: str, master: str, tmp_path: Path) -> None:
+    on_ranks(world, arrives_exactly, plan, master, WAYS, tmp_path)
+
+
+def rounds_frozen() -> None:
+    for frozen, dtype in (("fp32", torch.float32), ("compute", torch.bfloat16)):
+        config = {"precision": {"compute": "bf16", "frozen": frozen}}
+        model = built(0)
+        expected = model.frozen.weight.detach().to(dtype, copy=True)
+        with partita.initialize(model, config) as engine:
+            state = engine.state_dict()
+            if rank() == 0:
+                assert state["frozen.weight"].dtype == dtype
+                assert torch.equal(state["frozen.weight"], expected)
+
+
+def test_frozen_parameters_can_be_rounded_for_good() -> None:
+    on_ranks(2, rounds_frozen)
+
+
+def warns_of_writes() -> None:
+    model = nn.Linear(8, 8)
+    with partita.initialize(model, {"precision": {"compute": "bf16"}, "zero": {"stage": 1}}) as engine:
+        with torch.no_grad():
+            model.weight.mul_(0.9999)
+        if rank() == 0:
+            with pytest.warns(UserWarning, match=r"'weight' was written in place in bfloat16.*modify=True"):
+                engine.state_dict()
+        else:
+            engine.state_dict()
+
+
+def test_a_write_that_is_rounded_is_reported() -> None:
+    on_ranks(2, warns_of_writes)
+
+
+def halfway() -> Frozen:
+    """A model whose values lie half-way between two bf16 numbers: each rule for rounding takes another of the two."""
+    model = built(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            bits = (param.bfloat16().view(torch.int16).to(torch.int32) << 16) + 0x8000
+            param.copy_(bits.view(torch.float32))
+    return model
+
+
+def in_compute(engine: partita.Engine) -> dict[str, Tensor]:
+    with engine.gathered():
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+UPDATES: dict[str, Mapping[str, Any]] = {
+    "by kernels": {},
+    "of split masters": {"master": "split"},
+    "of 8-bit moments": {"moments": "int8"},
+    "in backward": {"gradients": "in_backward"},
+    "by torch": {},
+}
+
+
+def rounds_alike(plan: str, updates: str, folder: Path) -> None:
+    """At a learning rate of 0 neither an update nor a checkpoint changes a parameter."""
+    config = {"zero": STAGES[plan], "precision": {"compute": "bf16", **UPDATES[updates]}, "optimizer": STEADY}
+    factory = None
+    if updates == "by torch":
+        factory = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+        del config["optimizer"]
+    seeds.start(rank())
+    x = torch.randn(4, 19)
+    with partita.initialize(halfway(), config, optimizer=factory) as engine:
+        first = in_compute(engine)
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        stepped = in_compute(engine)
+        engine.save(folder)
+    with partita.initialize(built(2), config, optimizer=factory) as engine:
+        engine.load(folder)
+        loaded = in_compute(engine)
+    for name, param in first.items():
+        assert torch.equal(param, stepped[name]), f"{name} changed in an update"
+        assert torch.equal(param, loaded[name]), f"{name} changed in a checkpoint"
+
+
+@matrix(world=(1, 2), plan=tuple(STAGES), updates=tuple(UPDATES))
+def test_masters_are_rounded_by_one_rule(world: int, plan: str, updates: str, tmp_path: Path) -> None:
+    if (plan, updates) != ("0", "in backward"):  # which the config refuses
+        on_ranks(world, rounds_alike, plan, updates, tmp_path)

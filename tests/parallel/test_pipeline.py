@@ -1,0 +1,395 @@
+"""Pipelines of processes: the bits of data parallelism, at every stage and in every order of work."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.parallel.pipeline.weights import Left
+from partita.plan.traffic import TrafficCount
+from partita.planner.off_stage import is_elsewhere
+from tests.kit import plans
+from tests.kit.plans import matrix, sampled
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Trained, assert_same_bits, whole_weights
+from tests.parallel import stages
+
+STEPS, MICROS, CLIP = 3, 4, 0.05
+ZERO: dict[str, dict[str, Any]] = {
+    **plans.ZERO,
+    "3-once": {"stage": 3, "keep_gathered": True, "keep_gradients": True},
+    "3-host": plans.TIERS["3-host"],
+}
+VOCAB = 32
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "zero_bubble": {"schedule": "zero_bubble"},
+}
+UNTIED = tuple(name for name in stages.BUILD if name not in stages.TIED)
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Course(Trained):
+    """A rank's run, with the loss in evaluation, and the names of the weights that it holds."""
+
+    evaluated: float = 0.0
+    held: set[str] = field(default_factory=set)
+
+
+def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], compute: str = "fp32") -> Course:
+    config = {
+        "precision": {"compute": compute},
+        "parallel": parallel,
+        "zero": zero,
+        "batch": {"micro": 2, "accumulate": MICROS},
+        "optimizer": {"lr": 2e-3},
+        "clip_grad_norm": CLIP,
+    }
+    found = Course()
+    with partita.initialize(stages.build(name), config, loss_fn=stages.loss_of) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(STEPS):
+            batches = (stages.batch(name, 100 * step + 10 * micro + data) for micro in range(MICROS))
+            found.losses.append(engine.train_batch(batches).item())
+            found.norms.append(engine.last_step.grad_norm)
+        found.evaluated = engine.eval_batch([stages.batch(name, 7 + micro) for micro in range(3)]).item()
+        assert engine.module.training
+        found.held = {key for key, param in engine.module.named_parameters() if not is_elsewhere(param)}
+        found.weights = whole_weights(engine)
+    return found
+
+
+@matrix(name=UNTIED, zero=ZERO, mesh=((2, 1), (3, 1), (2, 2)))
+def test_bits_are_those_of_data_parallelism(name: str, zero: str, mesh: tuple[int, int]) -> None:
+    pipeline, data = mesh
+    expected = on_ranks(data, course, name, {}, ZERO[zero], timeout=240)[0]
+    assert all(norm is not None and norm > CLIP for norm in expected.norms)
+    found = on_ranks(pipeline * data, course, name, {"pipeline": pipeline}, ZERO[zero], timeout=240)
+    held = set[str]()
+    for one in found:
+        assert_same_bits(one, expected)
+        assert one.evaluated == expected.evaluated
+        assert 0 < len(one.held) < len(expected.weights)
+        held |= one.held
+    assert held == expected.held
+
+
+@matrix(schedule=SCHEDULES, zero=ZERO)
+def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None:
+    expected = on_ranks(1, course, "llama", {}, ZERO[zero], timeout=240)[0]
+    for one in on_ranks(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO[zero], timeout=240):
+        assert_same_bits(one, expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None:
+    """What stages receive is in the dtype that the one before computes in, not in that of its parameters as built."""
+    (expected,) = on_ranks(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
+    for one in on_ranks(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
+        assert_same_bits(one, expected)
+        assert one.evaluated == expected.evaluated
+
+
+@dataclass
+class Batch:
+    """Of a batch's course: what came with backward, and later, in elements; what was sent, and all weights."""
+
+    with_backward: int = 0
+    later: int = 0
+    sent: dict[Any, TrafficCount] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batch_apart(config: Mapping[str, Any], schedule: str, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    config = {**config, "parallel": {**config["parallel"], "schedule": schedule}, "batch": {"accumulate": MICROS}}
+    found = Batch()
+
+    def add_gradient(left: Left, param: nn.Parameter, gradient: Tensor) -> None:
+        found.with_backward += gradient.numel()
+        came(left, param, gradient)
+
+    def run(left: Left) -> None:
+        found.later += sum(param.numel() for param in left.params.values())
+        later(left)
+
+    came, later = Left.add_gradient, Left.run
+    monkeypatch.setattr(Left, "add_gradient", add_gradient)
+    monkeypatch.setattr(Left, "run", run)
+    model = stages.build("llama")
+    model.config.use_cache = False  # a block that runs again would add its keys again
+    with partita.initialize(model, config) as engine:
+        data = engine.mesh.coordinate("data")
+        for step in range(2):
+            engine.train_batch(stages.batch("llama", 100 * step + 10 * micro + data) for micro in range(MICROS))
+        found.sent = {key: count for key, count in engine.traffic_report().rows.items() if key.purpose != "control"}
+        with engine.gathered():
+            found.weights = {key: param.detach().clone() for key, param in engine.module.named_parameters()}
+    return found
+
+
+def both_orders(config: Mapping[str, Any]) -> tuple[Batch, Batch]:
+    with pytest.MonkeyPatch.context() as patch:
+        apart = batch_apart(config, "zero_bubble", patch)
+    with pytest.MonkeyPatch.context() as patch:
+        return apart, batch_apart(config, "1f1b", patch)
+
+
+UNDER_ZERO_BUBBLE: dict[str, dict[str, Any]] = {
+    "data, stage 2": {"parallel": {"pipeline": 2}, "zero": {"stage": 2}},
+    "data, stage 3": {"parallel": {"pipeline": 2}, "zero": {"stage": 3}},
+    "data, stage 3, recomputed": {
+        "parallel": {"pipeline": 2},
+        "zero": {"stage": 3},
+        "activations": {"checkpoint": "units"},
+    },
+    "tensor": {"parallel": {"pipeline": 2, "tensor": 2}, "zero": {"stage": 3}},
+    "four stages": {"parallel": {"pipeline": 4}, "zero": {"stage": 1}},
+}
+
+
+@pytest.mark.parametrize("case", sampled(UNDER_ZERO_BUBBLE, "data, stage 3, recomputed", "tensor", "four stages"))
+def test_weights_apart_are_nearly_all_and_change_no_bit_and_no_byte(case: str) -> None:
+    for apart, whole in on_ranks(4, both_orders, UNDER_ZERO_BUBBLE[case], timeout=240):
+        assert apart.sent == whole.sent
+        assert [key for key, weight in apart.weights.items() if not torch.equal(weight, whole.weights[key])] == []
+        assert whole.later == whole.with_backward == 0
+        assert apart.with_backward < 0.02 * apart.later
+
+
+@matrix(name=stages.TIED, zero=ZERO, num_stages=(2, 3))
+def test_tied_parameters_are_alike_on_all_their_stages(name: str, zero: str, num_stages: int) -> None:
+    alike_on_all_stages(name, zero, num_stages)
+
+
+def test_what_one_of_three_stages_does_not_use_is_clipped_there_too() -> None:
+    alike_on_all_stages("skipping", "1", 3)
+
+
+def alike_on_all_stages(name: str, zero: str, num_stages: int) -> None:
+    expected = on_ranks(1, course, name, {}, ZERO[zero], timeout=240)[0]
+    found = on_ranks(num_stages, course, name, {"pipeline": num_stages}, ZERO[zero], timeout=240)
+    copies = dict[str, Tensor]()
+    for one in found:
+        for loss, other in zip(one.losses, expected.losses, strict=True):
+            assert math.isclose(loss, other, rel_tol=TOLERANCE)
+        for norm, other_norm in zip(one.norms, expected.norms, strict=True):
+            assert norm is not None
+            assert other_norm is not None
+            assert math.isclose(norm, other_norm, rel_tol=TOLERANCE)
+        for key, weight in one.weights.items():
+            assert torch.equal(copies.setdefault(key, weight), weight), key
+
+
+def sent(zero: str) -> tuple[dict[str, TrafficCount], int, int]:
+    """What a batch sends, by purpose; elements of a payload; units."""
+    config = {"parallel": {"pipeline": 2}, "zero": ZERO[zero], "batch": {"accumulate": MICROS}}
+    with partita.initialize(stages.build("llama"), config) as engine:
+        batch = stages.batch("llama", 0)
+        engine.train_batch([batch] * MICROS)
+        before = engine.traffic_report()
+        engine.train_batch([batch] * MICROS)
+        rows = engine.traffic_report().since(before).rows
+    found = {key.purpose: count for key, count in rows.items() if key.purpose != "control"}
+    return found, batch["input_ids"].numel() * stages.WIDTH, len(engine.units)
+
+
+def sent_by_all() -> dict[str, tuple[dict[str, TrafficCount], int, int]]:
+    return {zero: sent(zero) for zero in ("3", "3-kept", "3-once")}
+
+
+def test_bytes_sent() -> None:
+    """A payload each way for each micro-batch; what is kept gathered is gathered once a batch, and gradients that are
+    kept whole are reduced once.
+    """
+    for by_row in on_ranks(4, sent_by_all):
+        once = by_row["3-once"][0]["gradients"]
+        for zero, gathers, reductions in (("3", 2 * MICROS, MICROS), ("3-kept", 1, MICROS), ("3-once", 1, 1)):
+            found, elements, num_units = by_row[zero]
+            assert found["pipeline"] == TrafficCount(MICROS, MICROS * elements * 4)
+            assert found["parameters"].calls == num_units * gathers
+            assert found["gradients"].sent_bytes == reductions * once.sent_bytes
+            assert found["gradients"].calls == reductions * once.calls
+
+
+def only_by_batches() -> None:
+    config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
+    with partita.initialize(stages.build("llama"), config) as engine:
+        batch = stages.batch("llama", 0)
+        for call in (lambda: engine(**batch), lambda: engine.backward(torch.ones(())), engine.step):
+            with pytest.raises(PartitaError, match=r"split into 2 stages .* call engine.train_batch\(iterator\)"):
+                call()
+        engine.train_batch([batch] * 2)
+
+
+def test_stages_are_fed_by_batches_alone() -> None:
+    on_ranks(2, only_by_batches)
+
+
+def evaluated(world: int) -> None:
+    with partita.initialize(stages.build("llama"), {"zero": {"stage": 3}, "batch": {"accumulate": 2}}) as engine:
+        batches = [stages.batch("llama", number) for number in range(3)]
+        expected = torch.stack([stages.loss_of(engine(**batch)).detach() for batch in batches])
+        assert engine.eval_batch(batches).item() == pytest.approx(expected.mean().item())
+        iterator = iter(batches)
+        assert engine.eval_batch(iterator).item() == pytest.approx(expected[:2].mean().item())
+        assert engine.eval_batch(iterator).item() == pytest.approx(expected[2].item())
+        with pytest.raises(StopIteration):
+            engine.eval_batch(iterator)
+        if world > 1:
+            with pytest.raises(PartitaError, match="rank 0 has 1 micro-batches and rank 1 has 2"):
+                engine.eval_batch(batches[: 1 + engine.mesh.rank])
+        with pytest.raises(PartitaError, match="got a dict"):
+            engine.eval_batch(batches[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_without_a_pipeline(world: int) -> None:
+    on_ranks(world, evaluated, world)
+
+
+WRONG = [
+    (
+        {"parallel": {"pipeline": 2}, "precision": {"gradients": "in_backward"}},
+        "in_backward updates a stage's parameters",
+    ),
+    ({"parallel": {"pipeline": 2, "chunks": 2}}, "Fix: set parallel.schedule: interleaved"),
+    ({"parallel": {"pipeline": 2, "schedule": "interleaved"}}, "Fix: set parallel.chunks: 2"),
+    (
+        {"parallel": {"pipeline": 3}},
+        r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which 2 ranks",
+    ),
+    (
+        {"parallel": {"pipeline": 2, "chunks": 3, "schedule": "interleaved"}},
+        "6 stages, but LlamaForCausalLM has 4 blocks",
+    ),
+    ({"parallel": {"pipeline": 2, "cut": ["model.layers.7"]}}, "'model.layers.7' is no module of LlamaForCausalLM"),
+]
+
+
+def wrong() -> None:
+    for config, message in WRONG:
+        model = stages.build("llama")
+        with pytest.raises(ConfigError, match=message):
+            partita.initialize(model, config)
+        assert type(model.lm_head.weight) is nn.Parameter
+    model = stages.build("qwen3moe")
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="set output_router_logits to False in the model's config"):
+        partita.initialize(model, {"parallel": {"pipeline": 2}})
+
+
+def test_what_cannot_be_cut() -> None:
+    on_ranks(2, wrong)
+
+
+def bypassing() -> str:
+    config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
+    with partita.initialize(stages.Skipping(bypasses=True), config) as engine:
+        try:
+            engine.train_batch([stages.batch("skipping", 0)] * 2)
+        except PartitaError as error:
+            return str(error)
+    return ""
+
+
+def test_a_value_that_bypasses_the_cut_is_named() -> None:
+    _, last = on_ranks(2, bypassing)
+    assert "the loss needs a value that depends on 'embedding.weight'" in last
+
+
+class Leaking(nn.Module):
+    """A model whose loss, or whose code between blocks, uses values of blocks that they do not return.
+
+    Args:
+        way: how such a value leaves a block.
+    """
+
+    class Block(nn.Module):
+        def __init__(self, way: str) -> None:
+            super().__init__()
+            self.way, self.router, self.up = way, nn.Linear(16, 2), nn.Linear(16, 16)
+            self.auxiliary = torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.router(x).softmax(-1)
+            output = torch.zeros_like(x)
+            chosen = (shares[..., 0] > shares[..., 1]).nonzero(as_tuple=True)
+            output[chosen] = self.up(x[chosen]) * shares[chosen][:, :1]
+            self.auxiliary = shares.square().mean()
+            return x + output
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.collected = way, list[Tensor]()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(self.Block(way) for _ in range(4))
+        self.head = nn.Linear(16, VOCAB)
+        for block in self.blocks:
+            if way == "a hook's list":
+                block.register_forward_hook(lambda module, args, output: self.collected.append(output))
+            elif way == "a hook's return value":
+                block.register_forward_hook(lambda module, args, output: torch.cat([output, output[:, :1]], 1))
+            elif way == "a hook that logs":
+                block.register_forward_hook(lambda module, args, output: self.logged.append(output.mean().item()))
+        self.logged = list[float]()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.collected.clear()
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+            if self.way == "a write in place":
+                padded = torch.zeros(len(x), x.shape[1], 16)
+                padded[:] = x
+                x = padded
+        loss = F.cross_entropy(self.head(x[:, : labels.shape[1]]).flatten(0, 1), labels.flatten())
+        if self.way == "an attribute":
+            loss = loss + sum(block.auxiliary for block in self.blocks)
+        return loss + sum(value.square().mean() for value in self.collected)
+
+
+def leaked(way: str) -> tuple[str, float, int]:
+    """The error of a pipeline of two stages, and where there is none the loss and how often the hook has logged."""
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(1, 13).view(2, 6)}
+    with partita.initialize(Leaking(way), {"parallel": {"pipeline": dist.get_world_size()}}) as engine:
+        try:
+            return "", float(engine.train_batch([batch])), len(engine.module.logged)
+        except PartitaError as error:
+            return str(error), math.nan, 0
+
+
+LEAKS = {
+    "a hook's list": "the loss needs a value that depends on 'blocks.0'",
+    "an attribute": "the loss needs a value that depends on 'blocks.0",
+    "a write in place": "writes a value that depends on .* into a tensor of this stage",
+}
+
+
+@pytest.mark.parametrize("way", LEAKS)
+def test_values_that_leave_a_block_of_another_stage_unreturned_are_named(way: str) -> None:
+    _, (last, _, _) = on_ranks(2, partial(leaked, way))
+    assert re.search(LEAKS[way], last)
+
+
+@pytest.mark.parametrize("way", ["a hook's return value", "a hook that logs"])
+def test_hooks_of_blocks_of_other_stages(way: str) -> None:
+    ((_, expected, logs),) = on_ranks(1, partial(leaked, way))
+    of_ranks = on_ranks(2, partial(leaked, way))
+    for error, loss, _ in of_ranks:
+        assert not error
+        assert loss == pytest.approx(expected, abs=1e-6)
+    assert sum(logged for _, _, logged in of_ranks) == logs  # each rank those of its own blocks

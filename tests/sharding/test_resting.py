@@ -1,0 +1,410 @@
+"""Parameters between uses: they say what they are, refuse to be read, and notice when they are replaced or moved."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partita
+from partita import PartitaError
+from partita.memory import buffer_pool
+from partita.sharding.placeholder import ShardedParameter, is_sharded
+from tests.kit import seeds
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.plans import ZERO
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Recipe, assert_same_bits, check, quiet, rank, train_recipe
+
+SHARDED = {"zero": {"stage": 3}}
+
+
+def metadata() -> None:
+    plain = Stack()
+    with partita.initialize(Stack(), SHARDED) as engine:
+        for (name, param), (_, expected) in zip(
+            engine.module.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert is_sharded(param), name
+            assert isinstance(param, nn.Parameter)
+            assert param.shape == expected.shape
+            assert param.size() == expected.size()
+            assert param.size(0) == len(expected) == len(param)
+            assert param.numel() == expected.numel() == param.nelement()
+            assert param.dim() == expected.dim() == param.ndim
+            assert param.stride() == expected.stride()
+            assert (param.dtype, param.device, param.layout) == (expected.dtype, expected.device, expected.layout)
+            assert param.is_contiguous()
+            assert param.is_floating_point()
+            assert param.element_size() == 4
+            assert param.nbytes == expected.nbytes
+            assert param.requires_grad
+            assert param.is_leaf
+            assert param.grad is None
+            assert not param.is_meta
+            assert hash(param) == id(param)
+            assert param in {param: 1}
+            assert str(tuple(expected.shape)) in repr(param)
+            assert "Sharded parameter" in repr(param)
+        assert str(engine.module) == str(plain)
+        assert "Sharded parameter" in str(next(engine.module.parameters()))
+        assert "Sharded parameter" in f"{engine.module.first.weight}"
+        count = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+        assert count == sum(p.numel() for p in plain.parameters())
+        optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)  # made and thrown away: it reads no values
+        assert len(optimizer.param_groups[0]["params"]) == len(list(plain.parameters()))
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "add": lambda p: p + 1,
+    "item": lambda p: p.sum().item(),
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.detach().numpy(),
+    "index": lambda p: p[0],
+    "iterate": lambda p: list(p),
+    "view": lambda p: p.view(-1),
+    "transpose": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "to": lambda p: p.to(torch.float64),
+    "cpu": lambda p: p.cpu(),
+    "float": lambda p: p.double(),
+    "linear": lambda p: F.linear(torch.ones(1, WIDTH), p),
+    "in a list": lambda p: torch.stack([p, p]),
+    "equal": lambda p: torch.equal(p, p),
+    "compare": lambda p: p == 0,
+    "bool": lambda p: bool((p > 0).all()),
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "set item": lambda p: p.__setitem__(0, 1.0),
+    "copy_": lambda p: p.copy_(torch.ones(WIDTH, WIDTH)),
+    "zero_": lambda p: p.zero_(),
+    "init": lambda p: nn.init.zeros_(p),
+    "copy": lambda p: copy.copy(p) + 1,
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "norm of all": lambda p: torch.nn.utils.parameters_to_vector([p]),
+}
+
+
+def reads() -> dict[str, str]:
+    said = {}
+    with partita.initialize(Stack(), SHARDED) as engine, torch.no_grad():
+        for name, read in READS.items():
+            try:
+                read(engine.module.first.weight)
+            except PartitaError as error:
+                said[name] = str(error)
+            except Exception as error:
+                said[name] = f"{type(error).__name__}: {error}"
+            else:
+                said[name] = "nothing was raised"
+    return said
+
+
+MODEL_READS: dict[str, Callable[[Any], object]] = {
+    "state_dict": lambda model: torch.save(model.state_dict(), "/dev/null"),
+    "deepcopy": copy.deepcopy,
+    "double": lambda model: model.double(),
+    "half": lambda model: model.half(),
+    "load_state_dict": lambda model: model.load_state_dict(Stack().state_dict()),
+    "outside forward": lambda model: F.linear(torch.ones(1, WIDTH), model.last.weight),
+}
+
+
+def model_reads() -> dict[str, str]:
+    said = {}
+    for name, read in MODEL_READS.items():
+        with partita.initialize(Stack(), SHARDED) as engine:
+            try:
+                read(engine.module)
+            except (PartitaError, RuntimeError) as error:
+                said[name] = str(error)
+            else:
+                said[name] = "nothing was raised"
+    return said
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _new_data(model: Any) -> None:
+    model.first.weight.data = torch.zeros(WIDTH, WIDTH)
+
+
+def _replaced(model: Any) -> None:
+    model.first.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+
+def _replaced_layer(model: Any) -> None:
+    model.first = nn.Linear(WIDTH, WIDTH)
+
+
+def _deleted(model: Any) -> None:
+    del model.blocks[1].up.bias
+    model.blocks[1].up.bias = None
+
+
+def _added(model: Any) -> None:
+    model.extra = nn.Parameter(torch.zeros(3))
+
+
+def _added_layer(model: Any) -> None:
+    model.head = nn.Linear(WIDTH, WIDTH)
+
+
+CHANGES = {
+    "double": (_double, "is no longer a view"),
+    "data": (_new_data, "is no longer a view"),
+    "replaced": (_replaced, "'first.weight' was replaced"),
+    "replaced layer": (_replaced_layer, "'first.weight' was replaced"),
+    "deleted": (_deleted, "'blocks.1.up.bias' was replaced"),
+    "added": (_added, "'extra' was added"),
+    "added layer": (_added_layer, "'head.weight' was added"),
+}
+
+
+def changed(name: str) -> list[str]:
+    said = []
+    for zero in ZERO.values():
+        with partita.initialize(Stack(), {"zero": zero}) as engine:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            try:
+                CHANGES[name][0](engine.module)
+                engine(inputs(rank(), 1))
+            except PartitaError as error:
+                said.append(str(error))
+            else:
+                said.append("nothing was raised")
+    return said
+
+
+class ReadsChild(Stack):
+    """Reads a weight of a unit of its own from outside that unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + F.linear(x, self.blocks[1].down.weight @ self.blocks[1].up.weight)
+
+
+def reads_child() -> None:
+    check(Recipe(ReadsChild, ignored="parameter .* is read outside|'buffer_pool' .* grows"))
+
+
+def reads_child_says_so() -> None:
+    with quiet("'buffer_pool' .* grows"), partita.initialize(ReadsChild(), SHARDED) as engine:
+        with pytest.warns(UserWarning, match=r"'blocks.1.down.weight' is read outside .* 'blocks.1', .* zero.units"):
+            engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+        engine.backward(square_loss(engine, rank(), 1))  # said once
+
+
+class OwnView(nn.Module):
+    """Returns a part of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.table[2:6]
+
+
+class UsesView(Stack):
+    """A view of a parameter leaves its unit, and is used in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = nn.ModuleList([OwnView(), OwnView()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.views[0](), self.views[1]()
+        return super().forward(x + one) * other
+
+
+def returns_view() -> None:
+    check(Recipe(UsesView))
+
+
+class Attends(nn.Module):
+    """Attention of torch reads its output projection's weight by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)[None]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.last(self.encoder(x))
+
+
+def attends() -> None:
+    check(Recipe(Attends))
+
+
+def attends_without_gradient() -> None:
+    """torch's fast path in evaluation reads every weight of the layer at once."""
+    outputs = []
+    for zero in ZERO.values():
+        seeds.start()
+        with partita.initialize(Attends(), {"zero": zero}) as engine, torch.no_grad():
+            engine.eval()
+            outputs.append(engine(inputs(0, 0)))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+class Convolutions(nn.Module):
+    """Weights in the memory order that convolutions are fastest in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x.view(-1, 4, 2, 2)))
+        return x
+
+
+def strides() -> None:
+    for zero in ZERO.values():
+        with partita.initialize(Convolutions(), {"zero": zero}) as engine:
+            weight = engine.module.layers[1].weight
+            assert weight.is_contiguous(memory_format=torch.channels_last)
+            assert not weight.is_contiguous()
+            with engine.gathered():
+                assert weight.is_contiguous(memory_format=torch.channels_last)
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+            assert engine.optimizer_state("layers.1.weight")["exp_avg"].shape == weight.shape
+    check(Recipe(Convolutions))
+
+
+class OddStrides(nn.Module):
+    """A transposed parameter, one with gaps, one of a single element, one without elements, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 24).t()[:WIDTH])
+        self.gaps = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
+        self.single = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.transposed @ self.gaps) * self.single + self.scalar + self.empty.sum()
+
+
+def odd_strides() -> None:
+    check(Recipe(OddStrides))
+
+
+def resized_storage() -> None:
+    """Where torch cannot swap storages they are resized: the same numbers."""
+    recipe = Recipe(Stack)
+    expected = train_recipe(recipe, ZERO["3"])
+    with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
+        for name in ("3", "3-kept"):
+            assert_same_bits(train_recipe(recipe, ZERO[name]), expected, f"plan {name} with resized storages")
+
+
+def given_back() -> None:
+    """The memory of a resting parameter is gone."""
+    with partita.initialize(Stack(), SHARDED) as engine:
+        for unit in engine._parts.runtime.units:
+            assert unit.storage.nbytes() == 0
+        engine.backward(square_loss(engine, rank(), 0))
+        engine.step()
+        for unit in engine._parts.runtime.units:
+            assert unit.storage.nbytes() == 0
+
+
+def own_class() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = Stack()
+    model.first.weight = Special(model.first.weight.data)
+    with partita.initialize(model, SHARDED) as engine:
+        assert type(model.first.weight) is ShardedParameter
+        with engine.gathered():
+            assert type(model.first.weight) is Special
+        assert type(model.first.weight) is ShardedParameter
+
+
+def test_metadata_answers() -> None:
+    on_ranks(2, metadata)
+
+
+def test_reading_names_the_parameter_and_the_remedy() -> None:
+    for said in on_ranks(2, reads):
+        wrong = {
+            name: text
+            for name, text in said.items()
+            if not ("'first.weight' is sharded" in text and "gathered" in text)
+        }
+        assert not wrong, wrong
+
+
+def test_reading_through_the_model() -> None:
+    for said in on_ranks(2, model_reads):
+        wrong = {name: text for name, text in said.items() if not ("is sharded" in text and "gathered" in text)}
+        assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_replaced_and_moved_parameters_are_noticed(name: str) -> None:
+    expected = CHANGES[name][1]
+    for said in on_ranks(2, changed, name):
+        for plan, text in zip(ZERO, said, strict=True):
+            assert expected in text or "is sharded" in text, f"plan {plan}: {text}"
+
+
+def test_parameter_read_by_another_unit() -> None:
+    on_ranks(2, reads_child)
+    on_ranks(2, reads_child_says_so)
+
+
+def test_unit_that_returns_a_view_of_its_parameter() -> None:
+    on_ranks(2, returns_view)
+
+
+def test_attention_of_torch() -> None:
+    on_ranks(2, attends)
+    on_ranks(2, attends_without_gradient)
+
+
+def test_strides_are_kept() -> None:
+    on_ranks(2, strides)
+
+
+def test_odd_strides_and_shapes() -> None:
+    on_ranks(2, odd_strides)
+
+
+def test_resized_storages_train_the_same() -> None:
+    on_ranks(2, resized_storage)
+
+
+def test_resting_parameters_have_no_memory() -> None:
+    on_ranks(2, given_back)
+
+
+def test_subclass_of_parameter_comes_back() -> None:
+    on_ranks(2, own_class)

@@ -19,11 +19,11 @@ from partita.integrations.lightning.settings import with_precision
 
 
 class EnginePrecision(Precision):
-    """A precision plugin in place of the one that Lightning made from its ``precision`` argument.
+    """A precision plugin that replaces the one that Lightning created from its ``precision`` argument.
 
-    The engine keeps master weights in fp32, casts parameters and scales the loss, so modules are not converted. The
-    given plugin still converts inputs and outputs. Its forward context is used for precisions that are not mixed, and
-    under autocast (``precision.compute: fp32`` with a mixed precision).
+    The engine keeps fp32 master weights, casts parameters and scales the loss, so modules are not converted. The given
+    plugin still converts inputs and outputs. Its forward context is used for precisions that are not mixed, and under
+    autocast (``precision.compute: fp32`` with a mixed precision).
 
     Attributes: ``config``, with the dtype of the precision.
 
@@ -86,4 +86,4 @@ class EnginePrecision(Precision):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("partita clips gradients by their global norm alone: pass gradient_clip_algorithm='norm'")
+        raise ConfigError("partita clips gradients only by their global norm: pass gradient_clip_algorithm='norm'")

@@ -31,13 +31,13 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class PartitaStrategy(DDPStrategy):
-    """A Trainer strategy that trains a LightningModule on partita; processes, samplers and logging are those of DDP.
+    """A Trainer strategy that trains a LightningModule on partita, with DDP's processes, samplers and logging.
 
     Accumulation, clipping, precision, optimizer and schedulers are set by the Trainer and the module. If
     ``configure_optimizers`` returns None, the config's optimizer and schedule are used. A checkpoint is a folder, which
     loads at any stage and on any number of ranks; one with only weights is an ordinary file. The engine stays open
-    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. Under manual optimization
-    ``training_step`` runs outside the model's forward: call ``self(...)`` there.
+    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. With manual optimization
+    ``training_step`` runs outside the model's forward: call ``self(...)`` in it.
 
     Attributes: ``engine``, once the Trainer has set the strategy up.
 
@@ -48,7 +48,7 @@ class PartitaStrategy(DDPStrategy):
         start_method: how Lightning starts the processes of a node, if no launcher has started them.
 
     Raises:
-        ConfigError: the config is wrong, or asks the engine to do what Lightning does.
+        ConfigError: the config is wrong, or sets something that Lightning controls.
     """
 
     strategy_name = "partita"
@@ -81,7 +81,7 @@ class PartitaStrategy(DDPStrategy):
     def _open(self) -> EngineModule:
         if self._held is None:
             raise PartitaError(
-                "PartitaStrategy has no engine yet: the Trainer makes one in fit, validate, test and predict"
+                "PartitaStrategy has no engine yet: the Trainer creates it in fit, validate, test and predict"
             )
         return self._held
 
@@ -116,7 +116,7 @@ class PartitaStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Create the engine; one that has trained the module is also used to evaluate it."""
+        """Create the engine; evaluation uses the engine that has trained the module, if there is one."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -162,8 +162,8 @@ class PartitaStrategy(DDPStrategy):
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; PartitaStrategy trains with one: "
-                "give it several parameter groups, or train each model by an engine of its own (partita.initialize, "
-                "or fabric.setup for each)"
+                "use several parameter groups, or train each model with its own engine (partita.initialize, or "
+                "fabric.setup for each)"
             )
         if isinstance(self.optimizers[0], _MockOptimizer):
             self.optimizers = []
@@ -171,9 +171,8 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- train
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` inside its forward.
-
-        Under manual optimization it runs outside, because it updates parameters.
+        """Run the module's ``training_step`` inside its forward; with manual optimization outside, because it updates
+        parameters.
         """
         module = self.lightning_module
         assert module is not None
@@ -220,11 +219,11 @@ class PartitaStrategy(DDPStrategy):
             super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
             return
         if storage_options is not None:
-            raise PartitaError("storage_options: a checkpoint of PartitaStrategy is a folder; pass none")
+            raise PartitaError("storage_options: not available for PartitaStrategy, whose checkpoints are folders")
         checkpoints.save(self.engine, path, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder; to evaluate, only the weights of a folder or a file.
+        """Load a folder; for evaluation, only the weights of a folder or a file.
 
         Raises:
             PartitaError: training cannot resume from a file.
@@ -239,8 +238,8 @@ class PartitaStrategy(DDPStrategy):
             return found
         if fits:
             raise PartitaError(
-                f"'{path}' is no folder that PartitaStrategy saved: training resumes from those alone; to start from a "
-                f"file's weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
+                f"'{path}' is not a folder that PartitaStrategy saved, so training cannot resume from it; to start "
+                f"from its weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
             )
         file: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return file
@@ -266,7 +265,7 @@ class PartitaStrategy(DDPStrategy):
         """End fit or evaluation; parameters stay where the engine stores them."""
         if self._held is not None:
             self.engine.wait_for_checkpoint()
-        if isinstance(self.launcher, _MultiProcessingLauncher):  # it sends the weights to the process that started it
+        if isinstance(self.launcher, _MultiProcessingLauncher):  # this process sends the weights to its parent
             self._end()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -276,7 +275,7 @@ class PartitaStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end(self) -> None:
-        """Close the current engine; its module is an ordinary one again."""
+        """Close the current engine, and restore the ordinary module."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,4 +1,4 @@
-"""A backend of Ray Train that makes its workers, on whichever nodes Ray has placed them, the ranks of an engine."""
+"""A backend of Ray Train whose workers are the ranks of an engine."""
 
 import socket
 from contextlib import closing
@@ -18,7 +18,7 @@ from partita.errors import ConfigError
 class PartitaTorchConfig(TorchConfig):
     """Ray Train's configuration of partita: ``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
 
-    Each worker gets its rank and the address where the ranks meet, in torchrun's variables. ``partita.initialize``
+    Each worker gets its rank and the rendezvous address in torchrun's environment variables. ``partita.initialize``
     starts the process group, with the backends that it needs and with ``communication.timeout_s``.
 
     Raises:

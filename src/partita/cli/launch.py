@@ -44,7 +44,7 @@ def launch(num_processes: int, module: str, arguments: Sequence[str], console: C
     with (
         tempfile.TemporaryDirectory(prefix="partita-") as folder,
         _environment(_variables(num_processes)),
-        _passed_on(signal.SIGUSR1),
+        _forwarded(signal.SIGUSR1),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -100,15 +100,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _passed_on(number: int) -> Iterator[None]:
+def _forwarded(number: int) -> Iterator[None]:
     """Forward a signal to the started processes inside the block, instead of handling it in this one."""
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for pid in _started():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    before = signal.signal(number, pass_on)
+    before = signal.signal(number, forward)
     try:
         yield
     finally:

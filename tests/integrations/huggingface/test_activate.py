@@ -85,7 +85,7 @@ class Mine(transformers.Trainer):  # type: ignore[misc]
 
 def test_too_late() -> None:
     """Where a script has one of the classes already, or has derived another one from it."""
-    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) as the first line"):
+    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) in the first line"):
         activate()
     assert f"{__name__}.Mine was derived from Trainer" in list(_taken())
     script = types.ModuleType("script")

@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
         partita_values: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_alone(kwargs)
+        _check_no_other_library(kwargs)
         config = load_config(partita_config if partita_config is not None else self.default_config)
         if not args and device_type() == HOST.type:
             kwargs.setdefault("cpu", True)  # without it, accelerate does not recognize several processes on the CPU
@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
         self._save_model_state_pre_hook: OrderedDict[int, Any]
         self._load_model_state_pre_hook: OrderedDict[int, Any]
         if self.distributed_type in _OTHERS:
-            raise _not_alone(self.distributed_type.value)
+            raise _another_library(self.distributed_type.value)
         _check_ranks(self.num_processes)
         steps = self.gradient_accumulation_steps
         if steps > 1:
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         mesh = resolve(settings, self.num_processes, self.device.type).mesh  # also checks the batch sizes
         self.fed = fed(mesh, self.process_index, "accelerate's loop")
         self._sharing = Sharing(self.fed)
-        self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
+        self.engines = Engines(_without_batch(settings), precision.compute, self.device)
         self._schedule = config.schedule
         self._waiting = list[nn.Module]()  # prepared models without a prepared optimizer
 
@@ -367,7 +367,7 @@ def _newest(folder: Path) -> Path:
     return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def _fed_by_the_loop(config: Config) -> Config:
+def _without_batch(config: Config) -> Config:
     """Return the config without batch sizes: the training loop sets them, and each engine step ends a batch."""
     return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
 
@@ -383,14 +383,14 @@ def _check_ranks(num_processes: int) -> None:
         )
 
 
-def _check_alone(kwargs: Mapping[str, Any]) -> None:
+def _check_no_other_library(kwargs: Mapping[str, Any]) -> None:
     """Check that no other library would shard the model."""
     for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
         if kwargs.get(name) is not None:
-            raise _not_alone(name)
+            raise _another_library(name)
 
 
-def _not_alone(name: str) -> ConfigError:
+def _another_library(name: str) -> ConfigError:
     return ConfigError(
         f"Accelerator: {name} cannot be combined with partita, which shards the model itself; leave it out, or start "
         "the script with 'partita run --accelerate FILE' or 'partita run --deepspeed FILE', which convert its "

@@ -34,11 +34,11 @@ def given(config: Config, key: str) -> Any:
     return None if value == "auto" else value
 
 
-def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None = None) -> None:
+def check_alike(config: Config, arguments: Iterable[Argument], section: str | None = None) -> None:
     """Check that values given in both places are equal.
 
     Args:
-        whole: the section to leave out, if its keys cannot be left out separately.
+        section: the section to leave out, if its keys cannot be left out separately.
 
     Raises:
         ConfigError: a value differs; the message shows both.
@@ -49,7 +49,7 @@ def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None
             raise conflict(
                 f"{argument.key} and {argument.name} differ",
                 [Row(argument.key, value, "config"), Row(argument.name, argument.value, "trainer")],
-                f"leave {whole or argument.key} out: the trainer's value is used",
+                f"leave {section or argument.key} out: the trainer's value is used",
             )
 
 
@@ -153,7 +153,7 @@ def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
     """
     if not config.schedule.model_fields_set:
         return False
-    check_alike(config, _of_schedule(config, args, num_steps), whole="schedule")
+    check_alike(config, _of_schedule(config, args, num_steps), section="schedule")
     return True
 
 

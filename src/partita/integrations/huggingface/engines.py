@@ -68,10 +68,10 @@ class Engines:
             trained = {name: id(p) for name, p in one.engine.module.named_parameters() if p.requires_grad}
             if wanted.isdisjoint(trained.values()):
                 continue
-            if left_out := [name for name, found in trained.items() if found not in wanted]:
+            if missing := [name for name, found in trained.items() if found not in wanted]:
                 raise PartitaError(
                     f"{call}: gradients are clipped by the norm of an engine's full model: expected all parameters "
-                    f"that train, '{left_out[0]}' is missing; pass model.parameters()"
+                    f"that train, '{missing[0]}' is missing; pass model.parameters()"
                 )
             return one
         return None

@@ -76,7 +76,7 @@ class Trainer(transformers.Trainer):
             "clip_grad_norm": args.max_grad_norm or None,
         }
         if args.auto_find_batch_size:
-            _check_whole(config, args)
+            _check_unsharded(config, args)
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
@@ -205,7 +205,7 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
     return type(trainer_class.__name__, bases, own)
 
 
-def _check_whole(config: Config, args: Any) -> None:
+def _check_unsharded(config: Config, args: Any) -> None:
     row = row_of(resolve(config, args.world_size, args.device.type))
     if row.param_rest.shard_axes:
         raise ConfigError(

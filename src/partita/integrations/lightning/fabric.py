@@ -55,7 +55,7 @@ class PartitaStrategy(DDPStrategy):
         self._config = settings.with_accumulation(settings.read(config), 1, "a step of Fabric's loop")
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
-        self._held: list[EngineModule] = []
+        self._engine_modules: list[EngineModule] = []
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
         self._ranks = Ranks(self, self._config)
         self._backward_sync_control = _BackwardSync()
@@ -63,7 +63,7 @@ class PartitaStrategy(DDPStrategy):
     @property
     def engines(self) -> list[Engine]:
         """The engines of the models that were set up, in setup order."""
-        return [held.engine for held in self._held]
+        return [each.engine for each in self._engine_modules]
 
     @property
     def precision(self) -> EnginePrecision:
@@ -95,7 +95,7 @@ class PartitaStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> EngineModule:
         """Set up a model that is only evaluated."""
-        return self._hold(start_frozen(module, self.precision.config, self.root_device, self._weights))
+        return self._add(start_frozen(module, self.precision.config, self.root_device, self._weights))
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -111,8 +111,8 @@ class PartitaStrategy(DDPStrategy):
                 "parameter groups, or call fabric.setup for each model"
             )
         settings.check_schedule(self._config, scheduler is not None)
-        held = start(module, self.precision.config, optimizers[0], self.root_device, self._weights)
-        return self._hold(held), [held.engine.optimizer], scheduler
+        engine_module = start(module, self.precision.config, optimizers[0], self.root_device, self._weights)
+        return self._add(engine_module), [engine_module.engine.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse to set up an optimizer without its model.
@@ -122,9 +122,9 @@ class PartitaStrategy(DDPStrategy):
         """
         raise ConfigError("fabric.setup_optimizers: set up model and optimizer: fabric.setup(model, optimizer)")
 
-    def _hold(self, held: EngineModule) -> EngineModule:
-        self._held.append(held)
-        return held
+    def _add(self, engine_module: EngineModule) -> EngineModule:
+        self._engine_modules.append(engine_module)
+        return engine_module
 
     # ---------------------------------------------------------------------- train
 
@@ -134,9 +134,9 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             PartitaError: no module is given, and several engines train, or none.
         """
-        held = self._only() if module is None else module
-        assert isinstance(held, EngineModule)
-        held.backward(tensor, *args, **kwargs)
+        engine_module = self._only() if module is None else module
+        assert isinstance(engine_module, EngineModule)
+        engine_module.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the ``closure`` if there is one, step the engine, and return the closure's result."""
@@ -254,7 +254,7 @@ class PartitaStrategy(DDPStrategy):
         """Split ``state`` into the engine whose model or optimizer it contains (None: none), and the other entries."""
         found, others = dict[int, Engine](), dict[str, Any]()
         for key, value in state.items():
-            engine = next((engine for engine in self.engines if _is_part(value, engine)), None)
+            engine = next((engine for engine in self.engines if _belongs_to(value, engine)), None)
             if engine is None:
                 others[key] = value
             else:
@@ -269,10 +269,10 @@ class PartitaStrategy(DDPStrategy):
         return next(engine for engine in self.engines if engine.module is _model(module))
 
     def _of(self, optimizer: Any) -> EngineModule:
-        return next(held for held in self._held if held.engine.optimizer is optimizer)
+        return next(each for each in self._engine_modules if each.engine.optimizer is optimizer)
 
     def _only(self) -> EngineModule:
-        trained = [held for held in self._held if held.trains]
+        trained = [each for each in self._engine_modules if each.trains]
         if len(trained) != 1:
             raise PartitaError(
                 f"fabric.backward: {len(trained)} models were set up with an optimizer, and each has its own engine: "
@@ -282,8 +282,8 @@ class PartitaStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Close the engines; the models are ordinary modules again."""
-        while self._held:
-            self._held.pop().close()
+        while self._engine_modules:
+            self._engine_modules.pop().close()
         super().teardown()
 
 
@@ -303,5 +303,5 @@ def _model(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, EngineModule) else module
 
 
-def _is_part(value: Any, engine: Engine) -> bool:
+def _belongs_to(value: Any, engine: Engine) -> bool:
     return value is engine.optimizer or (isinstance(value, nn.Module) and _model(value) is engine.module)

@@ -28,16 +28,16 @@ class EnginePrecision(Precision):
     Attributes: ``config``, with the dtype of the precision.
 
     Args:
-        held: returns the module of the current engine.
+        current: returns the module of the current engine.
 
     Raises:
         ConfigError: the config sets another dtype.
     """
 
-    def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
+    def __init__(self, given: FabricPrecision, config: Config, current: Callable[[], EngineModule]) -> None:
         self.precision = given.precision
         self._given = given
-        self._held = held
+        self._current = current
         self.config, autocasts = with_precision(config, given.precision)
         self._enters = autocasts or not given.precision.endswith("-mixed")
 
@@ -63,22 +63,22 @@ class EnginePrecision(Precision):
             PartitaError: the module overrides it under fp16: its backward would miss the loss scale.
         """
         if is_overridden("backward", model):
-            with self._held().own_backward():
+            with self._current().own_backward():
                 model.backward(tensor, *args, **kwargs)
         else:
-            self._held().backward(tensor, *args, **kwargs)
+            self._current().backward(tensor, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure (forward and backward), Lightning's hooks before the step, and the engine's step."""
         output = self._wrap_closure(model, optimizer, closure)
-        self._held().step()
+        self._current().step()
         return output
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the batch's gradients by their global norm in the next step."""
-        self._held().engine.clip_grad_norm(float(clip_val))
+        self._current().engine.clip_grad_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Refuse to clip gradients by value.

@@ -85,12 +85,12 @@ def check_clipping(config: Config, clip: float | None, algorithm: str | None) ->
         )
 
 
-def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
+def with_accumulation(config: Config, accumulate: int, argument: str) -> Config:
     """Return the config with a ``batch`` of one micro-batch: Lightning's loop accumulates, and divides the loss itself.
 
     Args:
         accumulate: batches per optimizer step.
-        said_by: the setting that determines it, as the user calls it.
+        argument: the setting that determines it, as the user calls it.
 
     Raises:
         ConfigError: the config sets another number.
@@ -98,8 +98,8 @@ def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
     given = config.batch.accumulate
     if given not in ("auto", accumulate):
         raise conflict(
-            f"batch.accumulate is {given}, but {said_by} is {accumulate}",
-            [row(config, "batch.accumulate"), Row(said_by, accumulate, "Lightning")],
+            f"batch.accumulate is {given}, but {argument} is {accumulate}",
+            [row(config, "batch.accumulate"), Row(argument, accumulate, "Lightning")],
             "leave batch.accumulate out of partita's config",
         )
     return _changed(config, batch=Batch())

@@ -65,7 +65,7 @@ class PartitaStrategy(DDPStrategy):
         self._config = settings.read(config)
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
-        self._held: EngineModule | None = None
+        self._engine_module: EngineModule | None = None
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
         self._ranks = Ranks(self, self._config)
 
@@ -79,11 +79,11 @@ class PartitaStrategy(DDPStrategy):
         return self._open().engine
 
     def _open(self) -> EngineModule:
-        if self._held is None:
+        if self._engine_module is None:
             raise PartitaError(
                 "PartitaStrategy has no engine yet: the Trainer creates it in fit, validate, test and predict"
             )
-        return self._held
+        return self._engine_module
 
     @property
     def precision_plugin(self) -> EnginePrecision:
@@ -121,12 +121,12 @@ class PartitaStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        held = self._held
-        if held is None or fits or held.module is not self.lightning_module:
+        engine_module = self._engine_module
+        if engine_module is None or fits or engine_module.module is not self.lightning_module:
             self._end()
             config = self._config_with(trainer)
-            held = self._start_training(trainer, config) if fits else self._start_evaluation(config)
-        self.model = self._held = held
+            engine_module = self._start_training(trainer, config) if fits else self._start_evaluation(config)
+        self.model = self._engine_module = engine_module
 
     def _config_with(self, trainer: Trainer) -> Config:
         """Return the config with the values of the Trainer's arguments."""
@@ -142,9 +142,9 @@ class PartitaStrategy(DDPStrategy):
         self.setup_optimizers(trainer)
         settings.check_schedule(config, bool(self.lr_scheduler_configs))
         given = self.optimizers[0] if self.optimizers else None
-        held = start(module, config, given, self.root_device, self._weights)
-        self.optimizers = [held.engine.optimizer]
-        return held
+        engine_module = start(module, config, given, self.root_device, self._weights)
+        self.optimizers = [engine_module.engine.optimizer]
+        return engine_module
 
     def _start_evaluation(self, config: Config) -> EngineModule:
         assert self.lightning_module is not None
@@ -257,13 +257,13 @@ class PartitaStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the engine, and report the error to the ranks that wait for this one."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.fail(exception)
+        engine_module, self._engine_module = self._engine_module, None
+        if engine_module is not None:
+            engine_module.fail(exception)
 
     def teardown(self) -> None:
         """End fit or evaluation; parameters stay where the engine stores them."""
-        if self._held is not None:
+        if self._engine_module is not None:
             self.engine.wait_for_checkpoint()
         if isinstance(self.launcher, _MultiProcessingLauncher):  # this process sends the weights to its parent
             self._end()
@@ -276,6 +276,6 @@ class PartitaStrategy(DDPStrategy):
 
     def _end(self) -> None:
         """Close the current engine, and restore the ordinary module."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._engine_module is not None:
+            self._engine_module.close()
+            self._engine_module = None

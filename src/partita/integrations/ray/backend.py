@@ -46,7 +46,7 @@ class PartitaBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Choose an address on the first worker, and set the environment variables of each worker."""
-        worker_group.execute(_be_a_rank, worker_group.execute_single(0, _free_address))
+        worker_group.execute(_set_rank, worker_group.execute_single(0, _free_address))
 
 
 def _free_address() -> tuple[str, int]:
@@ -58,7 +58,7 @@ def _free_address() -> tuple[str, int]:
         return host, int(tried.getsockname()[1])
 
 
-def _be_a_rank(address: tuple[str, int]) -> None:
+def _set_rank(address: tuple[str, int]) -> None:
     context = ray.train.get_context()
     launch = LaunchEnvironment(
         rank=context.get_world_rank(),

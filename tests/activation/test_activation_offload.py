@@ -291,5 +291,5 @@ def test_the_host_of_a_cpu_is_said_to_be_no_tier() -> None:
 
 
 def test_offload_without_recomputation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="activations.offload moves the inputs of modules that are recomputed"):
+    with pytest.raises(ConfigError, match="activations.offload offloads the inputs of recomputed modules"):
         resolve(Config(activations={"offload": "disk"}), 1, "cpu")

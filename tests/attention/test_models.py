@@ -391,5 +391,5 @@ def test_what_the_config_says_wrong() -> None:
 
 
 def test_packing_without_use_is_refused() -> None:
-    with pytest.raises(ConfigError, match="attention.packed is of dense attention"):
+    with pytest.raises(ConfigError, match="attention.packed requires the pattern dense"):
         resolve(load_config({"attention": LONGFORMER | {"packed": True}}), 1, "cpu", 1)

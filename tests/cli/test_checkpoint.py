@@ -48,7 +48,7 @@ def test_inspect(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
 
 def test_verify(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     shown = run("verify", saved[0] / "step-1")
-    assert (shown.exit_code, shown.output) == (0, f"{saved[0]}/step-1: every byte is as it was written\n")
+    assert (shown.exit_code, shown.output) == (0, f"{saved[0]}/step-1: all checksums match\n")
     for path in (saved[0] / "step-1").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     content = bytearray((tmp_path / "__1_0.distcp").read_bytes())
@@ -81,7 +81,7 @@ def test_export_replaces_no_other_model_unasked(saved: tuple[Path, dict[str, tor
     save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
     shown = run("export", saved[0], tmp_path)
     assert shown.exit_code == 2
-    assert "holds a model already (model.safetensors); pass --overwrite" in " ".join(shown.output.split())
+    assert "already contains a model (model.safetensors); pass --overwrite" in " ".join(shown.output.split())
     assert list(load_file(tmp_path / "model.safetensors")) == ["other"]
     assert run("export", saved[0], tmp_path, "--overwrite").exit_code == 0
     assert load_file(tmp_path / "model.safetensors").keys() == saved[1].keys()
@@ -100,7 +100,7 @@ def test_export_of_one_of_several_copies(tmp_path: Path) -> None:
 
 
 def test_diff(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    assert run("diff", saved[0], saved[0] / "step-2").output == "they are the same, bit by bit\n"
+    assert run("diff", saved[0], saved[0] / "step-2").output == "the checkpoints are identical, bit by bit\n"
     shown = run("diff", saved[0], saved[0] / "step-1")
     assert shown.exit_code == 1
     assert "model.first.weight: largest difference" in shown.output

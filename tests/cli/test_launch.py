@@ -255,7 +255,7 @@ def test_a_killed_rank_is_the_cause_of_the_errors_of_others(tmp_path: Path, caps
     failures = {0: failure(tmp_path, 0, 1, RuntimeError("connection closed")), 1: failure(tmp_path, 1, -9)}
     code, text = told(failures, capsys)
     assert code == 1
-    assert "rank 1 (process 101) was ended by SIGKILL; the system kills a process so when memory runs out" in text
+    assert "rank 1 (process 101) was ended by SIGKILL; the system does this when memory runs out" in text
 
 
 def test_a_rank_that_the_agent_ended_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_processes_are_not_started_under_a_launcher(tmp_path: Path, monkeypatch:
         monkeypatch.setenv(name, value)
     code, output = invoke("train", write_job(tmp_path), "--processes", "2")
     assert code == 2
-    assert "a launcher started this process already, as one of 4; leave --processes out" in output
+    assert "a launcher has already started this process as one of 4; leave --processes out" in output
 
 
 def test_an_unknown_option_or_command_is_refused() -> None:
@@ -128,7 +128,7 @@ def test_doctor_says_what_is_missing_and_lost(monkeypatch: pytest.MonkeyPatch) -
     rows = dict(doctor.choice_rows())
     assert rows["transformers"] == "not installed: no Hugging Face models in a job"
     assert rows["tensorboard"] == "not installed: no event files, only metrics.jsonl"
-    assert rows["compiled kernels"] == "not built; PyTorch's own are used"
+    assert rows["compiled kernels"] == "not built; plain PyTorch is used"
 
 
 def test_a_machine_goes_into_a_file_that_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

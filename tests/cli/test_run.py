@@ -61,8 +61,8 @@ def test_a_script_runs_as_it_is_with_its_own_options(activated: list[Any], writt
     assert json.loads(out.read_text()) == ["__main__", ["--processes", "9", "--learning_rate", "1e-4", "-m"], 7]
     assert activated == [None], "the script's own arguments say which config"
     assert said.splitlines() == [
-        f"partita run {written}: accelerate.Accelerator, transformers.Trainer and TrainingArguments(deepspeed=, fsdp=) "
-        "are partita's, with what the script says"
+        f"partita run {written}: partita replaces accelerate.Accelerator, transformers.Trainer and "
+        "TrainingArguments(deepspeed=, fsdp=); settings: those of the script"
     ]
 
 
@@ -86,10 +86,10 @@ def test_what_the_files_say_is_activated(activated: list[Any], written: Path, tm
     for option, file in (("--config", own), ("--deepspeed", theirs), ("--accelerate", answers)):
         code, said = run(option, file, written, tmp_path / "out.json")
         assert code == 0, said
-        assert said.splitlines()[-1].endswith(f"are partita's, with {file}")
+        assert said.splitlines()[-1].endswith(f"settings: {file}")
         if file is theirs:
             assert f"{theirs}: zero_optimization.overlap_com: unknown key, without effect; did you mean" in said
-            assert f"{theirs}: ignored, as partita needs none of them: aio" in said
+            assert f"{theirs}: ignored, because partita does not need: aio" in said
     assert activated == [
         {"zero": {"stage": 3}},
         {"zero": {"stage": 2}},
@@ -101,7 +101,7 @@ def test_what_the_files_say_is_activated(activated: list[Any], written: Path, tm
     ("arguments", "message"),
     [
         (["nowhere.py"], "SCRIPT: no file 'nowhere.py'"),
-        (["-m", "nowhere_at_all.train"], "-m nowhere_at_all.train: there is no such module"),
+        (["-m", "nowhere_at_all.train"], "-m nowhere_at_all.train: no module with this name"),
         (["--config", "a.yaml", "--deepspeed", "b.json", __file__], "give one of them"),
         (["--deepspeed", "b.json", __file__], "config file 'b.json' does not exist"),
         (["--config", "b.toml", __file__], "expected a path that ends in .yaml"),
@@ -126,7 +126,7 @@ def test_processes_are_not_started_under_a_launcher(
         monkeypatch.setenv(name, value)
     code, said = run("--processes", "2", written)
     assert code == 2
-    assert "a launcher started this process already, as one of 4; leave --processes out" in said
+    assert "a launcher has already started this process as one of 4; leave --processes out" in said
     file = tmp_path / "ds_config.json"
     file.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "bf16": {"enabled": true}}')
     assert run("--deepspeed", file, written, tmp_path / "out.json") == (0, "")
@@ -211,8 +211,8 @@ def test_a_config_is_converted_with_its_notices_as_comments(tmp_path: Path) -> N
     expected = f"""# Converted from {file}.
 # mapped: bf16.enabled: becomes precision.compute: 'bf16', precision.mode: 'cast', precision.outputs: 'compute'
 # mapped: zero_optimization.stage: becomes zero.stage: 3
-# mapped: train_batch_size: as the trainer's arguments say (auto)
-# ignored: steps_per_print: partita has reports of its own (engine.memory_report, engine.traffic_report)
+# mapped: train_batch_size: set by the trainer's arguments (auto)
+# ignored: steps_per_print: partita has its own reports (engine.memory_report, engine.traffic_report)
 # warning: max_grad_norm: unknown key, without effect; did you mean gradient_clipping?
 zero: {{stage: 3}}
 precision: {{compute: bf16, mode: cast, outputs: compute}}

@@ -181,7 +181,7 @@ CROSS_FIELD = [
         {"activations": {"partition": True, "checkpoint": "units"}},
         (
             "activations.partition shards saved inputs over the tensor ranks, which have equal ones, but there is one",
-            "Fix: leave activations.partition out, or set parallel.tensor to the ranks that share each layer",
+            "Fix: leave activations.partition out, or set parallel.tensor above 1",
         ),
     ),
     Wrong(

@@ -348,7 +348,7 @@ def test_no_file_is_replaced_unasked(tmp_path: Path) -> None:
     file.write_text("mine: 1\n")
     refused = run(app, ["plan", SMALL, "--out", str(file)])
     assert refused.exit_code == 2
-    assert "is there already; pass --overwrite to replace it" in " ".join(refused.stderr.split())
+    assert "exists already; pass --overwrite to replace it" in " ".join(refused.stderr.split())
     assert file.read_text() == "mine: 1\n"
     assert run(app, ["plan", SMALL, "--out", str(file), "--overwrite"]).exit_code == 0
     assert "mine" not in file.read_text()

@@ -97,8 +97,8 @@ def test_what_a_script_says_of_deepspeed_and_fsdp_holds_on_partita(
     for run in found:
         assert run["losses"] == pytest.approx(plain, rel=1e-5)
     assert found[0]["losses"] == found[1]["losses"] == found[2]["losses"]
-    assert said.count("are partita's, with what the script says") == 1
-    assert "scheduler.type: the trainer's own schedule takes its place" in said
+    assert said.count("settings: those of the script") == 1
+    assert "scheduler.type: the trainer's own schedule is used instead" in said
 
 
 @pytest.mark.thorough
@@ -120,4 +120,4 @@ def test_files_given_to_partita_run_under_torchrun_and_srun(tmp_path: Path, monk
         ((run,), said) = finished(tmp_path, [{}], *launcher)
         assert (run["ranks"], run["stage"]) == (2, 3)
         assert run["losses"] == pytest.approx(plain, rel=1e-5)
-        assert said.count("are partita's, with ") == 1
+        assert said.count("; settings: ") == 1

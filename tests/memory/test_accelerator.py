@@ -41,7 +41,7 @@ def test_a_rank_that_sees_one_device_has_that(monkeypatch: pytest.MonkeyPatch) -
     assert accelerator.own_device(3) == torch.device("xpu", 0)
     assert accelerator.chosen_device("xpu", 3) == torch.device("xpu", 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="local rank 2 has no xpu device .* at least 3; got 2"):
+    with pytest.raises(ConfigError, match="local rank 2 has no xpu device: .* at least 3; got 2"):
         accelerator.own_device(2)
 
 

@@ -10,12 +10,12 @@ from partita.attention.picture import picture
 from partita.cli.console import user_errors
 from partita.config.load import load_config
 
-attention = typer.Typer(name="attention", no_args_is_help=True, help="Which keys each query sees.")
+attention = typer.Typer(name="attention", no_args_is_help=True, help="Show attention patterns.")
 
 
 @attention.callback()
 def options() -> None:
-    """Show which keys each query sees."""
+    """Show attention patterns."""
 
 
 @attention.command()
@@ -27,9 +27,9 @@ def show(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Such as attention.window=1024; repeatable.")
     ] = None,
     length: Annotated[int, typer.Option(min=1, help="Positions of a sample.")] = 4096,
-    both: Annotated[bool, typer.Option("--both", help="In both directions, where attention.causal is auto.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="Bidirectional, if attention.causal is auto.")] = False,
 ) -> None:
-    """Draw a config's attention pattern, and show how much of dense attention it computes."""
+    """Draw a config's attention pattern, and show its cost relative to dense attention."""
     with user_errors():
         settings = load_config(config, overrides or ()).attention
         causal = not both if settings.causal == "auto" else settings.causal

@@ -20,16 +20,16 @@ from partita.planner.dtypes import dtype_of
 from partita.planner.figures import format_bytes
 
 checkpoint = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="Look at checkpoints: partita's, and others of torch.distributed."
+    name="checkpoint", no_args_is_help=True, help="Inspect checkpoints of partita and torch.distributed."
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them: then the newest.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints (the newest).")]
 
 
 @checkpoint.command()
 def inspect(
     folder: Folder, every: Annotated[bool, typer.Option("--all", help="Every tensor, with shape and pieces.")] = False
 ) -> None:
-    """Show who saved a checkpoint, and what it contains."""
+    """Show the origin and contents of a checkpoint."""
     console = Console()
     with user_errors():
         stored = open_stored(folder)
@@ -59,7 +59,7 @@ def _content(stored: StoredFiles) -> Iterator[tuple[str, str]]:
 
 @checkpoint.command(name="verify")
 def verify_command(folder: Folder) -> None:
-    """Read all of a checkpoint and compare it with its checksums; exit code 1 if something is wrong."""
+    """Read a full checkpoint and compare it with its checksums; exit code 1 if something is wrong."""
     with user_errors():
         stored = open_stored(folder)
         problems = list(verify(stored))
@@ -67,7 +67,7 @@ def verify_command(folder: Folder) -> None:
         show_error(Console(stderr=True), problem)
     if problems:
         raise typer.Exit(FAILURE)
-    checked = "every byte is as it was written" if stored.manifest else "everything can be read (it has no checksums)"
+    checked = "all checksums match" if stored.manifest else "everything can be read (it has no checksums)"
     typer.echo(f"{stored.folder}: {checked}")
 
 
@@ -75,9 +75,9 @@ def verify_command(folder: Folder) -> None:
 def export(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write into.")],
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or as it is stored.")] = "stored",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or stored (unchanged).")] = "stored",
     config: Annotated[Path | None, typer.Option(help="A folder whose configuration and tokenizer are copied.")] = None,
-    prefix: Annotated[str | None, typer.Option(help="Which copy of the weights, where there are several.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="The copy of the weights to export, if there are several.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, in the layout of Hugging Face."""
@@ -86,7 +86,7 @@ def export(
             raise ConfigError(f"--dtype: expected stored, {', '.join(ENCODINGS)}; got {dtype}")
         if not overwrite and (found := files_of_weights(out)):
             raise ConfigError(
-                f"'{out}' holds a model already ({found[0].name}); pass --overwrite to replace it, or name another "
+                f"'{out}' already contains a model ({found[0].name}); pass --overwrite to replace it, or name another "
                 "folder"
             )
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
@@ -96,7 +96,7 @@ def export(
 
 @checkpoint.command()
 def diff(
-    one: Folder, other: Annotated[Path, typer.Argument(metavar="OTHER", help="What it is compared with.")]
+    one: Folder, other: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")]
 ) -> None:
     """Show the differences between two checkpoints; exit code 1 if there are any."""
     with user_errors():
@@ -105,4 +105,4 @@ def diff(
         typer.echo(f"{key}: {how}")
     if found:
         raise typer.Exit(FAILURE)
-    typer.echo("they are the same, bit by bit")
+    typer.echo("the checkpoints are identical, bit by bit")

@@ -13,11 +13,11 @@ from partita.errors import PartitaError
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
 def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows of a name, in bold, and a text."""
+    """Print rows of a bold name and a text."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -27,18 +27,18 @@ def show_table(console: Console, title: str, rows: Iterable[tuple[str, str]]) ->
 
 
 def show_error(console: Console, message: str) -> None:
-    """Print the message as it is, after a red word; it may contain any characters, also brackets."""
+    """Print an error in red, without interpreting markup (brackets) in the message."""
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def show_notice(console: Console, message: str) -> None:
-    """Print the message as it is, after a yellow word."""
+    """Print a note in yellow, without interpreting markup in the message."""
     console.print(Text.assemble(("note: ", "bold yellow"), message), soft_wrap=True)
 
 
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Show a :class:`PartitaError` of the block as one message, and end the command with :data:`USER_ERROR`."""
+    """Show a :class:`PartitaError` of the block as one message, and exit with :data:`USER_ERROR`."""
     try:
         yield
     except PartitaError as error:
@@ -47,5 +47,5 @@ def user_errors(prefix: str = "") -> Iterator[None]:
 
 
 def prefixed(prefix: str, message: str) -> str:
-    """Return the message after a prefix; if it begins with the prefix already, the prefix is not repeated."""
+    """Prepend a prefix to a message that does not already begin with it."""
     return prefix + message.removeprefix(prefix)

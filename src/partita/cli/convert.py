@@ -1,4 +1,4 @@
-"""``partita convert``: converts what other libraries wrote into partita's formats."""
+"""``partita convert``: converts configs and checkpoints of other libraries into partita's formats."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +13,17 @@ from partita.config.external_format import read_foreign
 from partita.errors import ConfigError
 from partita.huggingface.trained import read_model
 
-convert = typer.Typer(name="convert", no_args_is_help=True, help="Turn what other libraries wrote into partita's.")
+convert = typer.Typer(name="convert", no_args_is_help=True, help="Convert configs and checkpoints of other libraries.")
 
 
 @convert.command(name="config")
 def config_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A ds_config.json, or accelerate's YAML.")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.", show_default="shown")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that it is for.")] = 1,
-    per_node: Annotated[int | None, typer.Option(min=1, help="Of these, on each node.", show_default="all")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
+    per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default="all")] = None,
 ) -> None:
-    """Write another library's config as partita's YAML, with a comment on the outcome for each key."""
+    """Write another library's config as partita's YAML, with a comment about each key."""
     with user_errors():
         text = read_foreign(file, processes, per_node).as_yaml()
         if out is None:
@@ -41,7 +41,7 @@ def checkpoint_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint of DeepSpeed, FSDP or the Trainer.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write step-N into.")],
 ) -> None:
-    """Convert a checkpoint for engine.load: DeepSpeed's universal ones, FSDP's, and the Trainer's."""
+    """Convert a checkpoint for engine.load: universal ones of DeepSpeed, and those of FSDP and the Trainer."""
     with user_errors():
         foreign = open_foreign(folder, read_model)
         path = write(foreign, out)

@@ -1,4 +1,4 @@
-"""``partita doctor``: shows what this machine has, and what partita will use of it."""
+"""``partita doctor``: shows this machine's hardware and libraries, and what partita uses of them."""
 
 import importlib.util
 import platform
@@ -20,7 +20,7 @@ from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
 from partita.planner.figures import format_bytes
 
-# Optional packages, with what is lost without each.
+# Optional packages, with the consequence of not having them.
 OPTIONAL_PACKAGES = {
     "transformers": "no Hugging Face models in a job",
     "tensorboard": "no event files, only metrics.jsonl",
@@ -30,11 +30,11 @@ LIBRARIES = (
     *("numpy", "safetensors", "pydantic", "accelerate", "peft", "trl", "lightning", "ray", "deepspeed"),
     *("bitsandbytes", "torchao"),
 )
-ForReports = Annotated[bool, typer.Option("--markdown", help="As a Markdown table, to paste into a report of a bug.")]
+ForReports = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table, for bug reports.")]
 
 
 def doctor(markdown: ForReports = False) -> None:
-    """Show what this machine has, and what partita will use of it."""
+    """Show this machine's hardware and libraries, and what partita uses of them."""
     parts = {"this machine": machine_rows(), "what partita uses here": choice_rows()}
     if markdown:
         typer.echo(markdown_table(row for rows in parts.values() for row in rows))
@@ -53,7 +53,7 @@ def markdown_table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def machine_rows() -> Iterator[tuple[str, str]]:
-    """Yield versions, devices, cores and memory; nothing that names a user, a folder or a host."""
+    """Yield versions, devices, cores and memory, without names of users, folders or hosts."""
     yield "partita", metadata.version("partita")
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "PyTorch", torch.__version__
@@ -66,7 +66,7 @@ def machine_rows() -> Iterator[tuple[str, str]]:
 
 
 def choice_rows() -> Iterator[tuple[str, str]]:
-    """Yield partita's choices on this machine, and what is lost without packages that are not installed."""
+    """Yield partita's choices on this machine, and the consequences of missing optional packages."""
     device = torch.device(accelerator.device_type())
     yield "processes", f"{max(1, accelerator.count())} by default (partita train --processes)"
     yield "compute dtype", f"{resolve(Config(), 1, device.type).compute_dtype} (precision.compute: auto)"
@@ -78,13 +78,13 @@ def choice_rows() -> Iterator[tuple[str, str]]:
     )
     yield (
         "gathered memory",
-        "lent by storage swap"
+        "buffer pool, by storage swap"
         if hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-        else "taken and given back by resize_ (this PyTorch has no storage swap)",
+        else "allocated and freed by resize_ (this PyTorch has no storage swap)",
     )
     yield (
         "compiled kernels",
-        "present" if _is_importable("partita.kernels._native") else "not built; PyTorch's own are used",
+        "present" if _is_importable("partita.kernels._native") else "not built; plain PyTorch is used",
     )
     for package, loss in OPTIONAL_PACKAGES.items():
         yield package, metadata.version(package) if _is_importable(package) else f"not installed: {loss}"

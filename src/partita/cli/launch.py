@@ -1,7 +1,7 @@
-"""Starts the processes of one machine, waits for them, and reports in one message how they ended.
+"""Launcher of the processes on one machine: starts them, waits for them, and reports a failure in one message.
 
-torchrun's own agent starts them: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, runs in a session
-of its own, and gets a Ctrl-C from the agent. When one fails, the others are ended. SIGUSR1, which asks a run for a
+torchrun's agent starts them: each has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, runs in its own
+session, and gets a Ctrl-C from the agent. When one fails, the others are terminated. SIGUSR1, which requests a
 checkpoint, is forwarded to all of them.
 """
 
@@ -26,25 +26,25 @@ from partita.cli.console import FAILURE, USER_ERROR, prefixed, show_error
 from partita.errors import ConfigError, PartitaError
 from partita.memory.capacity import usable_cores
 
-# After Ctrl-C the processes finish their step and write the weights; after this they are killed.
+# Time after Ctrl-C in which the processes may finish their step and write the weights, before they are killed.
 SHUTDOWN_TIMEOUT_S = 600
-# Types of recorded errors of which only the message is shown.
+# Types of recorded errors that are shown without a traceback.
 _USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
-# Text by which an error names another rank's error as its cause.
+# Text of errors that are caused by another rank's error.
 _FOLLOWS = re.compile(r"failed: rank \d+ ended with ")
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
     """Run ``python -m module`` with these arguments in ``num_processes`` processes; return the exit code.
 
-    This is 0; 2 for an error of the user's making; 1 if a process failed otherwise; 128 + the number of the signal that
+    The exit code is 0; 2 for a user error; 1 for another failure of a process; 128 + the number of the signal that
     ended the run (130 for Ctrl-C).
     """
     _silence_agent()
     with (
         tempfile.TemporaryDirectory(prefix="partita-") as folder,
         _environment(_variables(num_processes)),
-        _passed_on(signal.SIGUSR1),
+        _forwarded(signal.SIGUSR1),
     ):
         config = LaunchConfig(
             min_nodes=1,
@@ -67,24 +67,21 @@ def launch(num_processes: int, module: str, arguments: Sequence[str], console: C
 
 
 def _silence_agent() -> None:
-    """Silence the agent's report of a failure, which ours replaces.
-
-    Each of its modules has a logger with its own level.
-    """
+    """Silence the agent's failure report, which :func:`launch` replaces. Each of its modules has its own logger."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _variables(num_processes: int) -> dict[str, str]:
-    """Return environment variables that the processes get in addition to this one's.
+    """Return environment variables that the processes get in addition to those of this process.
 
-    The cores are divided between them; otherwise each process would use all cores.
+    They divide the cores between the processes, because each would use all cores by default.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes))),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # set by the agent itself: listed here to be restored
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # set by the agent; listed here so that it is restored
     }
 
 
@@ -103,24 +100,24 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _passed_on(number: int) -> Iterator[None]:
-    """Forward a signal from this process to the started ones inside the block, in place of ending this one."""
+def _forwarded(number: int) -> Iterator[None]:
+    """Forward a signal to the started processes inside the block, instead of handling it in this one."""
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for pid in _started():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    before = signal.signal(number, pass_on)
+    before = signal.signal(number, forward)
     try:
         yield
     finally:
-        # A handler that another language has set (None) cannot be given back by Python.
+        # Python cannot restore a handler that was not installed from Python (None).
         signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 def _started() -> Iterator[int]:
-    """Yield the children of this process that lead a session of their own (Linux only)."""
+    """Yield the children of this process that are session leaders (Linux only)."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             with suppress(ProcessLookupError):
@@ -133,8 +130,8 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
     message, trace = _recorded(failure)
     if failure.exitcode < 0 and not message:
         name = signal.Signals(-failure.exitcode).name
-        hint = "; the system kills a process so when memory runs out" if name == "SIGKILL" else ""
-        show_error(console, f"rank {rank} (process {failure.pid}) was ended by {name}{hint}; so were the other ranks")
+        hint = "; the system does this when memory runs out" if name == "SIGKILL" else ""
+        show_error(console, f"rank {rank} (process {failure.pid}) was ended by {name}{hint}, and the other ranks, too")
         return FAILURE
     kind, _, text = message.partition(": ")
     if message and (failure.exitcode == USER_ERROR or kind in _USER_ERRORS):
@@ -148,11 +145,11 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
 
 
 def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
-    """Return the sort key of a failure, which puts the cause of the others first.
+    """Return the sort key of a failure, which puts the original cause first.
 
-    A rank ended by a signal comes first, since it makes others fail; then the earliest error; then errors that name
-    another rank's error as their cause, which may be recorded before it; last, the ranks that the launcher ended. A
-    rank that had recorded its error when it was ended failed by that error.
+    The order: a rank that was killed by a signal, because it makes others fail; the earliest error; errors that are
+    caused by another rank's error, which may be recorded earlier; ranks that the launcher terminated. A rank that had
+    recorded an error before it was terminated counts as failed by that error.
     """
     failure = item[1]
     file = Path(failure.error_file)

@@ -15,15 +15,15 @@ from partita.planner.machine import BY_FLOPS, Machine, write_machine
 
 Ranks = Annotated[
     int,
-    typer.Option(min=1, help="Ranks that compute and send at the same time: of a CPU each has a part of the cores."),
+    typer.Option(min=1, help="Ranks that compute and send at the same time. On a CPU, they divide the cores."),
 ]
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write it there (.yaml).")]
+OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The file to write (.yaml).")]
 
 
 def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
-    """Measure this machine: its memories, and how fast this many ranks compute, copy and send at the same time."""
+    """Measure this machine: its memory, and the speed of compute, copies and collectives with this many ranks."""
     with user_errors():
-        if out is not None and out.suffix not in (".yaml", ".yml"):  # by which --gpu knows files
+        if out is not None and out.suffix not in (".yaml", ".yml"):  # --gpu recognizes files by this suffix
             raise ConfigError(f"--out {out}: expected a name that ends in .yaml")
         found = measure_machine(ranks, out.stem if out else "this machine")
         if out is not None:
@@ -32,7 +32,7 @@ def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
 
 
 def show(found: Machine, console: Console) -> None:
-    """Print a row for each kind of job: the time of a small one, and the rate of large ones."""
+    """Print a row for each kind of job: the time of a small one, and the time and rate of the largest."""
     console.print(
         f"[bold]{found.name}[/], {found.source}: memory {format_bytes(found.memory)}, disk {format_bytes(found.disk)} "
         f"at {format_bytes(found.disk_rate)}/s",

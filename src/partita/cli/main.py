@@ -1,4 +1,4 @@
-"""The ``partita`` command. User errors are one message without a traceback, and exit code 2."""
+"""The ``partita`` command. User errors are shown as one message without a traceback, with exit code 2."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
-    help="Train PyTorch models that do not fit: every training state split over the machines that are there.",
+    help="Train PyTorch models that do not fit on one device, by sharding and offloading every training state.",
 )
 app.command()(train)
 # Arguments after SCRIPT belong to the script.
@@ -47,9 +47,11 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """Handle the options of the command itself."""
+    """Handle the options of the top-level command."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``partita plan``: predicts whether a model fits and how fast it trains, and writes the best plan's config."""
+"""``partita plan``: predicts memory and speed of a model's training, and writes the config of the best plan."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ from partita.planner.figures import format_bytes
 from partita.planner.machine import machine_named
 
 TRACES = (".trace.json", ".trace.json.gz")
-FIGURES = ".json"  # files of figures and predicted steps, which are overwritten
+FIGURES = ".json"  # suffix of files that are overwritten without --overwrite
 _BAR = 48
 _COLORS = {
     "parameters": "blue",
@@ -48,12 +48,12 @@ Model = Annotated[
         "Face, or module:function, which returns (model, batch).",
     ),
 ]
-Gpus = Annotated[int, typer.Option(help="How many GPUs.")]
+Gpus = Annotated[int, typer.Option(help="Number of GPUs.")]
 Gpu = Annotated[
     str,
     typer.Option(
-        help="Which: h200, h100, a100-80, v100-32, ..., a file of partita machine, or this: the present one, "
-        "measured by as many ranks (also --this-machine)."
+        help="Type of GPU: h200, h100, a100-80, v100-32, ...; a file of partita machine; or this: this machine, "
+        "measured with as many ranks (also --this-machine)."
     ),
 ]
 NODE_FIGURES = ("--host-memory", "--disk", "--network")
@@ -62,15 +62,15 @@ OfNodes = Annotated[
     typer.Option(
         *NODE_FIGURES,
         metavar="BYTES",
-        help="Of each node, in place of the machine's: such as 128GiB; the network's per second, such as 1.25GB.",
+        help="Override the machine's figure per node, such as 128GiB; for the network per second, such as 1.25GB.",
     ),
 ]
-Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
+Tokens = Annotated[int | None, typer.Option(help="Tokens per sample.", show_default="the model's, at most 2048")]
 Compress = Annotated[
     bool,
     typer.Option(
         "--compress",
-        help="Weigh codes of gradients and parameters between ranks, too (int8, int4, ternary), which lose something.",
+        help="Also consider quantized communication of gradients and parameters (int8, int4, ternary), which is lossy.",
     ),
 ]
 Files = Annotated[
@@ -79,14 +79,14 @@ Files = Annotated[
         "--json",
         "--out",
         metavar="FILE",
-        help="Write all figures there; of the best plan the config where it ends in .yaml, the predicted step for "
-        "Perfetto where it ends in .trace.json; -: the output.",
+        help="Write all figures (.json; - is the standard output), the config of the best plan (.yaml), or its "
+        "predicted step for Perfetto (.trace.json).",
     ),
 ]
 
 
 class PlanCommand(TyperCommand):
-    """A command with ``--this-machine`` for ``--gpu this``; nodes' figures are passed on with their options' names."""
+    """A command with ``--this-machine`` for ``--gpu this``, and with the option's name in each figure of the nodes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words, rest = list[str](), iter(args)
@@ -109,11 +109,11 @@ def plan(
     files: Files = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Find out whether a model fits, in which memory, and how fast it trains; exit code 1 if nothing fits."""
+    """Predict memory and speed of training a model, and find the best plan; exit code 1 if nothing fits."""
     with user_errors():
         for file in files or ():
             if not (overwrite or file.endswith(FIGURES)) and Path(file).is_file():
-                raise ConfigError(f"'{file}' is there already; pass --overwrite to replace it, or name another file")
+                raise ConfigError(f"'{file}' exists already; pass --overwrite to replace it, or name another file")
         given = (figure.split("=", 1) for figure in of_nodes or ())
         figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
         machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
@@ -144,7 +144,7 @@ def _write(found: Plan, file: str) -> None:
 
 
 def show(found: Plan, console: Console) -> None:
-    """Print the plans as a table, and the best one's memory contents and config."""
+    """Print the plans as a table, and the memory and config of the best one."""
     params = (
         f"{found.source.num_params / 1e9:.3g}B" if found.source.num_params > 1e8 else f"{found.source.num_params:,}"
     )
@@ -191,7 +191,7 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
 
 
 def _bars(forecast: Forecast) -> list[Text]:
-    """Return a bar for each memory that is used; its full length is the usable memory."""
+    """Return a bar for each memory in use; its full length is the usable memory."""
     lines = list[Text]()
     for tier in Tier:
         parts = Counter({what: num for (what, where), num in forecast.held.items() if where == tier.value})

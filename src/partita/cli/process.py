@@ -1,6 +1,5 @@
-"""The common part of the processes that :mod:`partita.cli.launch` starts: they end with it, and show no errors.
-
-A process records its error for the launcher, which shows it once for all ranks.
+"""Common code of the processes that :mod:`partita.cli.launch` starts. They end with the launcher, and record errors for
+it instead of printing them; the launcher shows one error for all ranks.
 """
 
 import ctypes
@@ -29,6 +28,6 @@ def outcome_of(work: Callable[[], object]) -> int:
 
 
 def end_with_parent() -> None:
-    """Make the kernel end this process when the launcher is gone, for whatever reason (Linux only)."""
+    """Make the kernel terminate this process when the launcher ends for any reason (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -18,14 +18,14 @@ from partita.config.launchers import launch_environment
 from partita.config.load import load_config
 from partita.errors import ConfigError
 
-Command = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script, and what it is to be told.")]
+Command = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="partita's config, YAML or JSON.")]
 DeepSpeedFile = Annotated[Path | None, typer.Option("--deepspeed", help="A ds_config.json.")]
-AccelerateFile = Annotated[Path | None, typer.Option("--accelerate", help="What 'accelerate config' wrote.")]
+AccelerateFile = Annotated[Path | None, typer.Option("--accelerate", help="A file of 'accelerate config'.")]
 Processes = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes to start on this machine.", show_default="accelerate's, else one per GPU, or one"
+        min=1, help="Processes to start on this machine.", show_default="accelerate's, else one per GPU, else one"
     ),
 ]
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as in python -m.")]
@@ -40,10 +40,10 @@ class Source:
     accelerate: Path | None
 
     def read(self, ranks: int, ranks_per_node: int) -> Converted | None:
-        """Convert the file for this number of ranks; None without a file: the script's own arguments apply.
+        """Convert the file for this number of ranks. None without a file: the script's own arguments apply.
 
         Raises:
-            ConfigError: the file cannot be read, or asks for what partita does not have; or several are given.
+            ConfigError: the file cannot be read, or has keys that are not available; or several files are given.
         """
         given = [path for path in (self.config, self.deepspeed, self.accelerate) if path is not None]
         if len(given) > 1:
@@ -59,7 +59,7 @@ class Source:
 
     @property
     def processes(self) -> int | None:
-        """The number of processes that accelerate's file asks for; None if it does not."""
+        """The number of processes in accelerate's file, or None."""
         return accelerate.read(self.accelerate, 1).processes if self.accelerate is not None else None
 
 
@@ -73,8 +73,8 @@ def run(
 ) -> None:
     """Run a script unchanged, with partita in place of accelerate's Accelerator and transformers' Trainer.
 
-    Under torchrun or srun, this process is one of theirs. The script's own arguments (batch, learning rate, precision,
-    ...) still apply; "auto" in a ds_config.json is filled in from them.
+    Under torchrun or srun, this process is one of the ranks. The script's own arguments (batch, learning rate,
+    precision, ...) still apply; "auto" in a ds_config.json takes their values.
     """
     source = Source(config, deepspeed_file, accelerate_file)
     with user_errors():
@@ -85,14 +85,14 @@ def run(
         ranks = environment.world_size if started else num_processes
         converted = source.read(ranks, environment.local_world_size if started else num_processes)
     if environment.rank == 0:
-        _tell(command[0], converted)
+        _show_settings(command[0], converted)
     settings = converted.settings if converted else None
     arguments = ["-m", *command] if module else command
     if num_processes > 1:
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
-        told = [json.dumps(settings), *arguments]
-        raise typer.Exit(launch(num_processes, "partita.cli.script", told, Console(stderr=True)))
+        script_arguments = [json.dumps(settings), *arguments]
+        raise typer.Exit(launch(num_processes, "partita.cli.script", script_arguments, Console(stderr=True)))
     with user_errors(f"rank {environment.rank}: " if started else ""):
         try:
             run_script(settings, arguments)
@@ -103,19 +103,19 @@ def run(
 def _check_command(command: list[str], *, module: bool) -> None:
     script = command[0]
     if module and find_spec(script.partition(".")[0]) is None:
-        raise ConfigError(f"-m {script}: there is no such module; correct its name, or install it")
+        raise ConfigError(f"-m {script}: no module with this name; correct it, or install the module")
     if not module and not Path(script).is_file():
         raise ConfigError(f"SCRIPT: no file '{script}'; correct the path, or run a module with -m")
 
 
-def _tell(script: str, converted: Converted | None) -> None:
-    """Print the notices about the file, one line each, and what is replaced."""
+def _show_settings(script: str, converted: Converted | None) -> None:
+    """Print the notices about the file, one line each, and the classes that are replaced."""
     console = Console(stderr=True)
     for line in converted.summary() if converted else ():
         show_notice(console, line)
     console.print(
-        f"partita run {script}: accelerate.Accelerator, transformers.Trainer and TrainingArguments(deepspeed=, fsdp=) "
-        f"are partita's, with {converted.name if converted else 'what the script says'}",
+        f"partita run {script}: partita replaces accelerate.Accelerator, transformers.Trainer and "
+        f"TrainingArguments(deepspeed=, fsdp=); settings: {converted.name if converted else 'those of the script'}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""``partita schema``: the JSON schema with which editors complete and check configurations and job files."""
+"""``partita schema``: prints the JSON schema with which editors complete and check configs and job files."""
 
 import json
 from typing import Annotated
@@ -9,7 +9,7 @@ from partita.config.json_schema import json_schema
 from partita.config.schema import Config
 from partita.train.job import Job
 
-OfJob = Annotated[bool, typer.Option("--job", help="Of the job files of partita train, not of an engine's config.")]
+OfJob = Annotated[bool, typer.Option("--job", help="The schema of job files of partita train instead of configs.")]
 
 
 def schema(job: OfJob = False) -> None:

@@ -1,6 +1,6 @@
-"""A script that runs on partita: ``python -m partita.cli.script SETTINGS [-m] SCRIPT [ARGS]``, SETTINGS in JSON.
+"""Process that runs a script on partita: ``python -m partita.cli.script SETTINGS(JSON) [-m] SCRIPT [ARGS]``.
 
-It is one of the processes of ``partita run --processes N``; without several processes, ``partita run`` calls it.
+``partita run --processes N`` starts N of them; for a single process it calls :func:`run_script`.
 """
 
 import json
@@ -15,12 +15,12 @@ from partita.cli.process import end_with_parent, outcome_of
 def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) -> None:
     """Run ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in place of accelerate and transformers' Trainer.
 
-    ``settings`` are partita's; None: they follow from the script's own arguments.
+    ``settings`` are partita's; None: they come from the script's own arguments.
 
     Raises:
         PartitaError: accelerate or transformers is not installed, or the settings are wrong.
     """
-    from partita.integrations.huggingface import activate  # of the extra hf, and takes seconds to import
+    from partita.integrations.huggingface import activate  # needs the extra hf, and takes seconds to import
 
     activate(settings)
     if command[0] == "-m":

@@ -1,6 +1,6 @@
-"""``partita simulate``: shows what each rank of a cluster stores and sends.
+"""``partita simulate``: shows the memory and communication of each rank of a cluster.
 
-It runs the real engine on tensors without values.
+It runs the real engine on meta tensors.
 """
 
 import json
@@ -37,16 +37,16 @@ Model = Annotated[
         "which returns (model, batch)."
     ),
 ]
-World = Annotated[int, typer.Option(min=1, help="How many ranks.")]
+World = Annotated[int, typer.Option(min=1, help="Number of ranks.")]
 Ranks = Annotated[
     list[int] | None,
-    typer.Option("--rank", help="Simulate this one. May be repeated.", show_default="one of each role"),
+    typer.Option("--rank", help="A rank to simulate. May be repeated.", show_default="one of each role"),
 ]
-Tokens = Annotated[int | None, typer.Option(help="Of a sample.", show_default="the model's, 2048 at the most")]
+Tokens = Annotated[int | None, typer.Option(help="Tokens per sample.", show_default="the model's, at most 2048")]
 Device = Annotated[
     str,
     typer.Option(
-        help="What each rank computes on: cpu, cuda, ..., or a machine as partita plan has it (h100, a file)."
+        help="Device of each rank: cpu, cuda, ..., or a machine as in partita plan (h100, a file of partita machine)."
     ),
 ]
 PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on a node.")]
@@ -56,14 +56,14 @@ Files = Annotated[
         "--json",
         "--trace",
         metavar="FILE",
-        help="--json: write all figures there; - is the standard output. --trace: write the predicted step there, for "
-        "Perfetto (.trace.json or .trace.json.gz), with the calls of the rank that holds most.",
+        help="--json: the file for all figures; - is the standard output. --trace: the file for the predicted step, "
+        "for Perfetto (.trace.json or .trace.json.gz), with the collectives of the rank that stores most.",
     ),
 ]
 
 
 class SimulateCommand(TyperCommand):
-    """A command that checks that ``--trace`` names a trace, because files are told apart by their names."""
+    """A command that checks the suffix of ``--trace``, by which traces are distinguished from other files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, word in enumerate(args):
@@ -84,13 +84,13 @@ def simulate(
     ranks_per_node: PerNode = RANKS_PER_NODE,
     files: Files = None,
 ) -> None:
-    """Show what each rank of a cluster would store and send, without the cluster."""
+    """Show what each rank of a cluster would store and send, without a cluster."""
     with user_errors():
         settings, traces = load_config(config), [file for file in files or () if file.endswith(TRACES)]
         kind, machine = _computed_on(device)
         if traces and machine is None:
             raise ConfigError(
-                f"--trace: --device {device} is no machine; name one (h100, or a file of partita machine)"
+                f"--trace: --device {device} is not a machine; name one (h100, or a file of partita machine)"
             )
         batch = read_source(model, tokens).batch
         subject = Subject(
@@ -111,7 +111,7 @@ def simulate(
 
 
 def _computed_on(device: str) -> tuple[str, Machine | None]:
-    """Return the kind of device, and the machine if one is named; for the usual kind, that of DEFAULT_GPU."""
+    """Return the device type, and the machine if one is named; for the default device type, that of DEFAULT_GPU."""
     if device.lower() in machines() or Path(device).suffix in (".yaml", ".yml"):
         machine = machine_named(device)
         return accelerator.usual_kind(machine.one_memory), machine
@@ -134,7 +134,7 @@ def _write(found: Simulation, file: str) -> None:
 
 
 def show(found: Simulation, console: Console) -> None:
-    """Print a row for each role, and the memory and calls, in order, of the rank that stores most in one memory."""
+    """Print a row for each role, and the memory and collectives of the rank that stores most in one memory."""
     table = _table("rank", "place", right=("device", "host", "disk", "of it activations", "sent in a step"))
     for names, numbers in bytes_rows(found):
         table.add_row(*names, *(format_bytes(num) if num else "" for num in numbers))

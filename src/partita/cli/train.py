@@ -1,4 +1,4 @@
-"""``partita train``: runs a job in this process, or in several that it starts."""
+"""``partita train``: runs a job in this process, or starts several processes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from partita.train.results import check_out
 from partita.train.watched_steps import trace_of
 from partita.tune.target import Target
 
-# Steps that --profile watches, unless the job says how many.
+# Default number of steps that --profile records.
 WATCHED = 3
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="The job, a YAML or JSON file.")]
@@ -40,19 +40,19 @@ Processes = Annotated[
 
 Explain = Annotated[
     bool,
-    typer.Option("--explain", help="Show how each module is split over the processes, and by which rule; then end."),
+    typer.Option("--explain", help="Show how each module is split over the processes, and by which rule, and exit."),
 ]
 Profile = Annotated[
     bool,
-    typer.Option("--profile", help=f"Write the timeline of {WATCHED} steps, and show what they waited for."),
+    typer.Option("--profile", help=f"Write the timeline of {WATCHED} steps, and show their waiting times."),
 ]
 
 
 MachineName = Annotated[
     str | None,
     typer.Option(
-        help="With --profile: put the step that is predicted on this machine (h100, ..., or a file of partita machine) "
-        "beside the measured ones."
+        help="With --profile: add the step that is predicted for this machine (h100, ..., or a file of partita "
+        "machine) to the measured timeline."
     ),
 ]
 
@@ -68,8 +68,8 @@ def train(
 ) -> None:
     """Train a model; write metrics, a loss plot, a sample and the weights (safetensors) to the job's folder.
 
-    Under torchrun or srun, this process is one of theirs. Ctrl-C finishes the step in progress, writes the weights and
-    the plot, and exits with 130; a second Ctrl-C ends at once.
+    Under torchrun or srun, this process is one of the ranks. Ctrl-C finishes the current step, writes the weights and
+    the plot, and exits with 130; a second Ctrl-C exits at once.
     """
     asked = {f"train.profile={WATCHED}": profile, "train.overwrite=true": overwrite}
     overrides = [*(key for key, given in asked.items() if given), *(overrides or ())]
@@ -82,7 +82,7 @@ def train(
             if not explain:
                 check_out(loaded, resumes=_has_checkpoint(loaded))
         num_ranks = max(num_processes, environment.world_size)
-        # Before the run, so that an error is shown at once. Under a launcher the first rank does it for all.
+        # Before the run, so that an error is shown at once. Under a launcher only the first rank needs it.
         prediction = None
         if machine is not None and environment.rank == 0:
             prediction = Prediction.of(Target(str(job), None, tuple(overrides)), machine, num_ranks)
@@ -124,18 +124,16 @@ class Prediction:
         """Return the prediction of a job on this number of ranks.
 
         Raises:
-            ConfigError: there is no such machine, the job does not ask for a profile, or no plan can be made of it.
+            ConfigError: there is no such machine, the job has no profile, or the step cannot be predicted.
         """
         job = target.job()
         if job is None or not job.train.profile:
-            raise ConfigError("--machine: a predicted step is put beside measured ones; add --profile")
+            raise ConfigError("--machine adds a predicted step to a measured timeline: add --profile")
         found, kind = machine_named(machine), accelerator.device_type()
         return Prediction(given_plan(target.source(), job.engine, num_ranks, kind), found)
 
     def add_to_traces(self, out: Path, num_ranks: int) -> None:
-        """Add the predicted step to the traces that ranks wrote to a run's folder.
-
-        Those of other nodes may be elsewhere.
+        """Add the predicted step to the traces that ranks wrote to a run's folder. Other nodes may have other folders.
 
         Raises:
             ConfigError: a trace cannot be read, or written.

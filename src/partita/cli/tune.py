@@ -1,4 +1,4 @@
-"""``partita tune``: refines a plan by short measured trials, and writes the best config."""
+"""``partita tune``: finds the fastest config in short measured trials."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,30 +20,30 @@ from partita.tune.tune import tune as run_trials
 
 RESULTS = "tune.jsonl"
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model as partita plan takes it, or the file of a partita train job.")
+    str, typer.Argument(metavar="MODEL", help="A model as in partita plan, or a job file of partita train.")
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the job, or of the config. May be repeated."),
 ]
 Processes = Annotated[
-    int | None, typer.Option(min=1, help="Of each trial, on this machine.", show_default="one per GPU, or one")
+    int | None, typer.Option(min=1, help="Processes per trial on this machine.", show_default="one per GPU, or one")
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="What holds for every trial of a model: partita's config, YAML or JSON.")
+    Path | None, typer.Option("--config", help="Fixed settings of every trial of a model: a config, YAML or JSON.")
 ]
 Gpu = Annotated[
     str | None,
-    typer.Option(help="What predictions are for, as in partita plan.", show_default="this machine, measured"),
+    typer.Option(help="The machine of predictions, as in partita plan.", show_default="this machine, measured"),
 ]
-MostTrials = Annotated[int, typer.Option("--trials", min=1, help="At most so many.")]
+MostTrials = Annotated[int, typer.Option("--trials", min=1, help="Maximum number of trials.")]
 Files = Annotated[
     list[Path] | None,
     typer.Option(
         "--out",
         metavar="FILE",
-        help="Where it ends in .yaml, write the best config there, of a job the job with it; where it ends in .jsonl, "
-        "outcomes are kept there, and those that it has are not measured again.",
+        help="Write the best config, or the job with it (.yaml), or the results of trials (.jsonl). Trials whose "
+        "results the file already has are not measured again.",
         show_default=RESULTS,
     ),
 ]
@@ -59,10 +59,10 @@ def tune(
     trials: MostTrials = NUM_TRIALS,
     files: Files = None,
 ) -> None:
-    """Find the fastest config on this machine, by short trials of plans and of changes to the best of them.
+    """Find the fastest config on this machine, by short trials of plans and of variants of the best ones.
 
-    A trial that runs out of memory, fails or hangs is a row of the table. An interrupted tuning resumes from its
-    results. The number of samples of a step is the config's (batch.total), and does not change.
+    Trials that run out of memory, fail or hang are rows of the table, too. An interrupted tuning resumes from its
+    results. The number of samples per step (batch.total) does not change.
     """
     progress = Console(stderr=True)
 
@@ -78,7 +78,7 @@ def tune(
         try:
             found = run_trials(target, processes=processes, effort=Effort(trials), tell=tell, **given)
         except KeyboardInterrupt:
-            show_notice(progress, f"interrupted; the same command goes on from {results}")
+            show_notice(progress, f"interrupted; the same command continues from {results}")
             raise typer.Exit(INTERRUPTED) from None
         for file in written:
             found.write(file)
@@ -91,9 +91,9 @@ def _sorted(files: Sequence[Path]) -> tuple[Path, list[Path]]:
     written = [file for file in files if file.suffix in (".yaml", ".yml")]
     for file in files:
         if file not in (*results, *written):
-            raise ConfigError(f"--out {file}: expected a name that ends in .yaml (the config) or .jsonl (the outcomes)")
+            raise ConfigError(f"--out {file}: expected a name that ends in .yaml (the config) or .jsonl (the results)")
     if len(results) > 1:
-        raise ConfigError(f"--out: one file of outcomes is kept; got {', '.join(map(str, results))}")
+        raise ConfigError(f"--out: expected at most one file of results (.jsonl); got {', '.join(map(str, results))}")
     return (results[0] if results else Path(RESULTS)), written
 
 
@@ -110,9 +110,9 @@ def show(found: Tuned, console: Console) -> None:
     for trial in found.trials:
         if trial.outcome.failed:
             console.print(f"{_name(trial)}: {trial.outcome.failed}", highlight=False, markup=False, soft_wrap=True)
-    left = "no change of the best gains more" if found.complete else "more --trials may find a faster one"
+    end = "no variant of the best is faster" if found.complete else "more --trials may find a faster one"
     console.print(
-        f"\n{len(found.trials)} trial{'s' * (len(found.trials) > 1)}; {left}\n\n[bold]config[/]", highlight=False
+        f"\n{len(found.trials)} trial{'s' * (len(found.trials) > 1)}; {end}\n\n[bold]config[/]", highlight=False
     )
     console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False, markup=False)
 

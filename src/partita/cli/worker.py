@@ -1,6 +1,6 @@
-"""One process of ``partita train --processes N``: ``python -m partita.cli.worker JOB [KEY=VALUE ...]``.
+"""Process of ``partita train --processes N``: ``python -m partita.cli.worker [--explain] JOB [KEY=VALUE ...]``.
 
-With ``--explain`` before JOB, the processes show how the model is split.
+With ``--explain``, the processes only show how the model is split.
 """
 
 import signal
@@ -17,7 +17,7 @@ EXPLAIN = "--explain"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job on this rank; return the exit code, 0 after a first Ctrl-C too (the launcher makes it 130)."""
+    """Run the job on this rank; return the exit code, which is also 0 after Ctrl-C (the launcher returns 130)."""
     run = explain if arguments[0] == EXPLAIN else train
     job, *overrides = arguments[1:] if run is explain else arguments
     return outcome_of(lambda: run(load_job(job, overrides), Console()))
@@ -25,5 +25,5 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     end_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher passes it on, and training may not have begun
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the launcher may forward it before training handles it
     sys.exit(main(sys.argv[1:]))

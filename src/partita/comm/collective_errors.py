@@ -16,7 +16,7 @@ from partita.errors import ConfigError, PartitaError
 
 # The name of the call that the other ranks see.
 CALL = "a check of all ranks"
-_ABSENT = "nothing"
+_MISSING = "nothing"
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def shared_errors(group: Group, undo: Callable[[], None] = lambda: None) -> Iter
         error = raised
     failed = group.exchange(torch.tensor([error is not None], device="cpu"), CALL).wait()
     if bool(failed.any()):
-        said = group.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", CALL)
+        results = group.exchange_objects(None if error is None else f"{type(error).__name__}: {error}", CALL)
         undo()
         if error is not None:
             raise error
-        rank, first = next((rank, text) for rank, text in enumerate(said) if text is not None)
+        rank, first = next((rank, text) for rank, text in enumerate(results) if text is not None)
         raise PartitaError(f"rank {rank} of the group over {', '.join(group.axes)} failed: {first}")
 
 
@@ -54,7 +54,7 @@ def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
     every = group.exchange_objects(dict(settings), "partita.initialize")
     for rank, other in enumerate(every):
         for name in [*every[0], *(name for name in other if name not in every[0])]:
-            first, found = every[0].get(name, _ABSENT), other.get(name, _ABSENT)
+            first, found = every[0].get(name, _MISSING), other.get(name, _MISSING)
             if first != found:
                 raise ConfigError(
                     f"the ranks' settings differ: {name} is {shown(first)} on rank 0 and {shown(found)} on rank "

@@ -89,13 +89,13 @@ class ControlMessage(Generic[T]):
         rows = self._rows[:, HEADER.size :][:, : max(sizes)].unbind()
         payloads = [row if size >= len(row) else row[:size] for row, size in zip(rows, sizes, strict=True)]
         if max(sizes) > PAYLOAD_BYTES:
-            rest = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
+            remainder = torch.zeros(max(sizes) - PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
             if self._payload.numel() > PAYLOAD_BYTES:
-                rest[: self._payload.numel() - PAYLOAD_BYTES] = self._payload[PAYLOAD_BYTES:]
-            rests, second = gather(rest)
+                remainder[: self._payload.numel() - PAYLOAD_BYTES] = self._payload[PAYLOAD_BYTES:]
+            remainders, second = gather(remainder)
             second.wait()
             payloads = [
                 torch.cat([first, more[: max(0, size - PAYLOAD_BYTES)]])
-                for first, more, size in zip(payloads, rests, sizes, strict=True)
+                for first, more, size in zip(payloads, remainders, sizes, strict=True)
             ]
         return payloads

@@ -71,14 +71,14 @@ class SimulatedRanks(Connections):
         pass
 
 
-class Arrived:
+class CompletedWork:
     """An operation that is complete from the start."""
 
     def wait(self) -> None:
         pass
 
 
-ARRIVED = Arrived()
+COMPLETED = CompletedWork()
 
 
 class SimulatedTransport(Transport):
@@ -101,7 +101,7 @@ class SimulatedTransport(Transport):
         pass
 
     def all_gather(self, whole: Tensor, part: Tensor, purpose: str, tag: int) -> Work:
-        return ARRIVED
+        return COMPLETED
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         pass
@@ -118,7 +118,7 @@ class SimulatedTransport(Transport):
     def send(self, tensor: Tensor, to: int, lane: str) -> Work:
         if lane == "request":
             self._requests.note(self._index, tensor)
-        return ARRIVED
+        return COMPLETED
 
     def receive(self, tensor: Tensor, source: int, lane: str) -> Work:
         if lane == "request":
@@ -128,14 +128,14 @@ class SimulatedTransport(Transport):
                     "know which values the next one requests"
                 )
             tensor.copy_(request)
-        return ARRIVED
+        return COMPLETED
 
     def broadcast(self, tensor: Tensor) -> Work:
-        return ARRIVED
+        return COMPLETED
 
     def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
         torch.stack([row] * self._size, out=rows)
-        return ARRIVED
+        return COMPLETED
 
     def close(self) -> None:
         pass

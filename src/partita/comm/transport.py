@@ -60,9 +60,9 @@ class Receive:
             self._await_next()
 
     def _await_next(self) -> None:
-        left = self._num_elements - self._posted * self._piece
-        if left > 0:
-            place = self._places[self._posted % len(self._places)][:left]
+        remaining = self._num_elements - self._posted * self._piece
+        if remaining > 0:
+            place = self._places[self._posted % len(self._places)][:remaining]
             self._awaited.append((place, self._post(place)))
             self._posted += 1
 
@@ -329,7 +329,7 @@ class HostTransport(_Backed):
         tag = _LANE_TAGS + LANES.index(lane)
         if self.peers and source in self.peers:
             peer = self.peers[source]
-            return _Whole(Fetch(tensor, tensor.numel(), peer.process, peer.channels["activations"], tag), tensor)
+            return _SinglePiece(Fetch(tensor, tensor.numel(), peer.process, peer.channels["activations"], tag), tensor)
         return _receive(tensor, group=self._groups["activations"], group_src=source, tag=tag)
 
     def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
@@ -417,7 +417,7 @@ class HostTransport(_Backed):
         super().close()
 
 
-class _Whole:
+class _SinglePiece:
     """A receive in a single piece."""
 
     def __init__(self, arriving: Arriving, tensor: Tensor) -> None:

@@ -102,7 +102,7 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
     if key in conversion:
         conversion.say(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given")
     converted = conversion.finish(processes)
-    return _beside(converted, named) if named else converted
+    return _merge_deepspeed(converted, named) if named else converted
 
 
 def read_fsdp(fsdp: object, fsdp_config: object, ranks: int, ranks_per_node: int | None = None) -> Converted:
@@ -209,7 +209,7 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
     return None
 
 
-def _beside(converted: Converted, named: Converted) -> Converted:
+def _merge_deepspeed(converted: Converted, named: Converted) -> Converted:
     """Merge the DeepSpeed file that is named in ``converted``. It takes precedence, as in accelerate; a precision that
     is missing in it comes from accelerate's file.
     """

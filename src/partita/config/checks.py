@@ -11,7 +11,7 @@ from partita.config.schema import Config
 
 _ADAMS = ("adam", "adamw", "onebit_adam")
 # Keys that require certain values of another key: the key, the other key, these values, and a text.
-_BELONGS: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
+_REQUIRES: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are never sharded"),
     (
         "zero.keep_gradients",
@@ -46,7 +46,7 @@ def check_settings(config: Config, derived: Mapping[str, Row], extension: Extens
     def resolved(key: str) -> Row:
         return derived.get(key) or row(config, key)
 
-    for key, other, values, words in _BELONGS:
+    for key, other, values, words in _REQUIRES:
         value = resolved(other).value
         if setting(config, key) != setting(default, key) and value not in values:
             problem = f"{key} requires {words.format(value)}"

@@ -7,7 +7,7 @@ from partita.config import accelerate, deepspeed
 from partita.config.converted import Converted
 
 # Top-level keys of every file that `accelerate config` writes; DeepSpeed has none of them.
-_ACCELERATES = {"compute_environment", "distributed_type"}
+_ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 
 
 def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> Converted:
@@ -20,11 +20,11 @@ def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> C
         ConfigError: the file cannot be read, or keys are not available; the message lists each key with its remedy.
     """
     _, data = deepspeed.load(path)
-    if _ACCELERATES & set(data):
+    if _ACCELERATE_KEYS & set(data):
         return accelerate.read(path, ranks, ranks_per_node)
-    return deepspeed.read(path, ranks, ranks_per_node, arguments={} if _left_to_trainer(data) else None)
+    return deepspeed.read(path, ranks, ranks_per_node, arguments={} if _has_auto(data) else None)
 
 
-def _left_to_trainer(value: object) -> bool:
+def _has_auto(value: object) -> bool:
     """Return whether a value, or any value in a section, is ``"auto"``, which means that a trainer sets it."""
-    return any(map(_left_to_trainer, value.values())) if isinstance(value, Mapping) else value == "auto"
+    return any(map(_has_auto, value.values())) if isinstance(value, Mapping) else value == "auto"

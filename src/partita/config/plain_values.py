@@ -34,7 +34,7 @@ class Budget:
 
     def __init__(self, name: str, most: int = MAX_VALUES) -> None:
         self._name = name
-        self._left = most
+        self._remaining = most
 
     def spend(self, depth: int) -> None:
         """Count one more value.
@@ -42,10 +42,10 @@ class Budget:
         Raises:
             ConfigError: there are too many values, or this one is deeper than :data:`MAX_DEPTH`.
         """
-        self._left -= 1
+        self._remaining -= 1
         if depth > MAX_DEPTH:
             raise _too_deep(self._name)
-        if self._left < 0:
+        if self._remaining < 0:
             raise ConfigError(f"{self._name}: more than {MAX_VALUES} values; a configuration has about 40")
 
 
@@ -208,7 +208,7 @@ class _NodeReader:
         raise self._error(node, f"the tag {shown(node.tag)} has no meaning here; remove it")
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        own: dict[str, object] = {}
+        keys: dict[str, object] = {}
         merged: dict[str, object] = {}
         for key_node, value_node in node.value:
             if key_node.tag == _MERGE:
@@ -221,11 +221,11 @@ class _NodeReader:
             line = key_node.start_mark.line + 1
             _check_key(key, path, f"{self._name}, line {line}")
             inner = (*path, str(key))
-            if key in own:
+            if key in keys:
                 raise self._error(key_node, f"the key '{dotted(inner)}' is given twice; keep one of them")
             self.lines[inner] = line
-            own[str(key)] = self.read(value_node, inner)
-        return merged | own
+            keys[str(key)] = self.read(value_node, inner)
+        return merged | keys
 
     def _merge_source(self, node: yaml.Node, path: KeyPath) -> dict[str, object]:
         if not isinstance(node, yaml.MappingNode):

@@ -117,7 +117,7 @@ def resolve(
             notices.append(f"ignored: communication.{key} (parameter deltas are sent between nodes: there is one)")
         elif getattr(config.communication, key) != "full" and config.communication.every is not None and mesh.node == 1:
             notices.append(f"ignored: communication.{key} (with communication.every it applies between replicas)")
-    if config.communication.check_every not in ("auto", 0) and not _holds_alike(config, mesh, extension):
+    if config.communication.check_every not in ("auto", 0) and not _has_replicas(config, mesh, extension):
         notices.append("ignored: communication.check_every (no two ranks hold the same parameters)")
     if config.communication.within_node != "auto" and not on_host:
         notices.append(f"ignored: communication.within_node (on {device_type} the backend chooses the transport)")
@@ -233,7 +233,7 @@ def _even_nodes(data: int, inner: int, ranks_per_node: int | None) -> int:
     return data // (ranks_per_node // inner)
 
 
-def _holds_alike(config: Config, mesh: MeshShape, extension: Extension) -> bool:
+def _has_replicas(config: Config, mesh: MeshShape, extension: Extension) -> bool:
     """Return whether several ranks store the same parameters."""
     if config.zero.stage < 3:
         return mesh.data * mesh.sequence > 1

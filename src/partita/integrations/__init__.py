@@ -1,1 +1,1 @@
-"""Integrations with other libraries: each translates their calls to the engine, and needs an optional extra."""
+"""Integrations with other libraries. Each translates the library's calls to the engine, and needs an optional extra."""

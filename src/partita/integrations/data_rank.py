@@ -11,10 +11,10 @@ from partita.plan.mesh_shape import MeshShape
 
 @dataclass(frozen=True)
 class Fed:
-    """Position of a rank among ``num`` groups that receive different samples.
+    """Data-parallel position of a rank: ``index`` of ``num``. Ranks with different positions receive different samples.
 
-    Each group has ``copies`` successive ranks, which receive the same samples. This rank is in group ``index``;
-    ``is_first`` is True on the first rank of a group.
+    ``copies`` successive ranks have the same position and receive the same samples; ``is_first`` is True on the first
+    of them.
     """
 
     num: int
@@ -24,16 +24,16 @@ class Fed:
 
 
 def fed(mesh: MeshShape, rank: int, loop: str) -> Fed:
-    """Return the group that determines which samples a ``loop`` (a name for messages) feeds to a rank of a mesh.
+    """Return the data-parallel position of a rank of a mesh in a training loop. ``loop`` is its name in messages.
 
     Raises:
         ConfigError: the mesh has a pipeline, which needs full batches.
     """
     if mesh.pipeline > 1:
         raise ConfigError(
-            f"parallel.pipeline: {mesh.pipeline} under {loop}, which calls forward and backward itself, where a "
-            "pipeline takes whole batches: write the loop with partita.initialize and engine.train_batch, or take "
-            "'partita train'; parallel.tensor and parallel.sequence go with this loop"
+            f"parallel.pipeline: {mesh.pipeline} under {loop}, which calls forward and backward itself, but a pipeline "
+            "needs full batches: write the loop with partita.initialize and engine.train_batch, or use 'partita "
+            "train'; parallel.tensor and parallel.sequence work with this loop"
         )
     copies = mesh.num_ranks // mesh.data
     return Fed(mesh.data, copies, mesh.coordinate(rank, "data"), rank % copies == 0)

@@ -60,15 +60,15 @@ def _chunks(codec: Codec, values: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
-    given = values.float() if held is None else values.float() + held
-    blocks, records = given.view(-1, BLOCK), codes.view(-1, codec.record_bytes)
+    total = values.float() if held is None else values.float() + held
+    blocks, records = total.view(-1, BLOCK), codes.view(-1, codec.record_bytes)
     fractions = None if seed is None else _fractions(len(blocks), seed, first, values.device)
     if codec.name == "top8":
         _encode_top(blocks, records)
     else:
         _encode_levels(codec, blocks, records, fractions)
     if held is not None:
-        held.copy_(given - _decoded(codec, codes))
+        held.copy_(total - _decoded(codec, codes))
 
 
 def _decoded(codec: Codec, codes: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def _decoded(codec: Codec, codes: Tensor) -> Tensor:
         values, places = _float(records[:, : 4 * TOP]), records[:, 4 * TOP :].long()
         return values.new_zeros(len(records), BLOCK).scatter_(1, places, values).view(-1)
     center, digits, base, _ = _LEVELS[codec.name]
-    bytes_left, found = records[:, STEP_BYTES:].int(), list[Tensor]()
+    remaining, found = records[:, STEP_BYTES:].int(), list[Tensor]()
     for _ in range(digits):
-        found.append(bytes_left % base)
-        bytes_left = bytes_left // base
+        found.append(remaining % base)
+        remaining = remaining // base
     levels = torch.cat(found, 1)[:, :BLOCK].float() - center
     return (levels * _float(records[:, :STEP_BYTES])).view(-1)
 

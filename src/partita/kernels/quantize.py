@@ -67,13 +67,13 @@ def encode(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> tuple[Tensor, Tens
     return signed, (torch.maximum(second, least) >> _CUT).to(torch.uint8), first_scale, second_scale
 
 
-def _spread(per_block: Tensor, num_elements: int) -> Tensor:
+def _per_element(per_block: Tensor, num_elements: int) -> Tensor:
     return per_block.repeat_interleave(QUANTUM)[:num_elements]
 
 
 def _decode(codes: Tensor, scale: Tensor, reach: float, beta: float) -> Tensor:
     u = ((codes << _CUT) + _ONE).view(torch.float32)
-    return (u - 1.0) * _spread(scale * _fp32(1.0 / _fp32(reach)) * beta, codes.numel())
+    return (u - 1.0) * _per_element(scale * _fp32(1.0 / _fp32(reach)) * beta, codes.numel())
 
 
 def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _encode(magnitudes: Tensor, scale: Tensor, reach: float, dither: Tensor) -> 
     # Not `reach / scale`: torch would multiply by a rounded reciprocal.
     u = (
         magnitudes
-        * _spread(torch.div(torch.tensor(reach, dtype=torch.float32, device="cpu"), scale), magnitudes.numel())
+        * _per_element(torch.div(torch.tensor(reach, dtype=torch.float32, device="cpu"), scale), magnitudes.numel())
         + 1.0
     )
     return u.view(torch.int32) + dither.to(torch.int32) - _ONE

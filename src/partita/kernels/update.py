@@ -45,7 +45,7 @@ def adam_(
     check("exp_avg", moments.exp_avg, (moments.exp_avg.dtype,), weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return cast(Tensor, _elsewhere(weights.like).adam_(weights, moments, grad, rule, factor))
+        return cast(Tensor, _fallback_module(weights.like).adam_(weights, moments, grad, rule, factor))
     exp_avg, exp_avg_sq, scale, scale_sq = (
         native.address(tensor)
         for tensor in (moments.exp_avg, moments.exp_avg_sq, moments.exp_avg_scale, moments.exp_avg_sq_scale)
@@ -87,7 +87,7 @@ def sgd_(
         check("momentum_buffer", momentum_buffer, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return cast(Tensor, _elsewhere(weights.like).sgd_(weights, momentum_buffer, grad, rule, factor))
+        return cast(Tensor, _fallback_module(weights.like).sgd_(weights, momentum_buffer, grad, rule, factor))
     done: bool = kernels.sgd(
         native.launch(grad.numel(), threads, level),
         native.weights_of(weights),
@@ -112,7 +112,7 @@ def lion_(
     check("exp_avg", exp_avg, GRADIENTS[:1], weights.like)
     kernels = native.kernels_for(weights.like)
     if kernels is None:
-        return cast(Tensor, _elsewhere(weights.like).lion_(weights, exp_avg, grad, rule, factor))
+        return cast(Tensor, _fallback_module(weights.like).lion_(weights, exp_avg, grad, rule, factor))
     done: bool = kernels.lion(
         native.launch(grad.numel(), threads, level),
         native.weights_of(weights),
@@ -123,7 +123,7 @@ def lion_(
     return done
 
 
-def _elsewhere(like: Tensor) -> ModuleType:
+def _fallback_module(like: Tensor) -> ModuleType:
     """Return the module that updates tensors on devices that the compiled kernels do not support."""
     if not runs_triton(like.device):
         return reference

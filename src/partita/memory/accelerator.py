@@ -81,8 +81,8 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
     except RuntimeError:
         device = None
     if device is None:
-        said = f"a {type(wanted).__name__}" if not isinstance(wanted, str) else f"'{wanted}'"
-        raise ConfigError(f"device: expected a torch.device, or the name of one ({expected}); got {said}")
+        shown = f"a {type(wanted).__name__}" if not isinstance(wanted, str) else f"'{wanted}'"
+        raise ConfigError(f"device: expected a torch.device, or the name of one ({expected}); got {shown}")
     if device.type == HOST.type:
         return HOST
     if device.type != kind or (device.index or 0) >= count():

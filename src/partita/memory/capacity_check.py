@@ -34,11 +34,11 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
     budget = _free(model, device)
     units, num_moments = blueprint.units, blueprint.num_moments
     states = bytes_by_tier(model_state_bytes(units, None, num_moments))
-    lacking = [tier for tier in budget.lacking(states) if tier is not Tier.DISK]
-    if not lacking:
+    lacking_tiers = [tier for tier in budget.lacking_tiers(states) if tier is not Tier.DISK]
+    if not lacking_tiers:
         return
     working = blueprint.working_bytes(units)
-    where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking)
+    where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking_tiers)
     lines = [f"partita.initialize: the states of a rank do not fit ({where}), and nothing was allocated"]
     lines += [_line(tier, states, working, budget) for tier in Tier if states[tier] or working[tier]]
     if changes := fitting_changes(blueprint, budget):

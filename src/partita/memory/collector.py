@@ -44,7 +44,7 @@ def collector_spared() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """Reset the state in a forked child, in which the other threads' blocks do not exist."""
     global _num_paused
     if _num_paused and _was_enabled:
@@ -53,4 +53,4 @@ def _begin_anew() -> None:
     _lock.release()
 
 
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_reset_in_child)

@@ -108,7 +108,7 @@ class Disk:
         self._close.atexit = False  # threads may be writing, and the descriptor must not be reused for another file
         self._workers = Workers("disk", threads)
         self._num_bytes = 0  # of the file
-        self._lent_bytes = 0  # of its regions
+        self._reserved_bytes = 0  # of its regions
         self._sparse = False
         self._free: dict[int, list[Region]] = defaultdict(list)
         self._meter = _Meter()
@@ -122,7 +122,7 @@ class Disk:
         Raises:
             PartitaError: the disk does not have the space.
         """
-        if (end := self._lent_bytes + in_pages(num_bytes)) > self._num_bytes:
+        if (end := self._reserved_bytes + in_pages(num_bytes)) > self._num_bytes:
             self._grow(end)
 
     def reserve(self, num_bytes: int) -> Region:
@@ -135,8 +135,8 @@ class Disk:
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.provide(num_bytes)
-        region = Region(self._lent_bytes, num_bytes)
-        self._lent_bytes += num_bytes
+        region = Region(self._reserved_bytes, num_bytes)
+        self._reserved_bytes += num_bytes
         return region
 
     def release(self, region: Region) -> None:
@@ -184,15 +184,15 @@ class Disk:
         return self._workers.run(region, blocks)
 
     def _read(self, block: memoryview, offset: int) -> None:
-        whole, rest, page = _split(block)
-        self._move(os.preadv, "reading", [whole, page], offset)
-        rest[:] = page[: len(rest)]
+        full, remainder, page = _split(block)
+        self._move(os.preadv, "reading", [full, page], offset)
+        remainder[:] = page[: len(remainder)]
         self._meter.add(bytes_read=len(block))
 
     def _write(self, block: memoryview, offset: int) -> None:
-        whole, rest, page = _split(block)
-        page[: len(rest)] = rest
-        self._move(os.pwritev, "writing", [whole, page], offset)
+        full, remainder, page = _split(block)
+        page[: len(remainder)] = remainder
+        self._move(os.pwritev, "writing", [full, page], offset)
         self._meter.add(bytes_written=len(block))
 
     def _move(self, call: Callable[..., int], what: str, views: list[memoryview], offset: int) -> None:
@@ -205,7 +205,7 @@ class Disk:
                     if not moved:
                         raise OSError(errno.EIO, "the file ends before the region")
                     done += moved
-                    views = list(_behind(views, moved))
+                    views = list(_without_first(views, moved))
             if not self.direct:
                 os.posix_fadvise(self._file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -263,12 +263,12 @@ def in_pages(num_bytes: int) -> int:
 
 def _split(block: memoryview) -> tuple[memoryview, memoryview, memoryview]:
     """Return the full pages of a block, the remainder, and a page-sized bounce buffer for the remainder."""
-    num_whole = len(block) // ALIGNMENT * ALIGNMENT
-    whole, rest = block[:num_whole], block[num_whole:]
-    return whole, rest, memoryview(mmap.mmap(-1, ALIGNMENT) if rest else bytearray())
+    num_full = len(block) // ALIGNMENT * ALIGNMENT
+    full, remainder = block[:num_full], block[num_full:]
+    return full, remainder, memoryview(mmap.mmap(-1, ALIGNMENT) if remainder else bytearray())
 
 
-def _behind(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
+def _without_first(views: list[memoryview], num_bytes: int) -> Iterator[memoryview]:
     """Yield the views without their first ``num_bytes``."""
     for view in views:
         skipped = min(num_bytes, len(view))

@@ -49,8 +49,8 @@ class Shortages:
         states = sum(num for (_, tier), num in report.peak.items() if Tier(tier) in short)
         peak = report.device_peak_bytes if on_device else report.process_peak_bytes - self._process_bytes
         remedies = find_remedies(self._blueprint, short, max(0, peak - states))
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        lines = [f"out of memory in {where}, on rank {self._rank} ({self._device}): {said}", str(report)]
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        lines = [f"out of memory in {where}, on rank {self._rank} ({self._device}): {message}", str(report)]
         if remedies:
             lines.append("What would help most:")
             lines += [f"  {place}. {remedy}" for place, remedy in enumerate(remedies, 1)]

@@ -42,11 +42,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 def span(what: str, name: str = "") -> AbstractContextManager[None]:
     """Open a span in every watcher, as in :meth:`Watcher.span`."""
-    return _all_told(_watchers, what, name) if _watchers else _NOTHING
+    return _all_spans(_watchers, what, name) if _watchers else _NOTHING
 
 
 @contextmanager
-def _all_told(watchers: tuple[Watcher, ...], what: str, name: str) -> Iterator[None]:
+def _all_spans(watchers: tuple[Watcher, ...], what: str, name: str) -> Iterator[None]:
     with ExitStack() as spans:
         for watcher in watchers:
             spans.enter_context(watcher.span(what, name))

@@ -130,7 +130,7 @@ class Stream:
 
     def close(self) -> None:
         """Release the thread, which ends after the queued work. New work starts another thread."""
-        self._thread.let_go()
+        self._thread.release_threads()
 
 
 class Workers:
@@ -189,9 +189,9 @@ class Workers:
         """Wait for all jobs, ignoring errors, and release the threads."""
         for key in list(self._last):
             self.forget(key)
-        self.let_go()
+        self.release_threads()
 
-    def go_on(self) -> bool:
+    def finish_jobs(self) -> bool:
         """Wait for all jobs, ignoring errors; return False as soon as no piece has completed for ``STUCK_S``."""
         if self._process != os.getpid():
             return True
@@ -203,7 +203,7 @@ class Workers:
                 before = _Job.pieces_ended
         return True
 
-    def let_go(self) -> None:
+    def release_threads(self) -> None:
         """Let the threads end after the submitted jobs. New jobs start other threads."""
         with self._lock:
             end, jobs = self._end, list(self._last.values())
@@ -226,8 +226,8 @@ class _Job:
 
     def __init__(self, pieces: Iterable[Piece], workers: Workers) -> None:
         self._pieces = deque(pieces)
-        self._num_left = len(self._pieces)
-        assert self._num_left, "a job without pieces would never end"
+        self._num_pending = len(self._pieces)
+        assert self._num_pending, "a job without pieces would never end"
         self._workers: Workers | None = workers  # keeps the threads alive until the job is done
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -240,13 +240,13 @@ class _Job:
         assert self._workers is not None
         self._error = failed
         ready = self._workers.ready
-        for _ in range(self._num_left):
+        for _ in range(self._num_pending):
             ready.put(self)
 
     def then(self, call: Callable[[Exception | None], object]) -> None:
         """Call ``call`` once this job is done, with the first error so far (None if there is none)."""
         with self._lock:
-            if self._num_left:
+            if self._num_pending:
                 self._following.append(call)
                 return
         call(self._error)
@@ -263,8 +263,8 @@ class _Job:
         _Job.pieces_ended += 1
         with self._lock:
             self._error = self._error or error
-            self._num_left -= 1
-            if self._num_left:
+            self._num_pending -= 1
+            if self._num_pending:
                 return
             self._running.release()
             following = self._following
@@ -297,7 +297,7 @@ _STARTED = weakref.WeakSet[Workers]()
 
 @atexit.register
 def _finish() -> None:
-    all(workers.go_on() for workers in list(_STARTED))
+    all(workers.finish_jobs() for workers in list(_STARTED))
 
 
 def _end_after(jobs: list[_Job], end: Callable[[], object]) -> None:

@@ -189,7 +189,7 @@ class StateMemory:
 
     def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
         """Allocate a state. Its values are zeros; on the disk they are undefined."""
-        kept = self._room(num_elements, dtype, tier)
+        kept = self._allocate(num_elements, dtype, tier)
         self.ledger.add(state, num_elements * dtype.itemsize, tier)
         return kept
 
@@ -212,7 +212,7 @@ class StateMemory:
         slot = self._staging.borrow(num_elements * dtype.itemsize)
         return Lease(over(slot.storage, dtype, num_elements), Event(), lambda changed: self._staging.give_back(slot))
 
-    def _room(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
+    def _allocate(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
         if tier is Tier.DISK:
             self._disk = self._disk or self._open_disk()
             return OnDisk(num_elements, dtype, self._disk, self._staging)

@@ -216,10 +216,10 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("two optimizers", "an optimizer on parameters of no model that was prepared and has none yet"),
-        ("plateau", "ReduceLROnPlateau is told a metric, which may differ between the ranks"),
-        ("schedule", "a LambdaLR beside the config's schedule (constant): leave one of the two out"),
-        ("no optimizer", "the Sequential that was prepared has no optimizer yet"),
+        ("two optimizers", "the optimizer's parameters belong to no prepared model without an optimizer"),
+        ("plateau", "ReduceLROnPlateau depends on a metric, which may differ between the ranks"),
+        ("schedule", "a LambdaLR, but the config also has a schedule (constant): leave one of the two out"),
+        ("no optimizer", "the prepared Sequential has no optimizer yet"),
         ("not elementwise", "optimizer LBFGS evaluates the loss in its step"),
         ("part", "got some without '2.weight'"),
         ("value", "use clip_grad_norm_"),
@@ -232,7 +232,10 @@ def test_what_does_not_go_together(what: str, said: str) -> None:
 
 
 def test_arguments_of_other_libraries() -> None:
-    with alone(), pytest.raises(ConfigError, match=r"fsdp_plugin beside partita.*partita run --accelerate FILE"):
+    with (
+        alone(),
+        pytest.raises(ConfigError, match=r"fsdp_plugin cannot be combined with.*partita run --accelerate FILE"),
+    ):
         Accelerator(cpu=True, fsdp_plugin=object())
     with alone(), pytest.raises(ConfigError, match="batch.accumulate and gradient_accumulation_steps differ"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, partita_config={"batch": {"accumulate": 4}})
@@ -257,4 +260,4 @@ def counted() -> tuple[int, str]:
 def test_accelerate_knows_all_processes() -> None:
     for number, said in on_ranks(2, counted):
         assert number == 2
-        assert "accelerate knows of 1 processes, and the launcher has started 2" in said
+        assert "accelerate has 1 processes, but the launcher has started 2" in said

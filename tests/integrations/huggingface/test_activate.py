@@ -72,7 +72,7 @@ def test_a_script_with_one_line_before_it(tmp_path: Path) -> None:
     assert "partita.integrations.huggingface.trainer" in activated["trainer"]  # type: ignore[operator]
     assert activated["accelerators"] == [True, "partita.integrations.huggingface.accelerator"]
     assert activated["stage"] == 3
-    assert "it was called already" in str(activated["again"])
+    assert "it was already called" in str(activated["again"])
 
 
 def losses_of_rows(rows: list[dict[str, float]]) -> list[float]:
@@ -85,7 +85,7 @@ class Mine(transformers.Trainer):  # type: ignore[misc]
 
 def test_too_late() -> None:
     """Where a script has one of the classes already, or has derived another one from it."""
-    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) as the first line"):
+    with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) in the first line"):
         activate()
     assert f"{__name__}.Mine was derived from Trainer" in list(_taken())
     script = types.ModuleType("script")
@@ -152,6 +152,6 @@ print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.s
     done = found(run(reads, tmp_path))
     assert (done["stage"], done["tier"], done["clip"], done["compute"]) == (2, "host", 1.0, "fp32")
     assert len(done["losses"]) == 6  # type: ignore[arg-type]
-    assert "beside a configuration of partita's" in str(done["said"])
+    assert "and a configuration of partita are both given" in str(done["said"])
     offload = {"parameters": "host", "optimizer": "host"}
     assert done["fsdp"] == {"zero": {"stage": 3, "offload": offload, "units": ["LlamaDecoderLayer"]}}

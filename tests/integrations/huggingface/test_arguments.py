@@ -165,7 +165,7 @@ def test_a_schedule_that_differs(settings: dict[str, Any], shown: tuple[str, ...
 
 @pytest.mark.parametrize("checkpoint", [{"dir": "here"}, {"dir": "here", "every_steps": 5}])
 def test_checkpoints_are_the_trainers(checkpoint: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="checkpoint.dir: under a Trainer the checkpoints are the Trainer's"):
+    with pytest.raises(ConfigError, match="checkpoint.dir: the Trainer saves the checkpoints"):
         check({"checkpoint": checkpoint}, tmp_path)
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 # It looks into `.grad` after a backward of a model that was prepared without an optimizer. The gradients of such a
 # model would stay on each rank.
-NO_OPTIMIZER = "PartitaError: accelerator.backward: the RegressionModel that was prepared has no optimizer yet"
+NO_OPTIMIZER = "PartitaError: accelerator.backward: the prepared RegressionModel has no optimizer yet"
 # It compares `.grad` after each backward. Reduced gradients are in buckets, of which `.grad` is no view.
 IN_BUCKETS = "PartitaError: the .grad of 'a' has no values"
 REFUSED = {

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from partita import PartitaError
 from partita.checkpoint.format.backend import FileDraft
-from partita.integrations.huggingface.checkpoints import newest_complete, newest_on_rank_0, what_lacks
+from partita.integrations.huggingface.checkpoints import newest_complete, newest_on_rank_0, why_incomplete
 from tests.integrations.huggingface.runs import Run, alone, end, losses_of, trainer_of
 from tests.kit.ranks import WorkerError, on_ranks
 
@@ -76,15 +76,15 @@ def test_what_a_checkpoint_lacks(tmp_path: Path) -> None:
         newest_complete(tmp_path)
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
-    assert what_lacks(folder) == "it has no trainer_state.json, which is written last"
+    assert why_incomplete(folder) == "it has no trainer_state.json, which is written last"
     (folder / "trainer_state.json").write_text('{"best_global')
-    assert what_lacks(folder) == "its trainer_state.json is cut off"
+    assert why_incomplete(folder) == "its trainer_state.json is truncated"
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    assert "it holds weights alone (save_only_model)" in str(what_lacks(folder))
+    assert "it contains only weights (save_only_model)" in str(why_incomplete(folder))
     torch.save({}, folder / "optimizer.pt")
-    assert "'partita convert checkpoint" in str(what_lacks(folder))
+    assert "'partita convert checkpoint" in str(why_incomplete(folder))
     (folder / "partita").mkdir()
-    assert what_lacks(folder) == "no complete states in 'partita'"
+    assert why_incomplete(folder) == "no complete states in 'partita'"
     with pytest.raises(PartitaError, match="'checkpoint-3': no complete states in 'partita'"):
         newest_complete(tmp_path)
 
@@ -142,7 +142,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.lacks, self.freed, self.held = list[str | None](), threading.Semaphore(0), held
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.lacks.append(what_lacks(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+        self.lacks.append(why_incomplete(Path(args.output_dir) / f"checkpoint-{state.global_step}"))
         self.freed.release()
 
     def publish(self, draft: FileDraft) -> None:
@@ -176,6 +176,6 @@ def test_checkpoints_in_the_background(tmp_path: Path) -> None:
         number = 2 * (1 + rows.index(min(rows)))
         left = {path.name for path in folder.glob("checkpoint-*")}
         assert left == {f"checkpoint-{step}" for step in ((number, 4 if number == 6 else 6)[:limit])}
-        assert [what_lacks(folder / name) for name in left] == [None] * len(left)
+        assert [why_incomplete(folder / name) for name in left] == [None] * len(left)
         wanted, saved = (load_file(folder / name / "model.safetensors") for name in (f"checkpoint-{number}", "final"))
         assert all(torch.equal(wanted[name], saved[name]) for name in wanted)

@@ -120,7 +120,7 @@ def test_an_error_of_rank_0_is_one_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     first, second = on_ranks(2, fails_on_rank_0, tmp_path, timeout=120)
     assert "Not a directory" in first
-    assert second == "save_pretrained: rank 0 cannot write; its own error says why"
+    assert second == "save_pretrained: rank 0 failed to write; see its own error"
 
 
 class Denoiser(nn.Module):

@@ -131,9 +131,9 @@ def on_meta_and_from_a_file(folder: str) -> None:
     assert set(whole) == (set(expected.state_dict()) if made.global_rank == 0 else set())
     made.save(f"{folder}/plain.pt", {"numbers": [1, 2]})
     assert made.load(f"{folder}/plain.pt") == {"numbers": [1, 2]}
-    with pytest.raises(PartitaError, match="raw.pt' is no folder that fabric.save wrote of an engine"):
+    with pytest.raises(PartitaError, match="raw.pt' is not a folder that fabric.save wrote for an engine"):
         made.load(f"{folder}/raw.pt", {"model": model, "optimizer": optimizer})
-    with pytest.raises(PartitaError, match="a whole folder; pass neither filter"):
+    with pytest.raises(PartitaError, match="a folder with its full state; pass neither filter"):
         made.save(f"{folder}/some", {"model": model}, filter={"model": lambda name, value: True})
     strategy.teardown()
 
@@ -149,11 +149,11 @@ def refused() -> None:
     optimizers = [torch.optim.SGD(params, lr=0.1) for params in ([model.scale], model.layers.parameters())]
     with pytest.raises(ConfigError, match=r"fabric.setup: got 2 optimizers; .* trains a model with one"):
         made.setup(model, *optimizers)
-    with pytest.raises(ConfigError, match=r"set the model up together with it: fabric.setup\(model, optimizer\)"):
+    with pytest.raises(ConfigError, match=r"set up model and optimizer: fabric.setup\(model, optimizer\)"):
         made.setup_optimizers(optimizers[0])
     loop = Loop(made)
     made.backward(loop.loss(0))
-    with pytest.raises(ConfigError, match="global norm alone"):
+    with pytest.raises(ConfigError, match="only by their global norm"):
         made.clip_gradients(loop.model, loop.optimizer, clip_val=1.0)
     with pytest.raises(ConfigError, match="partita clips by the 2-norm; got norm_type=1"):
         made.clip_gradients(loop.model, loop.optimizer, max_norm=1.0, norm_type=1)

@@ -62,7 +62,7 @@ def test_an_unknown_precision() -> None:
 
 LEFT_TO_LIGHTNING = {
     "checkpoint.dir and checkpoint.every_steps: .*ModelCheckpoint": {"checkpoint": {"dir": "x"}},
-    "nonfinite: rewind goes back": {"precision": {"nonfinite": "rewind"}, "checkpoint": {}},
+    "nonfinite: rewind loads a checkpoint": {"precision": {"nonfinite": "rewind"}, "checkpoint": {}},
 }
 
 
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[type[Regression], dict[str, Any], dict[str, Any]]] = {
         {"batch": {"accumulate": 4}},
         {"accumulate_grad_batches": 2},
     ),
-    r"schedule: the config has one \(constant\), and Lightning steps another": (
+    r"schedule: the config has one \(constant\), and Lightning steps the optimizer's own scheduler": (
         Regression,
         {"schedule": {"warmup_steps": 3}},
         {},
@@ -144,7 +144,7 @@ class Fails(OfTheConfig):
 @quietly()
 def fit_that_fails() -> None:
     strategy, module = on_partita(3), Fails()
-    with pytest.raises(PartitaError, match="PartitaStrategy has no engine yet: the Trainer makes one in fit"):
+    with pytest.raises(PartitaError, match="PartitaStrategy has no engine yet: the Trainer creates it in fit"):
         strategy.engine  # noqa: B018
     with pytest.raises(KeyError, match="the user's"):
         trainer(strategy, 1).fit(module, loader())

@@ -148,7 +148,7 @@ class Handshake:
             for index, other in endpoints.items():
                 for number, purpose in enumerate(purposes) if index < own else ():
                     connection = opened.enter_context(socket.socket(socket.AF_UNIX))
-                    _connect(connection, other, _left(end))
+                    _connect(connection, other, _remaining_s(end))
                     connection.sendall(HELLO.pack(other.token, number))
                     channels[index][purpose] = Channel(connection, self._timeout_s)
             awaited = {other.process: index for index, other in endpoints.items() if index > own}
@@ -159,7 +159,7 @@ class Handshake:
                 if source is None:
                     connection.close()
                     continue
-                opened.enter_context(connection).settimeout(_left(end))
+                opened.enter_context(connection).settimeout(_remaining_s(end))
                 token, number = HELLO.unpack(receive_bytes(connection, HELLO.size))
                 if token != self.endpoint.token:
                     raise OSError(0, "a rank has connected to another's socket")
@@ -170,7 +170,7 @@ class Handshake:
 
     def _accept(self, end: float) -> socket.socket:
         assert self._listener is not None
-        self._listener.settimeout(_left(end))
+        self._listener.settimeout(_remaining_s(end))
         return self._listener.accept()[0]
 
     def __enter__(self) -> "Handshake":
@@ -194,17 +194,17 @@ def _connect(connection: socket.socket, other: Endpoint, wait_s: float) -> None:
 
 def _who(connection: socket.socket) -> int:
     """Return the process id at the other end; 0 if it belongs to another user."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    process, user, _ = CREDENTIALS.unpack(told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    process, user, _ = CREDENTIALS.unpack(credentials)
     return int(process) if user == os.geteuid() else 0
 
 
-def _left(end: float) -> float:
+def _remaining_s(end: float) -> float:
     """Return the seconds until ``end``. Raises TimeoutError: it has passed."""
-    left = end - time.monotonic()
-    if left <= 0:
+    remaining = end - time.monotonic()
+    if remaining <= 0:
         raise TimeoutError("timed out")
-    return left
+    return remaining
 
 
 def _trial(other: Endpoint) -> str | None:

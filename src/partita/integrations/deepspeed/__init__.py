@@ -1,8 +1,7 @@
 """DeepSpeed's API for existing training loops. One line changes:
 ``import partita.integrations.deepspeed as deepspeed``.
 
-Names and meanings are those of DeepSpeed 0.19.8. A name that is missing here raises an error that says what to use
-instead.
+Names and meanings are those of DeepSpeed 0.19.8. A name that is missing here raises an error with the alternative.
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: torch.distributed, initialized the way partita does it."""
+"""``deepspeed.comm``: torch.distributed, initialized as partita needs it."""
 
 import logging
 from datetime import timedelta
@@ -40,8 +40,8 @@ def init_distributed(
         dist_backend: has no effect: partita uses gloo for tensors on the host, and the accelerator's backend for
             tensors on the accelerator.
         timeout: time limit of one operation.
-        init_method: the URL where the ranks meet; this is ``rank`` of ``world_size``. None: the launcher's values are
-            used. DeepSpeed's other arguments have no effect.
+        init_method: the rendezvous URL of ``world_size`` ranks, of which this is ``rank``. None: use the launcher's
+            values. DeepSpeed's other arguments have no effect.
 
     Raises:
         ConfigError: a launcher's variable is missing or wrong.

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from partita.errors import PartitaError
 
-_AS_IT_IS = "in the configuration; the model stays as it is"
+_AS_IT_IS = "in the configuration; the model does not change"
 _PIPELINE = f"use partita.initialize, with parallel.pipeline {_AS_IT_IS}"
 _TENSOR = f"set tensor_parallel.autotp_size {_AS_IT_IS}"
 _OPTIMIZERS = (
-    "name the optimizer in the configuration (AdamW, Adam, SGD, Lion: partita has kernels for them), or pass one of "
+    "set the optimizer in the configuration (AdamW, Adam, SGD, Lion: partita has kernels for them), or pass one of "
     "torch.optim to initialize(optimizer=...)"
 )
 _RECOMPUTE = "use torch.utils.checkpoint, or the model's gradient_checkpointing_enable()"
@@ -18,7 +18,7 @@ _GENERATE = "generate inside `with engine.gathered():` (of partita.initialize), 
 MODULE = {
     "ops": _OPTIMIZERS,
     "DeepSpeedOptimizer": "the engine's optimizer is a torch.optim.Optimizer",
-    "DeepSpeedDataLoader": "use torch.utils.data.DataLoader, or initialize(training_data=...), which makes one",
+    "DeepSpeedDataLoader": "use torch.utils.data.DataLoader, or initialize(training_data=...), which creates one",
     "DeepSpeedConfig": "use partita.Config; partita.config.deepspeed.read reads DeepSpeed's files",
     "DeepSpeedConfigError": "catch partita.ConfigError",
     "DeepSpeedHybridEngine": _GENERATE,
@@ -33,18 +33,18 @@ MODULE = {
     "set_autotp_mode": _TENSOR,
     "module_inject": _TENSOR,
     "checkpointing": _RECOMPUTE,
-    "moe": "use the model's own experts: those that a rank does not use get zero gradients there",
+    "moe": "use the model's own experts: experts that a rank does not use get zero gradients there",
     "sequence": f"set sequence_parallel_size {_AS_IT_IS}",
     "compression": "compressed training is not available in this version of partita",
     "accelerator": "use torch.accelerator, and the engine's attribute device",
     "get_accelerator": "use torch.accelerator, and the engine's attribute device",
     "OnDevice": "use torch.device('meta') as a context; partita.initialize fills such models unit by unit",
-    "log_dist": "use the logging module, where torch.distributed.get_rank() is 0",
-    "logger": "use the logging module: logging.getLogger('partita') has partita's own lines",
+    "log_dist": "use the logging module, if torch.distributed.get_rank() is 0",
+    "logger": "use the logging module: logging.getLogger('partita') is partita's logger",
     "utils": "use the logging module, engine.gathered(...), engine.gradient(name) and engine.optimizer_state(name)",
     "monitor": "log what engine.step() and engine.memory_report() of partita.initialize return",
     "profiling": "use torch.profiler, and engine.memory_report() and engine.traffic_report() of partita.initialize",
-    "runtime": "use partita.initialize's engine; its parts are inside partita",
+    "runtime": "use the engine of partita.initialize; it has no public submodules",
     "dist": "use comm",
     "launcher": "start scripts with torchrun, srun or `partita run --processes`",
     "constants": "use partita.initialize(..., mesh=) and torch.distributed",
@@ -52,12 +52,12 @@ MODULE = {
 
 # Names in `zero`.
 ZERO = {
-    "MiCS_Init": "set zero_hpz_partition_size in the configuration: gathers stay within a node",
+    "MiCS_Init": "set zero_hpz_partition_size in the configuration: parameters are gathered within a node",
     "TiledLinear": "use torch.nn.Linear: parameters on any tier are gathered unit by unit",
     "TiledLinearReturnBias": "use torch.nn.Linear: parameters on any tier are gathered unit by unit",
     "unwrap_model_for_generation": _GENERATE,
-    "ZeroParamStatus": "a parameter at rest says so where it is printed; engine.gathered(...) makes it whole",
-    "ZeroParamType": "every parameter of the engine's model is one",
+    "ZeroParamStatus": "print the parameter, which shows if it is sharded; engine.gathered(...) unshards it",
+    "ZeroParamType": "every parameter of the engine's model has the same type",
     "DeepSpeedZeRoOffload": "set offload_param and offload_optimizer in the configuration",
 }
 
@@ -67,24 +67,24 @@ COMM = {
     "log_summary": "use engine.traffic_report() of partita.initialize",
     "configure": "use engine.traffic_report() of partita.initialize",
     "initialize_mesh_device": _TENSOR,
-    "mpi_discovery": "start with torchrun or srun, whose variables are read",
+    "mpi_discovery": "start with torchrun or srun, whose environment variables are used",
 }
 
 # Attributes of the engine.
 ENGINE = {
-    "set_gradient_accumulation_boundary": "call step() after every micro-batch: it updates at the boundary by itself",
-    "coalesce_grad_reduction": "use no_sync(), which is legal at every stage",
+    "set_gradient_accumulation_boundary": "call step() after every micro-batch: it updates only at the boundary",
+    "coalesce_grad_reduction": "use no_sync(), which is allowed at every stage",
     "allreduce_gradients": "call step() after every micro-batch: gradients are reduced in backward",
-    "set_train_batch_size": "give the batch sizes in the configuration",
-    "set_train_micro_batch_size": "give the batch sizes in the configuration",
+    "set_train_batch_size": "set the batch sizes in the configuration",
+    "set_train_micro_batch_size": "set the batch sizes in the configuration",
     "compile": "compile the model's blocks before initialize (block.compile())",
     "offload_states": "set offload_optimizer and offload_param in the configuration",
     "reload_states": "set offload_optimizer and offload_param in the configuration",
-    "empty_partition_cache": "nothing is left to empty: slots of gathered parameters are lent and taken back",
-    "monitor": "log what get_lr(), get_global_grad_norm() and your loss say",
+    "empty_partition_cache": "leave it out: gathered parameters use a buffer pool, and there is no cache to empty",
+    "monitor": "log get_lr(), get_global_grad_norm() and your loss",
     "flops_profiler": "use torch.profiler",
     "timers": "use torch.profiler",
-    "load_moe_state_dict": "use load_checkpoint: experts are parameters like others",
+    "load_moe_state_dict": "use load_checkpoint: experts are ordinary parameters",
 }
 
 
@@ -106,14 +106,14 @@ def missing(module: str, name: str, remedies: Mapping[str, str]) -> Exception:
     """
     if name.startswith("_"):
         return AttributeError(f"module '{module}' has no attribute '{name}'")
-    return MissingNameError(_said(module, name, remedies))
+    return MissingNameError(_message(module, name, remedies))
 
 
 def missing_attribute(name: str) -> AttributeError:
     """Return the error for a name that neither the engine nor its model has."""
-    return MissingAttributeError(_said("engine", name, ENGINE))
+    return MissingAttributeError(_message("engine", name, ENGINE))
 
 
-def _said(where: str, name: str, remedies: Mapping[str, str]) -> str:
+def _message(where: str, name: str, remedies: Mapping[str, str]) -> str:
     remedy = remedies.get(name, "use partita.initialize and its engine: see the README")
     return f"{where}.{name} of DeepSpeed is not in partita.integrations.deepspeed: {remedy}"

@@ -30,7 +30,7 @@ class DeepSpeedEngine:
         engine: partita's engine of the model.
         resolved: the engine's configuration, resolved for these ranks.
         local_rank: this process's rank on its node.
-        has: whether there is an ``optimizer``, and a ``scheduler``.
+        has: True for ``optimizer`` and ``scheduler`` if there is one.
         loader: the loader of ``training_data``.
     """
 
@@ -85,9 +85,7 @@ class DeepSpeedEngine:
         return loss / num if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss for a direct ``loss.backward()``, unchanged.
-
-        partita divides by the accumulation steps itself.
+        """Return the loss unchanged, for a direct ``loss.backward()``: the engine divides by the accumulation steps.
 
         Raises:
             PartitaError: there is a loss scale (fp16).
@@ -104,11 +102,11 @@ class DeepSpeedEngine:
         """End a micro-batch; at the boundary clip, update the parameters, zero the gradients, and step the scheduler.
 
         Raises:
-            PartitaError: there is no optimizer; or ``lr_kwargs`` are given, which torch's schedulers do not take.
+            PartitaError: there is no optimizer; or ``lr_kwargs`` are given, which torch's schedulers do not accept.
         """
         self._check_optimizer("step")
         if lr_kwargs:
-            raise PartitaError(f"engine.step(lr_kwargs={dict(lr_kwargs)}): torch's schedulers are stepped without any")
+            raise PartitaError(f"engine.step(lr_kwargs={dict(lr_kwargs)}): torch's schedulers take no arguments")
         boundary = self.is_gradient_accumulation_boundary()
         result = self._engine.step()
         self._stepped = result.stepped
@@ -136,8 +134,8 @@ class DeepSpeedEngine:
         done = self.micro_steps % self.gradient_accumulation_steps()
         if done:
             raise PartitaError(
-                f"engine.zero_grad() after micro-batch {done} of {self.gradient_accumulation_steps()}: the gradients "
-                "collected so far would be lost; leave it out: step() zeroes gradients after each update"
+                f"engine.zero_grad() after micro-batch {done} of {self.gradient_accumulation_steps()}: the accumulated "
+                "gradients would be lost; leave it out: step() zeroes gradients after each update"
             )
         self._engine.zero_grad()
 
@@ -145,7 +143,7 @@ class DeepSpeedEngine:
         """Train on one batch, and return its mean loss over micro-batches and ranks.
 
         Args:
-            data_iter: an iterator over micro-batches (mappings, tuples or tensors, as the model takes them); None:
+            data_iter: an iterator over micro-batches (mappings, tuples or tensors: the model's arguments); None:
                 ``training_data``, repeated.
 
         Raises:
@@ -178,7 +176,7 @@ class DeepSpeedEngine:
     def _draw(self, data_iter: Iterator[Any] | None) -> list[Any]:
         if data_iter is None:
             if self.training_dataloader is None:
-                raise PartitaError("train_batch and eval_batch: give an iterator, or training_data to initialize")
+                raise PartitaError("train_batch, eval_batch: pass an iterator, or pass training_data to initialize")
             self._iterator = self._iterator or _repeated(self.training_dataloader)
             data_iter = self._iterator
         return list(draw(data_iter, self.gradient_accumulation_steps(), self._engine.each))
@@ -192,7 +190,7 @@ class DeepSpeedEngine:
         """Set the model to evaluation mode."""
         return self.train(False)
 
-    # ------------------------------------------------------------------- looking
+    # ---------------------------------------------------------------- inspection
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last batch before clipping; None before the first batch, or if unknown."""
@@ -262,8 +260,8 @@ class DeepSpeedEngine:
         """Save the full training state as ``step-N`` in the tag's folder below ``save_dir``; every rank calls this.
 
         Args:
-            tag: the same on every rank; None: ``global_step`` and the number.
-            client_state: plain values, which :meth:`load_checkpoint` returns.
+            tag: the same on every rank; None: ``global_step`` and the number of steps.
+            client_state: serializable values, which :meth:`load_checkpoint` returns.
             save_latest: make this the checkpoint that is loaded without a tag.
             exclude_frozen_parameters: has no effect: a checkpoint contains all parameters.
 
@@ -293,7 +291,7 @@ class DeepSpeedEngine:
                 is loaded.
             load_module_strict: refuse a checkpoint with missing or additional entries.
             load_optimizer_states: False: load only the model's weights.
-            load_lr_scheduler_states: False: leave the scheduler as it is.
+            load_lr_scheduler_states: False: do not change the scheduler.
             load_module_only: load only the model's weights.
             custom_load_fn: must be None.
 
@@ -306,7 +304,9 @@ class DeepSpeedEngine:
                 custom_load_fn is given.
         """
         if custom_load_fn is not None:
-            raise PartitaError("load_checkpoint(custom_load_fn=): write in zero.GatheredParameters(modifier_rank=0)")
+            raise PartitaError(
+                "load_checkpoint(custom_load_fn=): write the parameters inside zero.GatheredParameters(modifier_rank=0)"
+            )
         only_model = load_module_only or not load_optimizer_states
         before = self._engine.scheduler.state_dict() if not load_lr_scheduler_states else None
         found = self._checkpoints.load(
@@ -353,7 +353,7 @@ class DeepSpeedEngine:
     def _check_optimizer(self, what: str) -> None:
         if self.optimizer is None:
             raise PartitaError(
-                f"engine.{what}(): there is no optimizer: name one in the configuration, or pass it to initialize"
+                f"engine.{what}(): there is no optimizer: set one in the configuration, or pass it to initialize"
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -33,12 +33,12 @@ Source = str | Path | Mapping[str, Any]
 class Arguments:
     """The arguments of ``deepspeed.initialize``, in its order.
 
-    ``args``: an object with ``deepspeed_config``, unless ``config`` is given; its ``local_rank`` is set, if it exists.
+    ``args``: an object with ``deepspeed_config``, unless ``config`` is given; its ``local_rank`` is set if it exists.
     ``model_parameters``: the parameters, or groups of them, that the configuration's optimizer updates; None: all.
     ``optimizer`` and ``lr_scheduler``: objects, or callables that create them from the parameters and the optimizer.
     ``training_data``: a map-style dataset or an IterableDataset; each rank gets its own micro-batches.
     ``config`` (or ``config_params``): a file, or a mapping. ``distributed_port`` and ``dist_init_required`` have no
-    effect: the launcher sets the address where the ranks meet.
+    effect: the launcher sets the rendezvous address.
     """
 
     args: Any = None
@@ -63,14 +63,14 @@ class Arguments:
         """
         if self.mpu is not None or self.mesh_param is not None:
             raise ConfigError(
-                "deepspeed.initialize(mpu=) and (mesh_param=): leave them out; tensor_parallel.autotp_size and "
-                "sequence_parallel_size of the configuration say how many ranks share a model and a sequence"
+                "deepspeed.initialize(mpu=) and (mesh_param=): leave them out, and set tensor_parallel.autotp_size and "
+                "sequence_parallel_size in the configuration"
             )
         if self.training_data is not None and not _is_dataset(self.training_data):
             kind = type(self.training_data).__name__
             raise ConfigError(
-                "deepspeed.initialize(training_data=): expected samples by number (a torch Dataset, a list, a Hugging "
-                f"Face dataset) or an IterableDataset, got a {kind}"
+                "deepspeed.initialize(training_data=): expected a map-style dataset (a torch Dataset, a list, a "
+                f"Hugging Face dataset) or an IterableDataset, got a {kind}"
             )
         given = {
             "config": self.config,
@@ -79,9 +79,9 @@ class Arguments:
         }
         found = {name: value for name, value in given.items() if value is not None}
         if len(found) != 1:
-            said = f"in {' and '.join(found)}" if found else "nowhere"
+            where = f"passed as {' and '.join(found)}" if found else "missing"
             raise ConfigError(
-                f"deepspeed.initialize: the configuration is {said}: expected it once, as config= (a path or a "
+                f"deepspeed.initialize: the configuration is {where}: expected it once, as config= (a path or a "
                 "mapping) or as args.deepspeed_config"
             )
         return next(iter(found.values()))
@@ -122,8 +122,8 @@ def initialize(*positional: Any, **named: Any) -> tuple[DeepSpeedEngine, Optimiz
         "optimizer": given.optimizer is not None or "optimizer" in settings,
         "scheduler": given.lr_scheduler is not None or "schedule" in settings,
     }
-    outer = DeepSpeedEngine(engine, resolved, launch.local_rank or 0, has, loader)
-    return outer, outer.optimizer, loader, outer.lr_scheduler
+    wrapper = DeepSpeedEngine(engine, resolved, launch.local_rank or 0, has, loader)
+    return wrapper, wrapper.optimizer, loader, wrapper.lr_scheduler
 
 
 def _with_one_checkpoint_per_tag(converted: Converted) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | N
 
 
 def _is_dataset(data: Any) -> bool:
-    """Return whether DeepSpeed would take this as a dataset: it has a length and an index, or is an IterableDataset."""
+    """Return whether DeepSpeed accepts this as a dataset: it has a length and an index, or is an IterableDataset."""
     return isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
@@ -168,6 +168,6 @@ def _loader(given: Arguments, source: Source, mesh: Mesh, micro: int) -> DataLoa
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` and ``--deepspeed_config FILE``, which :func:`initialize` takes in ``args``."""
     group = parser.add_argument_group("DeepSpeed", "training on partita with a configuration of DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="for the script alone; it has no effect here")
+    group.add_argument("--deepspeed", action="store_true", help="only for the script; it has no effect on partita")
     group.add_argument("--deepspeed_config", default=None, help="configuration of DeepSpeed, a JSON file")
     return parser

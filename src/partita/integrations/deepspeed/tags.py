@@ -42,7 +42,7 @@ class TaggedCheckpoints:
         marks = self._engine.each(float(int.from_bytes(hashlib.sha1(tag.encode()).digest()[:6])))
         if len(set(marks)) > 1:
             raise PartitaError(
-                f"save_checkpoint: this rank's tag is '{tag}', and others have other tags: give every rank the same"
+                f"save_checkpoint: the ranks' tags differ (this rank's is '{tag}'): pass the same tag on every rank"
             )
         counters = asdict(kept)
         self._engine.extra[CLIENT_STATE] = counters.pop("client_state")
@@ -60,15 +60,15 @@ class TaggedCheckpoints:
         """
         problem = ""
         if self._engine.mesh.rank == 0:
-            aside = path.with_name(f"{path.name}.new")
+            new = path.with_name(f"{path.name}.new")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                put(aside)
-                aside.replace(path)
-            except (OSError, RuntimeError) as error:  # torch.save has the latter where the disk is full
+                put(new)
+                new.replace(path)
+            except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError if the disk is full
                 problem = f": {error}"
         if self._engine.any(bool(problem)):
-            raise PartitaError(f"'{path}' cannot be written by rank 0{problem}; name a folder with room in it")
+            raise PartitaError(f"rank 0 cannot write '{path}'{problem}; name a folder that is writable and has space")
 
     def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, Kept] | None:
         """Load the checkpoint of a tag (None: the latest), and return its path and additional contents.
@@ -99,7 +99,8 @@ class TaggedCheckpoints:
         if self._engine.any(problem is not None) or len(set(there)) > 1:
             others = [rank for rank, is_there in enumerate(there) if not is_there]
             raise problem or PartitaError(
-                f"load_checkpoint: ranks {others} do not find in '{folder}' what others do: all ranks need the folder"
+                f"load_checkpoint: ranks {others} do not find the checkpoint in '{folder}', but other ranks do: use a "
+                "folder that all ranks can read"
             )
         return found
 
@@ -112,11 +113,10 @@ class TaggedCheckpoints:
             return path
         if find_universal(path) is not None:
             raise PartitaError(
-                f"load_checkpoint: '{path}' is a universal checkpoint of DeepSpeed: partita convert checkpoint {path} "
-                f"{path}-partita makes one that is loaded from that folder, without a tag"
+                f"load_checkpoint: '{path}' is a universal checkpoint of DeepSpeed: convert it with 'partita convert "
+                f"checkpoint {path} {path}-partita', and load that folder without a tag"
             )
         if tag is not None:
             raise PartitaError(f"load_checkpoint: there is no checkpoint '{tag}' in '{folder}'")
-        said = f"load_checkpoint: '{folder}' has no file '{LATEST}', and nothing is loaded: name a tag"
-        warnings.warn(said, stacklevel=4)
+        warnings.warn(f"load_checkpoint loads nothing: '{folder}' has no file '{LATEST}'; pass a tag", stacklevel=4)
         return None

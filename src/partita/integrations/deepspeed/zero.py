@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models built before the engine exists, and gathered parameters while it exists."""
+"""``deepspeed.zero``: construction of models before the engine exists, and unsharding of parameters afterwards."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from partita.engine.engine import Engine
 from partita.errors import PartitaError
 from partita.integrations.deepspeed.elsewhere import ZERO, missing
 
-# Parameters do not know their engine, and GatheredParameters is given nothing else.
+# GatheredParameters receives only parameters, which do not reference their engine.
 _engines = weakref.WeakSet[Engine]()
 
 
@@ -33,23 +33,23 @@ def ended(engine: Engine) -> None:
 class Init:
     """A context for building models in which only rank 0 of the job computes values; all ranks get these values later.
 
-    Other ranks build on the ``meta`` device. At the end of the block their parameters get memory that is never written
-    (which takes no physical memory), until ``initialize`` gives each its shard. Weights that are read from files inside
-    (``from_pretrained``) need a real device: leave the context out there.
+    Other ranks build on the ``meta`` device. At the end of the block their parameters get uninitialized memory, which
+    occupies no physical memory until ``initialize`` copies each rank's shard. Code that loads weights from files
+    (``from_pretrained``) needs a real device: do not use the context there.
 
     Args:
-        module: a model that is built already; it stays as it is.
+        module: an existing model, which does not change.
         enabled: False: do nothing. The configuration given to ``initialize`` replaces the other arguments.
     """
 
     def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **others: Any) -> None:
         if others.get("data_parallel_group") is not None or others.get("mpu") is not None:
             raise PartitaError(
-                "zero.Init(data_parallel_group=) and (mpu=): parameters are split over all data-parallel ranks; leave "
-                "them out, or set zero_hpz_partition_size in the configuration to gather within a node"
+                "zero.Init(data_parallel_group=) and (mpu=): parameters are sharded over all data-parallel ranks; "
+                "leave them out, or set zero_hpz_partition_size in the configuration to gather within a node"
             )
-        elsewhere = launch_environment(running=world.running()).rank > 0
-        self._enabled = enabled and module is None and elsewhere
+        on_meta = launch_environment(running=world.running()).rank > 0
+        self._enabled = enabled and module is None and on_meta
         self._built = dict[int, nn.Module]()
         self._stack = ExitStack()
 
@@ -70,15 +70,15 @@ class Init:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        values = dict[int, tuple[Tensor, Tensor]]()  # a tied parameter stays one
-        held: Any
+        values = dict[int, tuple[Tensor, Tensor]]()  # tied parameters stay tied
+        tensors: Any
         for module in self._built.values():
-            for held in (module._parameters, module._buffers):
-                for name, value in held.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, value in tensors.items():
                     if value is not None and value.is_meta:
                         if id(value) not in values:
                             values[id(value)] = value, _unwritten(value)
-                        held[name] = values[id(value)][1]
+                        tensors[name] = values[id(value)][1]
         self._built.clear()
 
 
@@ -99,12 +99,11 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Unshard parameters inside a ``with`` block; before ``initialize`` they are unsharded anyway.
+    """Unshard parameters inside a ``with`` block; no effect before ``initialize``.
 
     Args:
-        params: parameters; those that belong to no engine are left alone.
-        modifier_rank: None: the parameters are only read; 0: the values that rank 0 writes become the values on every
-            rank.
+        params: parameters; those without an engine are ignored.
+        modifier_rank: None: the parameters are only read; 0: rank 0's values are broadcast to all ranks at the end.
         fwd_module: has no effect: the engine finds parameters that a forward reads from other modules by itself.
         enabled: False: do nothing.
 
@@ -113,8 +112,8 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     """
     if modifier_rank not in (None, 0):
         raise PartitaError(
-            f"GatheredParameters(modifier_rank={modifier_rank}): what rank 0 writes becomes the value on every rank; "
-            "write there, with modifier_rank=0"
+            f"GatheredParameters(modifier_rank={modifier_rank}): only rank 0 can modify parameters: write there, with "
+            "modifier_rank=0"
         )
     given = [params] if isinstance(params, Tensor) else list(params)
     with ExitStack() as stack:

@@ -38,16 +38,16 @@ class Accelerator(accelerate.Accelerator):
     """An Accelerator whose models train on partita. ``prepare`` returns the model itself, not a wrapper.
 
     Ranks that share a model (``parallel.tensor``, ``parallel.sequence``) receive the same samples, which count once in
-    gathered or summed values. Attributes: ``engines``; ``fed``, the group that selects this rank's samples.
+    gathered or summed values. Attributes: ``engines``; ``fed``, this rank's data-parallel position.
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
-            defaults. Leave out of it what is also an argument of the Accelerator (mixed precision, accumulation).
-        partita_values: further configuration values, by key, that the caller has from elsewhere.
+            defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation).
+        partita_values: additional configuration values, by key.
         **kwargs: accelerate's own arguments.
 
     Raises:
-        ConfigError: a value is given twice and differs, or another library is to shard the model.
+        ConfigError: a value is given twice and differs, or another library would shard the model.
     """
 
     default_config: Source = None
@@ -59,40 +59,40 @@ class Accelerator(accelerate.Accelerator):
         partita_values: Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_alone(kwargs)
+        _check_no_other_library(kwargs)
         config = load_config(partita_config if partita_config is not None else self.default_config)
         if not args and device_type() == HOST.type:
-            kwargs.setdefault("cpu", True)  # otherwise accelerate takes each of several processes for the only one
+            kwargs.setdefault("cpu", True)  # without it, accelerate does not recognize several processes on the CPU
         super().__init__(*args, **kwargs)
         self._models: list[nn.Module]
         self._optimizers: list[Optimizer]
         self._save_model_state_pre_hook: OrderedDict[int, Any]
         self._load_model_state_pre_hook: OrderedDict[int, Any]
         if self.distributed_type in _OTHERS:
-            raise _not_alone(self.distributed_type.value)
+            raise _another_library(self.distributed_type.value)
         _check_ranks(self.num_processes)
         steps = self.gradient_accumulation_steps
         if steps > 1:
             check_alike(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
         precision = precision_of(config, self.mixed_precision)
-        # The engine casts, and scales the loss: accelerate does so only where it is to autocast.
+        # The engine casts and scales the loss; accelerate only runs autocast if it is requested.
         self.native_amp = precision.autocast
         self.scaler = None
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
-        mesh = resolve(settings, self.num_processes, self.device.type).mesh  # what contradicts the batch is found here
+        mesh = resolve(settings, self.num_processes, self.device.type).mesh  # also checks the batch sizes
         self.fed = fed(mesh, self.process_index, "accelerate's loop")
         self._sharing = Sharing(self.fed)
-        self.engines = Engines(_fed_by_the_loop(settings), precision.compute, self.device)
+        self.engines = Engines(_without_batch(settings), precision.compute, self.device)
         self._schedule = config.schedule
-        self._waiting = list[nn.Module]()  # prepared, until their optimizer is
+        self._waiting = list[nn.Module]()  # prepared models without a prepared optimizer
 
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers; models are returned as they are, with hooks.
+        """Prepare models, optimizers, loaders and schedulers; models are returned themselves, with hooks.
 
-        A model that trains gets its engine together with its optimizer, in this call or in a later one.
+        The engine of a model that trains is created when its optimizer is prepared, in this call or in a later one.
         """
         models = [item for item in args if isinstance(item, nn.Module)]
         self._waiting += [model for model in models if self.engines.of(model) is None and _trains(model)]
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model; with ``evaluation_mode``, one that does not train, such as a reference model."""
+        """Prepare a model; with ``evaluation_mode``, a model that does not train, such as a reference model."""
         prepared = self.engines.of(model)
         if prepared is None and not (evaluation_mode or not _trains(model)):
             if model not in self._waiting:
@@ -136,14 +136,13 @@ class Accelerator(accelerate.Accelerator):
         """
         if self._schedule.model_fields_set:
             raise ConfigError(
-                f"accelerator.prepare: a {type(scheduler).__name__} beside the config's schedule "
+                f"accelerator.prepare: a {type(scheduler).__name__}, but the config also has a schedule "
                 f"({self._schedule.name}): leave one of the two out"
             )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
-                "accelerator.prepare: ReduceLROnPlateau is told a metric, which may differ between the ranks, and "
-                "their learning rates with it; leave it out of prepare, and call its step with a metric that was "
-                "gathered from all ranks"
+                "accelerator.prepare: ReduceLROnPlateau depends on a metric, which may differ between the ranks; leave "
+                "it out of prepare, and call its step with a metric that was gathered from all ranks"
             )
         return SharedScheduler(super().prepare_scheduler(scheduler), self.fed)
 
@@ -165,24 +164,21 @@ class Accelerator(accelerate.Accelerator):
                 super().prepare_model(model, device_placement=False, evaluation_mode=True)
                 return prepared
         raise ConfigError(
-            "accelerator.prepare: an optimizer on parameters of no model that was prepared and has none yet; prepare "
+            "accelerator.prepare: the optimizer's parameters belong to no prepared model without an optimizer; prepare "
             "a model together with its optimizer (one optimizer per model)"
         )
 
     # ------------------------------------------------------------------- training
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss and accumulate them.
-
-        They are averaged over the ranks and divided by the accumulation steps.
-        """
+        """Compute the gradients of a loss, averaged over ranks and accumulation steps, and accumulate them."""
         for optimizer in self._of_engines:
             optimizer.collected()
         prepared = self.engines.the_trained()
         if self._waiting and not any(one.trains for one in self.engines):
             raise PartitaError(
-                f"accelerator.backward: the {type(self._waiting[0]).__name__} that was prepared has no optimizer yet, "
-                "so its gradients would stay on each rank; prepare its optimizer, too, before the first backward"
+                f"accelerator.backward: the prepared {type(self._waiting[0]).__name__} has no optimizer yet, so its "
+                "gradients would not be reduced; prepare its optimizer, too, before the first backward"
             )
         loss = loss / self.gradient_accumulation_steps
         if prepared is not None and not kwargs:
@@ -191,7 +187,7 @@ class Accelerator(accelerate.Accelerator):
         if any(one.trains and one.engine.config.precision.compute == "fp16" for one in self.engines):
             raise PartitaError(
                 "accelerator.backward: under fp16 each engine scales its own loss: expected one model that trains, and "
-                "no further arguments; use bf16"
+                "no additional arguments; use bf16"
             )
         loss.backward(**kwargs)
 
@@ -234,16 +230,16 @@ class Accelerator(accelerate.Accelerator):
         """Do nothing: the engine unscales gradients when it clips or steps."""
 
     def gather(self, tensor: Any) -> Any:
-        """Return the concatenated tensors of all ranks that receive different samples."""
+        """Return the concatenated tensors of all data-parallel positions."""
         return self._sharing.once(super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the result of :meth:`gather` without the samples that only pad the last batch."""
+        """Return the result of :meth:`gather` without the samples that pad the last batch."""
         with self._sharing.objects_once():
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over the ranks that receive different samples."""
+        """Return the sum or mean over all data-parallel positions."""
         own = self._sharing.part_of_sum(tensor) if reduction == "sum" else tensor
         return super().reduce(own, reduction, scale)
 
@@ -288,12 +284,12 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
-        """Hide models and optimizers of engines from accelerate inside; its hooks still receive all of them."""
+        """Hide models and optimizers of engines from accelerate inside the block; hooks still receive all of them."""
         models, optimizers = self._models, self._optimizers
         saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
         self._models = [model for model in models if self.engines.of(model) is None]
         self._optimizers = [one for one in optimizers if not isinstance(one, EngineOptimizer)]
-        # One hook in place of all, so that models are gathered once; none where there was none.
+        # One hook calls all others, so that models are gathered once. Without hooks, there is none.
         before_saving = {0: partial(self._before_saving, models, saving)} if saving else {}
         before_loading = {0: partial(self._before_loading, models, loading)} if loading else {}
         self._save_model_state_pre_hook = OrderedDict[int, Any](before_saving)
@@ -314,20 +310,22 @@ class Accelerator(accelerate.Accelerator):
         weights: list[Any],
         folder: str,
     ) -> None:
-        """Call hooks with all models. accelerate saves the ``weights`` that they leave, except those of engines."""
+        """Call hooks with all models. accelerate saves the ``weights`` that they do not remove, except those of
+        engines.
+        """
         own = dict(zip(map(id, others), weights, strict=True))
         with ExitStack() as stack:
             found = {id(m): stack.enter_context(saved_weights(one)) for m in prepared if (one := self.engines.of(m))}
             every = [own.get(id(model), found.get(id(model))) for model in prepared]
             for hook in hooks.values():
                 hook(list(prepared), every, folder)
-        left = set(map(id, every))
-        weights[:] = [value for value in weights if id(value) in left]
+        remaining = set(map(id, every))
+        weights[:] = [value for value in weights if id(value) in remaining]
 
     def _before_loading(
         self, prepared: list[nn.Module], hooks: Mapping[int, Any], others: list[nn.Module], folder: str
     ) -> None:
-        """Call hooks with all models. accelerate loads the models that they leave, except those of engines."""
+        """Call hooks with all models. accelerate loads the models that they do not remove, except those of engines."""
         every = list(prepared)
         with ExitStack() as stack:
             for model in prepared:
@@ -335,8 +333,8 @@ class Accelerator(accelerate.Accelerator):
                     stack.enter_context(one.engine.gathered(modify=True))
             for hook in hooks.values():
                 hook(every, folder)
-        left = set(map(id, every))
-        others[:] = [model for model in others if id(model) in left]
+        remaining = set(map(id, every))
+        others[:] = [model for model in others if id(model) in remaining]
 
     # ------------------------------------------------------------------------ end
 
@@ -365,12 +363,12 @@ def _folder(number: int) -> str:
 
 
 def _newest(folder: Path) -> Path:
-    """Return the folder to which accelerate gave the highest number."""
+    """Return the folder with the highest number."""
     return max(folder.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def _fed_by_the_loop(config: Config) -> Config:
-    """Return the config without batch sizes, which the training loop sets: each step of an engine ends a batch."""
+def _without_batch(config: Config) -> Config:
+    """Return the config without batch sizes: the training loop sets them, and each engine step ends a batch."""
     return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
 
 
@@ -379,21 +377,22 @@ def _check_ranks(num_processes: int) -> None:
     ranks = launch_environment(running=world.running()).world_size
     if ranks != num_processes:
         raise ConfigError(
-            f"accelerate knows of {num_processes} processes, and the launcher has started {ranks}: on machines without "
-            "an accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator; under srun start the "
+            f"accelerate has {num_processes} processes, but the launcher has started {ranks}: on machines without an "
+            "accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator; under srun start the "
             "script with 'partita run', or call partita.integrations.huggingface.activate() first"
         )
 
 
-def _check_alone(kwargs: Mapping[str, Any]) -> None:
-    """Check that no other library is to shard the model."""
+def _check_no_other_library(kwargs: Mapping[str, Any]) -> None:
+    """Check that no other library would shard the model."""
     for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
         if kwargs.get(name) is not None:
-            raise _not_alone(name)
+            raise _another_library(name)
 
 
-def _not_alone(name: str) -> ConfigError:
+def _another_library(name: str) -> ConfigError:
     return ConfigError(
-        f"Accelerator: {name} beside partita, which shards the model itself; leave it out, or start the script with "
-        "'partita run --accelerate FILE' or 'partita run --deepspeed FILE', which read such a configuration"
+        f"Accelerator: {name} cannot be combined with partita, which shards the model itself; leave it out, or start "
+        "the script with 'partita run --accelerate FILE' or 'partita run --deepspeed FILE', which convert its "
+        "configuration"
     )

@@ -1,4 +1,4 @@
-"""Replacement of accelerate's Accelerator and transformers' Trainer, for scripts that stay unchanged."""
+"""Replacement of accelerate's Accelerator and transformers' Trainer, for unchanged scripts."""
 
 import sys
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ from partita.integrations.huggingface.training_arguments import read_sharding_ar
 
 
 def activate(config: Source = None) -> None:
-    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, and so every trainer that is derived from it
+    """Replace ``accelerate.Accelerator`` and ``transformers.Trainer``, including trainers that are derived from it
     later.
 
     In addition, ``from_pretrained`` reads weights on rank 0 only, and ``TrainingArguments(deepspeed=..., fsdp=...)``
-    are read as a configuration. Call this in the first line of a script, once per process.
+    are converted to a configuration. Call this in the first line of a script, once per process.
 
     Args:
         config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the configuration in these
-            arguments, or all defaults. Leave out of it what the script's own arguments say (batch, clipping, precision,
+            arguments, or all defaults. Omit keys that the script's own arguments set (batch, clipping, precision,
             optimizer, schedule).
 
     Raises:
-        ConfigError: the configuration is wrong, or one of the two classes is in use already.
+        ConfigError: the configuration is wrong, or one of the two classes is already in use.
     """
     settings = load_config(config) if config is not None else None
-    taken = list(_taken())
-    if taken:
+    uses = list(_earlier_uses())
+    if uses:
         raise ConfigError(
-            f"activate: {taken[0]} before it could be replaced; call activate() as the first line of the script, "
+            f"activate: {uses[0]} before it could be replaced; call activate() in the first line of the script, "
             "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
         )
     set_torch_variables()  # accelerate reads only these
@@ -51,11 +51,11 @@ def activate(config: Source = None) -> None:
     read_sharding_arguments()
 
 
-def _taken() -> Iterator[str]:
-    """Yield a description of each use of the classes that are to be replaced."""
+def _earlier_uses() -> Iterator[str]:
+    """Yield a description of each earlier use of the classes that will be replaced."""
     trainer, accelerator = transformers.trainer.Trainer, accelerate.accelerator.Accelerator
     if issubclass(trainer, Trainer):
-        yield "it was called already,"
+        yield "it was already called,"
         return
     for derived in trainer.__subclasses__():
         if not issubclass(derived, Trainer):
@@ -63,7 +63,7 @@ def _taken() -> Iterator[str]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("transformers", "accelerate", "partita"):
             continue
-        held = list(getattr(module, "__dict__", {}).values())
+        values = list(getattr(module, "__dict__", {}).values())
         for kind in (trainer, accelerator):
-            if any(value is kind for value in held):
+            if any(value is kind for value in values):
                 yield f"{name} imported {kind.__name__}"

@@ -1,4 +1,4 @@
-"""Settings that are both trainer arguments and configuration keys: they must agree, else an error shows both values."""
+"""Settings that are both trainer arguments and configuration keys. If they differ, an error shows both values."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ _OWN_CHECKPOINTS = ("checkpoint.dir", "checkpoint.every_steps")
 
 @dataclass(frozen=True)
 class Argument:
-    """A trainer's value for a configuration key; ``name`` is what the trainer's users call it."""
+    """A trainer's value for a configuration key; ``name`` is the trainer's name for it."""
 
     key: str
     name: str
@@ -27,18 +27,18 @@ class Argument:
 
 
 def given(config: Config, key: str) -> Any:
-    """Return the value that the user wrote for a key; None if it is left out, ``auto`` or null."""
+    """Return the value that the user set for a key; None if it is missing, ``auto`` or null."""
     section, _, name = key.rpartition(".")
     owner = setting(config, section) if section else config
     value = getattr(owner, name) if name in owner.model_fields_set else None
     return None if value == "auto" else value
 
 
-def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None = None) -> None:
-    """Check that values given in both places agree.
+def check_alike(config: Config, arguments: Iterable[Argument], section: str | None = None) -> None:
+    """Check that values given in both places are equal.
 
     Args:
-        whole: the section to leave out in full, if its keys cannot be left out one by one.
+        section: the section to leave out, if its keys cannot be left out separately.
 
     Raises:
         ConfigError: a value differs; the message shows both.
@@ -49,12 +49,12 @@ def check_alike(config: Config, arguments: Iterable[Argument], whole: str | None
             raise conflict(
                 f"{argument.key} and {argument.name} differ",
                 [Row(argument.key, value, "config"), Row(argument.name, argument.value, "trainer")],
-                f"leave {whole or argument.key} out: the trainer's value is used",
+                f"leave {section or argument.key} out: the trainer's value is used",
             )
 
 
 def merged(config: Config, values: Mapping[str, object]) -> Config:
-    """Return the configuration with the trainer's ``values``, by key; where one is None, the configuration's stays."""
+    """Return the configuration with the trainer's ``values``, by key; None keeps the configuration's value."""
     sections: dict[str, Any] = config.model_dump(exclude_unset=True)
     for key, value in values.items():
         *path, name = key.split(".")
@@ -105,7 +105,7 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
     """Check that the configuration agrees with ``transformers.TrainingArguments``.
 
     Args:
-        own_optimizer: whether the trainer makes the optimizer from the arguments.
+        own_optimizer: True if the trainer creates the optimizer from the arguments.
 
     Raises:
         ConfigError: a value differs, or a key belongs to partita's own training loop.
@@ -113,15 +113,15 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
     for key in _OWN_CHECKPOINTS:
         if given(config, key) is not None:
             raise ConfigError(
-                f"{key}: under a Trainer the checkpoints are the Trainer's (output_dir/checkpoint-N/partita); leave "
-                "it out, and set save_strategy and save_steps in TrainingArguments"
+                f"{key}: the Trainer saves the checkpoints (output_dir/checkpoint-N/partita); leave it out, and set "
+                "save_strategy and save_steps in TrainingArguments"
             )
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         name = "deepspeed" if args.deepspeed else "fsdp"
         raise ConfigError(
-            f"TrainingArguments({name}=...): this Trainer runs on partita. Start the script with 'partita run' or make "
-            "partita.integrations.huggingface.activate() its first line, which read the argument; or leave it out and "
-            "pass partita_config"
+            f"TrainingArguments({name}=...): this Trainer runs on partita. Start the script with 'partita run' or call "
+            "partita.integrations.huggingface.activate() in its first line, which convert the argument; or leave it "
+            "out and pass partita_config"
         )
     arguments = [
         Argument("batch.micro", "per_device_train_batch_size", args.train_batch_size),
@@ -142,7 +142,7 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
 
 
 def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
-    """Return whether the configuration sets the schedule; the arguments must not set a different one.
+    """Return True if the configuration sets the schedule. The arguments must not set a different one.
 
     Args:
         args: ``transformers.TrainingArguments``; arguments with their default values are not compared.
@@ -153,7 +153,7 @@ def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
     """
     if not config.schedule.model_fields_set:
         return False
-    check_alike(config, _of_schedule(config, args, num_steps), whole="schedule")
+    check_alike(config, _of_schedule(config, args, num_steps), section="schedule")
     return True
 
 
@@ -173,8 +173,8 @@ def _of_schedule(config: Config, args: Any, num_steps: int) -> Iterator[Argument
         yield Argument("schedule.warmup_steps", "warmup_steps", max(2, steps) if schedule.initial_steps else steps)
     if "max_steps" in written:
         later = args.max_steps + schedule.initial_steps
-        alike = schedule.total_steps == later
-        yield Argument("schedule.total_steps", "max_steps", later if alike else args.max_steps)
+        is_equal = schedule.total_steps == later
+        yield Argument("schedule.total_steps", "max_steps", later if is_equal else args.max_steps)
 
 
 def _total(args: Any, config: Config) -> int:

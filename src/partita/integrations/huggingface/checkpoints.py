@@ -23,10 +23,10 @@ def newest_on_rank_0(folder: Path, rank: int) -> Path:
             found = [newest_complete(folder)]
         except PartitaError as error:
             found = [error]
-    met = broadcast_object_list(found)[0]
-    if isinstance(met, PartitaError):
-        raise met
-    return Path(met)
+    result = broadcast_object_list(found)[0]
+    if isinstance(result, PartitaError):
+        raise result
+    return Path(result)
 
 
 def newest_complete(folder: Path) -> Path:
@@ -38,30 +38,30 @@ def newest_complete(folder: Path) -> Path:
     found = {int(match[1]): path for path in folder.glob("*") if (match := _NAME.fullmatch(path.name))}
     reasons = dict[Path, str]()
     for step in sorted(found, reverse=True):
-        reason = what_lacks(found[step])
+        reason = why_incomplete(found[step])
         if reason is None:
             return found[step]
         reasons[found[step]] = reason
-    said = "".join(f"; '{path.name}': {reason}" for path, reason in reasons.items())
+    listed = "".join(f"; '{path.name}': {reason}" for path, reason in reasons.items())
     raise PartitaError(
-        f"No valid checkpoint found in output directory ({folder}): none is complete (checkpoint-N){said}"
+        f"No valid checkpoint found in output directory ({folder}): none is complete (checkpoint-N){listed}"
     )
 
 
-def what_lacks(checkpoint: Path) -> str | None:
-    """Return why training cannot resume from a checkpoint; None if it can."""
+def why_incomplete(checkpoint: Path) -> str | None:
+    """Return the reason why training cannot resume from a checkpoint; None if it can."""
     try:
         json.loads((checkpoint / _STATE).read_text())
     except FileNotFoundError:
         return f"it has no {_STATE}, which is written last"
     except ValueError:
-        return f"its {_STATE} is cut off"
+        return f"its {_STATE} is truncated"
     states = checkpoint / CHECKPOINT
     if states.is_dir():
         return None if complete(states) else f"no complete states in '{CHECKPOINT}'"
     if any(checkpoint.glob("optimizer.pt")):
         return (
-            f"it was saved without partita (optimizer.pt); 'partita convert checkpoint {checkpoint}' makes one that "
-            "can be resumed"
+            f"it was saved without partita (optimizer.pt); convert it with 'partita convert checkpoint {checkpoint}' "
+            "to resume from it"
         )
-    return f"no '{CHECKPOINT}' in it: it holds weights alone (save_only_model)"
+    return f"no '{CHECKPOINT}' in it: it contains only weights (save_only_model)"

@@ -19,13 +19,13 @@ from partita.integrations.huggingface.generation import unhook_generation
 from partita.integrations.huggingface.prepared import Prepared
 from partita.integrations.huggingface.saving import hook_saving, unhook_saving
 
-# The attribute of a model that refers to its engine's owner: a trainer may get a model that another one has trained.
+# The attribute of a model that refers to the owner of its engine: another trainer may have trained the model.
 _HOLDER = "_partita_holder"
 _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class LeftToTheLoop(LRScheduler):
-    """A schedule that leaves every learning rate as it is, because the training loop steps its own scheduler."""
+class ConstantRates(LRScheduler):
+    """A schedule that does not change learning rates, because the training loop steps its own scheduler."""
 
     def get_lr(self) -> list[float | Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -68,10 +68,10 @@ class Engines:
             trained = {name: id(p) for name, p in one.engine.module.named_parameters() if p.requires_grad}
             if wanted.isdisjoint(trained.values()):
                 continue
-            if left_out := [name for name, found in trained.items() if found not in wanted]:
+            if missing := [name for name, found in trained.items() if found not in wanted]:
                 raise PartitaError(
-                    f"{call}: the gradients of an engine have one norm; expected all parameters that train, got some "
-                    f"without '{left_out[0]}'; pass model.parameters()"
+                    f"{call}: gradients are clipped by the norm of an engine's full model: expected all parameters "
+                    f"that train, '{missing[0]}' is missing; pass model.parameters()"
                 )
             return one
         return None
@@ -86,7 +86,7 @@ class Engines:
         return [one for one in self._prepared.values() if one.trains]
 
     def leave_out(self, section: str) -> None:
-        """Leave a section of the config out of later engines, because the training loop handles it."""
+        """Remove a section of the config for later engines, because the training loop handles it."""
         self._config = load_config(self._config.model_dump(exclude_unset=True, exclude={section}))
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
@@ -94,7 +94,7 @@ class Engines:
         return self._add(model, optimizer)
 
     def freeze(self, model: nn.Module) -> Prepared:
-        """Create an engine for a model that is only evaluated; its parameters stop requiring gradients."""
+        """Create an engine for a model that is only evaluated; its parameters no longer require gradients."""
         model.requires_grad_(False)
         return self._add(model, None)
 
@@ -106,7 +106,7 @@ class Engines:
             model,
             merged(self._config, {"precision.compute": self._compute or _compute_of(model)}),
             optimizer=optimizer,
-            scheduler=LeftToTheLoop,
+            scheduler=ConstantRates,
             mesh=first.engine.mesh if first is not None else None,
             device=self._device,
         )
@@ -116,10 +116,10 @@ class Engines:
         return made
 
     def _take_over(self, model: nn.Module) -> None:
-        """Close the engine that another trainer left on a model, and unshard the model.
+        """Close the engine with which another trainer has trained the model, and unshard the model.
 
         Raises:
-            ConfigError: the master weights would be lost.
+            ConfigError: the fp32 master weights would be lost.
         """
         holder: Holder | None = getattr(model, _HOLDER, None)
         others = holder.engines if holder is not None else None
@@ -129,9 +129,9 @@ class Engines:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.dtype != found.dtypes[name]:
                 raise ConfigError(
-                    f"the model still belongs to the trainer that trained it before, in {parameter.dtype} with "
-                    f"master weights ('{name}' came in {found.dtypes[name]}), which a second one would not have; save "
-                    "it with trainer.save_model, and give the second trainer what from_pretrained loads"
+                    f"another trainer has trained the model in {parameter.dtype} with master weights ('{name}' was "
+                    f"{found.dtypes[name]}), which a second trainer would lose; save the model with "
+                    "trainer.save_model, load it with from_pretrained, and pass that to the second trainer"
                 )
         found.engine.close(whole=True)
         others.close([model])
@@ -159,11 +159,11 @@ class Holder:
 
 
 def _compute_of(model: nn.Module) -> str:
-    """Return the 16-bit dtype that all floating-point parameters have; fp32 if there is no such dtype."""
+    """Return the common 16-bit dtype of all floating-point parameters; fp32 if there is none."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return _COMPUTE.get(next(iter(dtypes)), "fp32") if len(dtypes) == 1 else "fp32"
 
 
 def adds_up_whole(engine: Engine) -> bool:
-    """Return whether gradients are stored unsharded between micro-batches: only the last one must reduce them."""
+    """Return True if gradients are stored unsharded between micro-batches, and only the last one must reduce them."""
     return not any(row.grad_between.shard_axes for row in engine.plan.values())

@@ -1,6 +1,4 @@
-"""The ``generate`` of an engine's model. It gathers all parameters first if they fit, so that no token waits for a
-gather.
-"""
+"""The ``generate`` of an engine's model. If all parameters fit, it gathers them once, not for each token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from partita.memory.capacity import free_budget
 
 
 def hook_generation(engine: Engine) -> None:
-    """Make the model's ``generate`` gather sharded parameters; it is a collective from then on."""
+    """Make the model's ``generate`` gather sharded parameters. It becomes a collective."""
     model = engine.module
     shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.always_unsharded)
     if shard_bytes and callable(getattr(model, "generate", None)):
@@ -29,7 +27,7 @@ def unhook_generation(model: nn.Module) -> None:
 class Generation:
     """A ``generate`` that first gathers all parameters.
 
-    If they do not fit into the memory of some rank, all ranks generate in lockstep and gather unit by unit.
+    If they do not fit on some rank, all ranks generate in lockstep and gather unit by unit.
 
     Args:
         num_bytes: bytes of the sharded parameters.
@@ -40,18 +38,18 @@ class Generation:
         self._generate = generate
         self._num_bytes = num_bytes
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has its own
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model gets its own ``generate``
         return getattr, (self._engine.module, "generate")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
         engine.attend("generate")
-        if engine.any(self._num_bytes > self._room()):
+        if engine.any(self._num_bytes > self._free_bytes()):
             return self._generate(*args, **kwargs | {"synced_gpus": engine.mesh.num_ranks > 1})
         with engine.gathered():
             return self._generate(*args, **kwargs | {"synced_gpus": False})
 
-    def _room(self) -> int:
+    def _free_bytes(self) -> int:
         """Return the bytes of device memory that this rank may still use."""
         budget = free_budget(self._engine.mesh.device, self._engine.config.zero.offload)
         return budget.shared(launch_environment(running=world.running()).local_world_size).device

@@ -1,4 +1,4 @@
-"""Models read by one rank: on others, parameters stay on ``meta`` until an engine copies rank 0's values."""
+"""Loading of models on rank 0: on other ranks, parameters stay on ``meta`` until an engine copies rank 0's values."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ from partita.config.launchers import launch_environment
 def rank_0_reads() -> Iterator[None]:
     """Make ``from_pretrained`` read weights on rank 0 of the job only, inside a block.
 
-    The other ranks read names and shapes. Parameters and buffers that are in the files stay on ``meta``; the others are
-    initialized as on rank 0, so that all ranks draw the same random numbers. Quantized models are read on every rank.
+    The other ranks read names and shapes. Parameters and buffers in the files stay on ``meta``; the others are
+    initialized as on rank 0, so that all ranks draw the same random numbers. Every rank reads quantized models.
     """
     reads = PreTrainedModel._load_pretrained_model
     PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(reads))
@@ -48,7 +48,7 @@ def _reading_on_rank_0(reads: Any) -> Any:
 
 
 def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: Any) -> dict[str, Tensor]:
-    """Return the tensors that are to be loaded, on ``meta``; their values are not read."""
+    """Return the tensors to load, on ``meta``; their values are not read."""
     if state_dict is not None:
         return {name: tensor.to("meta") for name, tensor in state_dict.items()}
     read: dict[str, Tensor] = {}
@@ -58,7 +58,7 @@ def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: A
 
 
 class _WithoutValues:
-    """A tensor on ``meta`` in place of a file slice, which transformers reads and then moves to a device."""
+    """A tensor on ``meta`` with the interface of a file slice, which transformers reads and then moves to a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -17,7 +17,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         super().__init__(engine.optimizer, device_placement=False)
         self._engine = engine
         self._holds_gradients = False
-        self._ahead: StepResult | None = None  # of the coming step, if it ran early for its norm
+        self._ahead: StepResult | None = None  # result of the next step, if clip() has run it early for its norm
 
     def collected(self) -> None:
         """Record that a backward has accumulated gradients."""
@@ -43,7 +43,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             self._ahead = None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Discard the gradients of a batch that is not stepped; after a step there are none."""
+        """Discard the gradients of a batch that is not stepped. After a step there are none."""
         if self.gradient_state.sync_gradients and self._holds_gradients:
             self._engine.zero_grad()
             self._holds_gradients = False

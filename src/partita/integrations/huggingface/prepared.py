@@ -11,7 +11,7 @@ from partita.engine.engine import Engine
 
 @dataclass(frozen=True)
 class Prepared:
-    """The engine of a model, whether the model trains, and the original dtypes of its parameters, by name."""
+    """A prepared model: its engine, True if it trains, and the original dtypes of its parameters by name."""
 
     engine: Engine
     trains: bool

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of sharded models, and the dtype that it records for a model that computes in another dtype."""
+"""``save_pretrained`` of sharded models, and the dtype in ``config.json`` of a model that computes in another dtype."""
 
 import inspect
 import json
@@ -23,7 +23,7 @@ _NAME = "save_pretrained"
 def hook_saving(prepared: Prepared) -> None:
     """Make every ``save_pretrained`` in an engine's model write full weights, if parameters are sharded.
 
-    It is a collective from then on.
+    It becomes a collective.
     """
     engine = prepared.engine
     if all(unit.always_unsharded for unit in engine.units):
@@ -36,14 +36,14 @@ def hook_saving(prepared: Prepared) -> None:
 class SavePretrained:
     """The ``save_pretrained`` of a sharded module: all ranks call it, and rank 0 writes.
 
-    If ``state_dict`` is given, it is written, and no other rank is needed.
+    With ``state_dict``, it writes these values and is not a collective.
     """
 
     def __init__(self, prepared: Prepared, module: nn.Module) -> None:
         self._prepared = prepared
         self._module = module
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the module has its own
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the module gets its own ``save_pretrained``
         return getattr, (self._module, _NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,16 +51,16 @@ class SavePretrained:
         given = inspect.signature(own).bind(self._module, *args, **kwargs).arguments
         values = given.get("state_dict", kwargs.get("state_dict"))
         if values is not None:
-            with _parameters_replaced(self._module, values):  # it records the parameters' dtype
+            with _parameters_replaced(self._module, values):  # save_pretrained records the parameters' dtype
                 return own(self._module, *args, **kwargs)
         engine, result, error = self._prepared.engine, None, None
         try:
             engine.attend(_NAME)
         except PartitaError as alone:
             raise PartitaError(
-                f"{_NAME} needs every rank, as each has a shard of the {type(self._module).__name__}: call it outside "
-                "'if accelerator.is_main_process:' (rank 0 alone writes), or give it "
-                f"state_dict=accelerator.get_state_dict(model), called on every rank\n{alone}"
+                f"{_NAME} must be called on every rank, because each has a shard of the "
+                f"{type(self._module).__name__}: call it outside 'if accelerator.is_main_process:' (only rank 0 "
+                f"writes), or pass state_dict=accelerator.get_state_dict(model), called on every rank\n{alone}"
             ) from alone
         with saved_weights(self._prepared, self._module) as found:
             if engine.mesh.rank == 0:
@@ -70,26 +70,25 @@ class SavePretrained:
                 except Exception as raised:  # the other ranks must not wait for this one
                     error = raised
         if engine.any(error is not None):
-            raise error or PartitaError(f"{_NAME}: rank 0 cannot write; its own error says why")
+            raise error or PartitaError(f"{_NAME}: rank 0 failed to write; see its own error")
         return result
 
 
 @contextmanager
-def saved_weights(prepared: Prepared, part: nn.Module | None = None) -> Iterator[dict[str, Any]]:
+def saved_weights(prepared: Prepared, submodule: nn.Module | None = None) -> Iterator[dict[str, Any]]:
     """Yield the full weights that ``save_pretrained`` saves on rank 0; an empty mapping on other ranks.
 
     Inside this block, ``save_pretrained`` on rank 0 is that of the modules' classes, and the modules have these weights
     as their parameters. On other ranks it does nothing.
 
-    If adapters are saved in place of the model, these are the weights that PEFT saves, so that the frozen model is not
-    gathered. Inside this block, the modules that PEFT reads while saving are unsharded: prompt encoders, which it runs,
-    and copies that it trains.
+    If PEFT saves adapters instead of the model, only the weights that it saves are gathered. Inside this block, the
+    modules that PEFT reads while saving are unsharded: prompt encoders, which it runs, and copies that it trains.
 
     Args:
-        part: the module of the model to save (None: the model); names are relative to it.
+        submodule: the module of the model to save (None: the model); names are relative to it.
     """
     engine = prepared.engine
-    model: Any = part if part is not None else engine.module
+    model: Any = submodule if submodule is not None else engine.module
     path = next(path for path, module in engine.module.named_modules() if module is model)
     prefix = f"{path}." if path else ""
 
@@ -114,7 +113,7 @@ def saved_weights(prepared: Prepared, part: nn.Module | None = None) -> Iterator
 
 @contextmanager
 def _saving_on_rank_0(model: nn.Module, rank: int) -> Iterator[None]:
-    """Undo :func:`hook_saving` inside the block: rank 0 saves alone, and other ranks write nothing."""
+    """Undo :func:`hook_saving` inside the block: only rank 0 saves, and other ranks write nothing."""
     hooked = [module for module in model.modules() if isinstance(module.__dict__.get(_NAME), SavePretrained)]
     before = [module.__dict__.pop(_NAME) for module in hooked]
     for module in hooked if rank else ():
@@ -132,7 +131,7 @@ def _write_nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _parameters_replaced(model: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Replace the modules' parameters by these values, by name, inside the block; tied ones stay tied."""
+    """Replace the modules' parameters by these values, by name, inside the block; tied parameters stay tied."""
     made, before = dict[int, nn.Parameter](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, module in model.named_modules():
         for key, param in module._parameters.items():
@@ -150,7 +149,7 @@ def _parameters_replaced(model: nn.Module, values: Mapping[str, Any]) -> Iterato
 
 
 def _saved_adapters(model: Any) -> list[str]:
-    """Return the adapters that are saved in place of the model; empty if the model itself is saved.
+    """Return the adapters that are saved instead of the model; empty if the model itself is saved.
 
     These are all adapters of a PEFT model, or the active ones that ``add_adapter`` put into a transformers model.
     """
@@ -163,7 +162,7 @@ def _saved_adapters(model: Any) -> list[str]:
 def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | None:
     """Return the names in a model's state dict that PEFT saves.
 
-    Returns None if PEFT has to compute what it saves (AdaLoRA's ranks, VB-LoRA's best vectors) and may need any value.
+    Returns None if PEFT computes the saved values (AdaLoRA's ranks, VB-LoRA's best vectors) and may need any value.
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors}
@@ -171,16 +170,16 @@ def _chosen_by_peft(model: Any, adapters: list[str], peft: Any) -> set[str] | No
     names = {id(value): name for name, value in shapes.items()}
     chosen = set[str]()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns again as it saves
+        warnings.simplefilter("ignore")  # PEFT warns again when it saves
         for adapter in adapters:
             try:
                 found = peft.get_peft_model_state_dict(model, dict(shapes), adapter)
-            except (NotImplementedError, RuntimeError):  # there are no values to compute with
+            except (NotImplementedError, RuntimeError):  # computing with meta tensors fails
                 return None
-            taken = [value for value in found.values() if value.is_meta]
-            if not all(id(value) in names for value in taken):
+            saved = [value for value in found.values() if value.is_meta]
+            if not all(id(value) in names for value in saved):
                 return None
-            chosen.update(names[id(value)] for value in taken)
+            chosen.update(names[id(value)] for value in saved)
     return chosen
 
 
@@ -192,9 +191,9 @@ def unhook_saving(model: nn.Module) -> None:
 
 
 def keep_dtype(folder: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Correct the dtype in a folder's ``config.json`` to that of the first floating-point parameter in ``dtypes``.
+    """Set the dtype in a folder's ``config.json`` to that of the first floating-point parameter in ``dtypes``.
 
-    transformers records this dtype, too.
+    transformers also records the dtype of the first parameter.
     """
     path = folder / "config.json"
     dtype = next((str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype.is_floating_point), None)

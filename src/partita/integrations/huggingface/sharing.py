@@ -1,4 +1,4 @@
-"""accelerate's operations over all processes, restricted to those that receive different samples."""
+"""accelerate's operations over all processes, restricted to one process per data-parallel position."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from partita.integrations.huggingface.replaced import replaced
 
 
 class SharedScheduler(AcceleratedScheduler):
-    """A scheduler that accelerate steps once per group of ranks with the same samples, not once per process.
+    """A scheduler that accelerate steps once per data-parallel position, not once per process.
 
     Args:
         prepared: the scheduler that accelerate prepared.
@@ -30,27 +30,27 @@ class SharedScheduler(AcceleratedScheduler):
         self._state = SimpleNamespace(num_processes=fed.num)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step once for each group, after a step of the optimizer."""
+        """Step once for each data-parallel position, after a step of the optimizer."""
         with replaced(accelerate.scheduler, "AcceleratorState", lambda: self._state):
             super().step(*args, **kwargs)
 
 
 class Sharing:
-    """Loaders and gathered values where groups of ranks receive the same samples (``fed``)."""
+    """Loaders and gathered values if several ranks receive the same samples."""
 
     def __init__(self, fed: Fed) -> None:
         self._fed = fed
 
     def loaders(self, dispatches: bool | None) -> Any:
-        """Return a context in which accelerate splits a loader over the groups; each rank reads its group's part.
+        """Return a context in which accelerate splits a loader over the data-parallel positions.
 
         Raises:
-            ConfigError: rank 0 is to read for all ranks (``dispatches``).
+            ConfigError: rank 0 reads for all ranks (``dispatches``).
         """
         if dispatches:
             raise ConfigError(
-                "dispatch_batches=True deals the samples that rank 0 reads to all ranks, of which those that share a "
-                "model (parallel.tensor, parallel.sequence) have to get the same: set dispatch_batches=False"
+                "dispatch_batches=True gives every rank different samples, but ranks that share a model "
+                "(parallel.tensor, parallel.sequence) need the same samples: set dispatch_batches=False"
             )
         own = {"num_processes": self._fed.num, "process_index": self._fed.index, "dispatch_batches": False}
         return replaced(
@@ -60,7 +60,7 @@ class Sharing:
         )
 
     def once(self, gathered: Any) -> Any:
-        """Return the values of one rank per group, out of those gathered from all ranks."""
+        """Select the values of one rank per data-parallel position from the gathered values of all ranks."""
 
         def first(rows: Tensor) -> Tensor:
             return torch.cat(rows.chunk(self._fed.num * self._fed.copies)[:: self._fed.copies])
@@ -68,12 +68,14 @@ class Sharing:
         return gathered if self._fed.copies == 1 else recursively_apply(first, gathered)
 
     def objects_once(self) -> Any:
-        """Return a context in which objects are gathered from one rank per group."""
+        """Return a context in which objects are gathered from one rank per data-parallel position."""
         is_first = self._fed.is_first
         return replaced(
             accelerate.accelerator, "gather_object", lambda values: gather_object(values if is_first else values[:0])
         )
 
     def part_of_sum(self, tensors: Any) -> Any:
-        """Return a rank's term in a sum over all ranks that counts each group once: zeros except on its first rank."""
+        """Return this rank's term of a sum that counts each data-parallel position once: zeros except on its first
+        rank.
+        """
         return tensors if self._fed.is_first else recursively_apply(torch.zeros_like, tensors)

@@ -19,7 +19,7 @@ from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
-from partita.integrations.huggingface.checkpoints import newest_on_rank_0, what_lacks
+from partita.integrations.huggingface.checkpoints import newest_on_rank_0, why_incomplete
 from partita.integrations.huggingface.prepared import Prepared
 from partita.integrations.huggingface.replaced import replaced
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
@@ -35,7 +35,7 @@ class Trainer(transformers.Trainer):
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`, in place of the class's default;
-            leave out of it what TrainingArguments say (batch, clipping, precision, optimizer, schedule).
+            omit keys that TrainingArguments set (batch, clipping, precision, optimizer, schedule).
         *args: transformers' own arguments, like **kwargs.
 
     Raises:
@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):
         if partita_config is not None:
             self.default_config = partita_config
         self.optimizer: Optimizer | None
-        self.lr_scheduler: Any  # None until it is made
+        self.lr_scheduler: Any  # None until it is created
         optimizer, scheduler = kwargs.get("optimizers", (None, None))
         self._makes_optimizer = optimizer is None
         self._makes_scheduler = scheduler is None
@@ -76,12 +76,12 @@ class Trainer(transformers.Trainer):
             "clip_grad_norm": args.max_grad_norm or None,
         }
         if args.auto_find_batch_size:
-            _check_whole(config, args)
+            _check_unsharded(config, args)
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
         with replaced(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
         if self._makes_scheduler:
-            self.accelerator.engines.leave_out("schedule")  # create_scheduler takes it
+            self.accelerator.engines.leave_out("schedule")  # create_scheduler handles it
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that receive the same samples: tensor ranks x sequence ranks."""
@@ -89,7 +89,7 @@ class Trainer(transformers.Trainer):
         return copies
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:
-        """Undo the base class's division by :meth:`get_tp_size`: gathered values count each sample once already."""
+        """Undo the base class's division by :meth:`get_tp_size`: gathered values already count each sample once."""
         found = super()._get_num_items_in_batch(*args)
         return found if found is None else found * self.get_tp_size()
 
@@ -98,13 +98,13 @@ class Trainer(transformers.Trainer):
         settings: Source = getattr(self.args, SETTINGS, None)
         if settings is not None and self.default_config is not None:
             raise ConfigError(
-                "TrainingArguments(deepspeed=..., fsdp=...) beside a configuration of partita's: leave one of the two "
-                "out"
+                "TrainingArguments(deepspeed=..., fsdp=...) and a configuration of partita are both given: leave one "
+                "of the two out"
             )
         return settings if settings is not None else self.default_config
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the engine moves what belongs on the device, where the full model may not fit."""
+        """Do nothing: the engine moves states to the device, on which the full model may not fit."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Return the schedule that the configuration sets, else the one of the arguments."""
@@ -124,7 +124,7 @@ class Trainer(transformers.Trainer):
         return model
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; before training, first create the engine with the optimizer, as training will need it."""
+        """Evaluate; before training, first create the engine with the optimizer, which training will need."""
         if self._prepared is None and any(parameter.requires_grad for parameter in self.model.parameters()):
             self.create_optimizer()
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
             resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))
-        elif resume_from_checkpoint and (reason := what_lacks(Path(resume_from_checkpoint))):
+        elif resume_from_checkpoint and (reason := why_incomplete(Path(resume_from_checkpoint))):
             raise PartitaError(f"Can't find a valid checkpoint at '{resume_from_checkpoint}': {reason}")
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._engine.wait_for_checkpoint()
@@ -179,14 +179,14 @@ class Trainer(transformers.Trainer):
     def _saves_in_background(self) -> bool:
         """True if checkpoints are written in the background.
 
-        This is only on request, since ``on_save`` callbacks then find a folder that is not complete; and never if a
-        folder is uploaded at once, or replaces the last complete one.
+        This is only on request, because ``on_save`` callbacks then find an incomplete folder; and never if a folder is
+        uploaded at once, or replaces the last complete one.
         """
         asked = given(self._config, "checkpoint.background")
         return bool(asked) and self.args.save_total_limit != 1 and not self.args.push_to_hub
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._engine.save(Path(output_dir) / CHECKPOINT)  # after the one before, if that is still written
+        self._engine.save(Path(output_dir) / CHECKPOINT)  # waits for an earlier checkpoint in the background
         if not self._saves_in_background:
             self._engine.wait_for_checkpoint()
         if self.args.should_save:
@@ -205,10 +205,10 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
     return type(trainer_class.__name__, bases, own)
 
 
-def _check_whole(config: Config, args: Any) -> None:
+def _check_unsharded(config: Config, args: Any) -> None:
     row = row_of(resolve(config, args.world_size, args.device.type))
     if row.param_rest.shard_axes:
         raise ConfigError(
-            "auto_find_batch_size with sharded parameters (zero.stage: 3): a rank that runs out of memory in a forward "
-            "leaves the others in a gather; leave it out and set per_device_train_batch_size, or use zero.stage 2"
+            "auto_find_batch_size with sharded parameters (zero.stage: 3): if a rank runs out of memory in a forward, "
+            "the others hang in an all-gather; leave it out and set per_device_train_batch_size, or use zero.stage 2"
         )

@@ -1,4 +1,4 @@
-"""``TrainingArguments(deepspeed=..., fsdp=...)``, read as partita's configuration."""
+"""Conversion of ``TrainingArguments(deepspeed=..., fsdp=...)`` to partita's configuration."""
 
 import logging
 from typing import Any
@@ -16,10 +16,10 @@ _log = logging.getLogger("partita")
 
 
 def read_sharding_arguments() -> None:
-    """Make ``TrainingArguments`` read ``deepspeed=`` and ``fsdp=`` as a partita configuration from now on.
+    """Make ``TrainingArguments`` convert ``deepspeed=`` and ``fsdp=`` to a partita configuration from now on.
 
-    ``deepspeed=`` is a file or a mapping, in which ``"auto"`` is filled in from the other arguments. ``fsdp=`` is read
-    together with ``fsdp_config=``.
+    ``deepspeed=`` is a file or a mapping, in which ``"auto"`` takes the value of the other arguments. ``fsdp=`` is
+    converted together with ``fsdp_config=``.
     """
     make = TrainingArguments.__post_init__
 
@@ -32,7 +32,7 @@ def read_sharding_arguments() -> None:
 
 
 def _read(args: Any) -> dict[str, object]:
-    """Return the settings that ``deepspeed`` or ``fsdp`` ask for, and clear these arguments."""
+    """Return the settings that ``deepspeed`` or ``fsdp`` request, and clear these arguments."""
     launch = launch_environment(running=world.running())
     if args.deepspeed and args.fsdp:
         raise ConfigError("TrainingArguments(deepspeed=..., fsdp=...): leave one of the two out")

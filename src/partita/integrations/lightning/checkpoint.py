@@ -1,6 +1,6 @@
-"""Lightning's checkpoints: each is a checkpoint of the engine, in a folder of its own.
+"""Lightning's checkpoints: each is a folder with a checkpoint of the engine.
 
-Lightning's state besides the model and the optimizer is one value of ``engine.extra`` in it.
+Lightning's state other than the model and the optimizer is one value of ``engine.extra`` in it.
 """
 
 import io
@@ -18,13 +18,13 @@ from partita.errors import PartitaError
 _KEY = "lightning"
 
 
-def save(engine: Engine, folder: Path, beside: Any) -> None:
-    """Save the engine as the folder's checkpoint, with ``beside``: rank 0's additional state (anything picklable).
+def save(engine: Engine, folder: Path, state: Any) -> None:
+    """Save the engine as the folder's checkpoint, with rank 0's additional ``state`` (anything picklable).
 
     Raises:
         PartitaError: the checkpoint cannot be written.
     """
-    engine.extra[_KEY] = object_bytes(beside)
+    engine.extra[_KEY] = object_bytes(state)
     try:
         engine.save(folder)
     finally:
@@ -35,7 +35,7 @@ def load(engine: Engine, folder: Path, *, only_model: bool, strict: bool, weight
     """Load the folder's checkpoint into the engine; return the additional state that :func:`save` stored.
 
     Args:
-        weights_only: whether this state may contain plain values only; None: torch.load's default.
+        weights_only: as in ``torch.load``, for the additional state; None: the default.
 
     Raises:
         PartitaError: there is no checkpoint, or it was not saved by :func:`save`.
@@ -46,7 +46,7 @@ def load(engine: Engine, folder: Path, *, only_model: bool, strict: bool, weight
     extra = stored.value(EXTRA) if EXTRA in stored.values else {}
     if _KEY not in extra:
         raise PartitaError(
-            f"checkpoint: '{restored.path}' was saved without Lightning, whose progress is not in it; take it up "
-            "with engine.load in a loop of your own, or name a folder that Lightning saved"
+            f"checkpoint: '{restored.path}' was saved without Lightning, and does not contain Lightning's progress: "
+            "name a folder that Lightning saved, or load it with engine.load in your own loop"
         )
     return torch.load(io.BytesIO(extra[_KEY]), map_location="cpu", weights_only=weights_only)

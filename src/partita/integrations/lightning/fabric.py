@@ -28,7 +28,7 @@ from partita.memory import accelerator
 
 
 class PartitaStrategy(DDPStrategy):
-    """A Fabric strategy that trains each model given to ``fabric.setup(model, optimizer)`` with an engine of its own.
+    """A Fabric strategy that creates an engine for each model passed to ``fabric.setup(model, optimizer)``.
 
     The user's loop accumulates gradients under ``fabric.no_backward_sync``, divides its loss, and steps its schedulers.
     A model that is set up without an optimizer is only evaluated. ``fabric.save`` writes a folder, which loads at any
@@ -41,7 +41,7 @@ class PartitaStrategy(DDPStrategy):
         start_method: how Lightning starts the processes of a node, if no launcher has started them.
 
     Raises:
-        ConfigError: the config is wrong, or asks the engine to do what Lightning does.
+        ConfigError: the config is wrong, or sets something that Lightning controls.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PartitaStrategy(DDPStrategy):
         self._config = settings.with_accumulation(settings.read(config), 1, "a step of Fabric's loop")
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
-        self._held: list[EngineModule] = []
+        self._engine_modules: list[EngineModule] = []
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
         self._ranks = Ranks(self, self._config)
         self._backward_sync_control = _BackwardSync()
@@ -63,7 +63,7 @@ class PartitaStrategy(DDPStrategy):
     @property
     def engines(self) -> list[Engine]:
         """The engines of the models that were set up, in setup order."""
-        return [held.engine for held in self._held]
+        return [each.engine for each in self._engine_modules]
 
     @property
     def precision(self) -> EnginePrecision:
@@ -95,7 +95,7 @@ class PartitaStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> EngineModule:
         """Set up a model that is only evaluated."""
-        return self._hold(start_frozen(module, self.precision.config, self.root_device, self._weights))
+        return self._add(start_frozen(module, self.precision.config, self.root_device, self._weights))
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -107,12 +107,12 @@ class PartitaStrategy(DDPStrategy):
         """
         if len(optimizers) != 1:
             raise ConfigError(
-                f"fabric.setup: got {len(optimizers)} optimizers; PartitaStrategy trains a model with one: give it "
-                "several parameter groups, or set each model up by itself"
+                f"fabric.setup: got {len(optimizers)} optimizers; PartitaStrategy trains a model with one: use several "
+                "parameter groups, or call fabric.setup for each model"
             )
         settings.check_schedule(self._config, scheduler is not None)
-        held = start(module, self.precision.config, optimizers[0], self.root_device, self._weights)
-        return self._hold(held), [held.engine.optimizer], scheduler
+        engine_module = start(module, self.precision.config, optimizers[0], self.root_device, self._weights)
+        return self._add(engine_module), [engine_module.engine.optimizer], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse to set up an optimizer without its model.
@@ -120,11 +120,11 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("fabric.setup_optimizers: set the model up together with it: fabric.setup(model, optimizer)")
+        raise ConfigError("fabric.setup_optimizers: set up model and optimizer: fabric.setup(model, optimizer)")
 
-    def _hold(self, held: EngineModule) -> EngineModule:
-        self._held.append(held)
-        return held
+    def _add(self, engine_module: EngineModule) -> EngineModule:
+        self._engine_modules.append(engine_module)
+        return engine_module
 
     # ---------------------------------------------------------------------- train
 
@@ -134,9 +134,9 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             PartitaError: no module is given, and several engines train, or none.
         """
-        held = self._only() if module is None else module
-        assert isinstance(held, EngineModule)
-        held.backward(tensor, *args, **kwargs)
+        engine_module = self._only() if module is None else module
+        assert isinstance(engine_module, EngineModule)
+        engine_module.backward(tensor, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the ``closure`` if there is one, step the engine, and return the closure's result."""
@@ -164,8 +164,8 @@ class PartitaStrategy(DDPStrategy):
         norm = self._of(optimizer).engine.clip_grad_norm(float(max_norm))
         if error_if_nonfinite and not math.isfinite(norm):
             raise PartitaError(
-                f"clip_gradients: the norm of the gradients is {norm}; pass error_if_nonfinite=False to leave such an "
-                "update out"
+                f"clip_gradients: the norm of the gradients is {norm}; pass error_if_nonfinite=False to skip such "
+                "updates"
             )
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
@@ -186,10 +186,9 @@ class PartitaStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  (Lightning's name)
     ) -> None:
-        """Save a state that contains an engine's model or optimizer as the folder ``path``, another as an ordinary
-        file.
+        """Save ``state``: as a folder if it contains an engine's model or optimizer, else as an ordinary file.
 
-        The folder is a checkpoint of the engine, with the rest of ``state`` in it.
+        The folder is a checkpoint of the engine, with the other entries of ``state`` in it.
 
         Raises:
             PartitaError: ``state`` has models of two engines, an engine's state is to be filtered, or the checkpoint
@@ -201,10 +200,11 @@ class PartitaStrategy(DDPStrategy):
             return
         if filter or storage_options is not None:
             raise PartitaError(
-                "fabric.save: an engine's checkpoint is a whole folder; pass neither filter nor storage_options"
+                "fabric.save: an engine's checkpoint is a folder with its full state; pass neither filter nor "
+                "storage_options"
             )
-        beside = self._convert_stateful_objects_in_state(others, filter={})
-        checkpoints.save(engine, Path(self.broadcast(path)), beside)
+        converted = self._convert_stateful_objects_in_state(others, filter={})
+        checkpoints.save(engine, Path(self.broadcast(path)), converted)
 
     def load_checkpoint(
         self,
@@ -226,12 +226,12 @@ class PartitaStrategy(DDPStrategy):
         only_model = not any(isinstance(value, Optimizer) for value in wanted.values())
         if engine is not None and not only_model and Path(path).is_file():
             raise PartitaError(
-                f"'{path}' is no folder that fabric.save wrote of an engine: an optimizer's states are loaded from "
-                "those alone; load the model without the optimizer, or without strategy=PartitaStrategy"
+                f"'{path}' is not a folder that fabric.save wrote for an engine, so it has no optimizer states to "
+                "load: load the model without the optimizer, or without strategy=PartitaStrategy"
             )
         if engine is None or Path(path).is_file():
-            left: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
-            return left
+            remaining: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return remaining
         found = checkpoints.load(engine, Path(path), only_model=only_model, strict=strict, weights_only=weights_only)
         _validate_keys_for_strict_loading(others.keys(), found.keys(), strict=strict)
         for key, value in others.items():
@@ -254,7 +254,7 @@ class PartitaStrategy(DDPStrategy):
         """Split ``state`` into the engine whose model or optimizer it contains (None: none), and the other entries."""
         found, others = dict[int, Engine](), dict[str, Any]()
         for key, value in state.items():
-            engine = next((engine for engine in self.engines if _is_part(value, engine)), None)
+            engine = next((engine for engine in self.engines if _belongs_to(value, engine)), None)
             if engine is None:
                 others[key] = value
             else:
@@ -263,27 +263,27 @@ class PartitaStrategy(DDPStrategy):
             raise PartitaError(f"fabric.save, fabric.load: models of {len(found)} engines; name a path for each")
         return next(iter(found.values()), None), others
 
-    # ----------------------------------------------------------------------- which
+    # ---------------------------------------------------------------------- lookup
 
     def _engine(self, module: nn.Module) -> Engine:
         return next(engine for engine in self.engines if engine.module is _model(module))
 
     def _of(self, optimizer: Any) -> EngineModule:
-        return next(held for held in self._held if held.engine.optimizer is optimizer)
+        return next(each for each in self._engine_modules if each.engine.optimizer is optimizer)
 
     def _only(self) -> EngineModule:
-        trained = [held for held in self._held if held.trains]
+        trained = [each for each in self._engine_modules if each.trains]
         if len(trained) != 1:
             raise PartitaError(
-                f"fabric.backward: {len(trained)} models were set up with an optimizer, each has an engine of its own; "
+                f"fabric.backward: {len(trained)} models were set up with an optimizer, and each has its own engine: "
                 "name one: fabric.backward(loss, model=model)"
             )
         return trained[0]
 
     def teardown(self) -> None:
         """Close the engines; the models are ordinary modules again."""
-        while self._held:
-            self._held.pop().close()
+        while self._engine_modules:
+            self._engine_modules.pop().close()
         super().teardown()
 
 
@@ -303,5 +303,5 @@ def _model(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, EngineModule) else module
 
 
-def _is_part(value: Any, engine: Engine) -> bool:
+def _belongs_to(value: Any, engine: Engine) -> bool:
     return value is engine.optimizer or (isinstance(value, nn.Module) and _model(value) is engine.module)

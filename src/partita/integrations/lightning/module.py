@@ -1,4 +1,4 @@
-"""The module that Lightning's strategies hold: a model with its engine."""
+"""The module of Lightning's strategies: a model with its engine."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,10 +18,10 @@ from partita.errors import PartitaError
 class EngineModule(nn.Module):
     """The module that Lightning calls in place of the model; it calls the model's own forward.
 
-    So ``training_step`` and other steps run inside the model's forward (Lightning replaces it by them for that call),
-    where parameters that belong directly to the model are unsharded.
+    Lightning replaces the forward by ``training_step`` and other steps for a call, so they run inside the model's
+    forward hooks, where parameters that belong directly to the model are unsharded.
 
-    Attributes: ``engine``; ``module``, its model; ``trains``, whether the engine trains it.
+    Attributes: ``engine``; ``module``, its model; ``trains``, True if the engine trains it.
     """
 
     def __init__(self, engine: Engine, trains: bool) -> None:
@@ -31,7 +31,7 @@ class EngineModule(nn.Module):
         self.module = engine.module
         self._has_gradients = False
         self._optimizer_class = type(engine.optimizer)
-        # Lightning makes the class of its own wrapper around an optimizer from that optimizer's class.
+        # Lightning derives the class of its wrapper around an optimizer from the optimizer's class.
         own = {"zero_grad": lambda optimizer, set_to_none=True: self.zero_grad(set_to_none)}
         engine.optimizer.__class__ = type(self._optimizer_class.__name__, (self._optimizer_class,), own)
 
@@ -40,10 +40,10 @@ class EngineModule(nn.Module):
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward; with arguments (``retain_graph``, ...), the loss's own.
+        """Run the engine's backward, or ``loss.backward`` if arguments (``retain_graph``, ...) are given.
 
         Raises:
-            PartitaError: arguments are given under fp16: the loss's own backward would miss the loss scale.
+            PartitaError: arguments are given under fp16: ``loss.backward`` would miss the loss scale.
         """
         if args or kwargs:
             with self.own_backward():
@@ -54,15 +54,15 @@ class EngineModule(nn.Module):
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Allow a backward inside that is not the engine's.
+        """Allow a backward that bypasses ``engine.backward`` inside the block.
 
         Raises:
             PartitaError: the engine computes in fp16: this backward would miss the loss scale.
         """
         if self.engine.config.precision.compute == "fp16":
             raise PartitaError(
-                "a backward of the module's own, or with arguments (retain_graph=True), would miss the loss scale of "
-                "fp16: compute in bf16 (precision='bf16-mixed'), or leave the backward to Lightning"
+                "a custom backward of the module, or one with arguments (retain_graph=True), would miss the loss scale "
+                "of fp16: compute in bf16 (precision='bf16-mixed'), or use Lightning's backward"
             )
         self._has_gradients = True
         yield
@@ -81,14 +81,14 @@ class EngineModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for backwards other than the last one of a batch.
 
-        Gradients that are stored unsharded are then reduced once per batch. For others the context has no effect, since
-        unsharded gradients would take the memory that sharding saves.
+        It postpones the reduction of gradients that are stored unsharded to the last backward. For sharded gradients it
+        has no effect, because unsharded ones would take the memory that sharding saves.
         """
-        whole = all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
-        return self.engine.no_sync() if whole else nullcontext()
+        unsharded = all(bool(row.grad_between.partial_axes) for row in self.engine.plan.values())
+        return self.engine.no_sync() if unsharded else nullcontext()
 
     def close(self) -> None:
-        """Close the engine; the model and its optimizer are ordinary ones again.
+        """Close the engine, and restore the ordinary model and optimizer.
 
         Raises:
             PartitaError: the unsharded model does not fit into memory; the engine stays open.

@@ -19,25 +19,25 @@ from partita.integrations.lightning.settings import with_precision
 
 
 class EnginePrecision(Precision):
-    """A precision plugin in place of the one that Lightning made from its ``precision`` argument.
+    """A precision plugin that replaces the one that Lightning created from its ``precision`` argument.
 
-    The engine keeps master weights in fp32, casts parameters and scales the loss, so modules are not converted. The
-    given plugin still converts inputs and outputs. Its forward context is used for precisions that are not mixed, and
-    under autocast (``precision.compute: fp32`` with a mixed precision).
+    The engine keeps fp32 master weights, casts parameters and scales the loss, so modules are not converted. The given
+    plugin still converts inputs and outputs. Its forward context is used for precisions that are not mixed, and under
+    autocast (``precision.compute: fp32`` with a mixed precision).
 
     Attributes: ``config``, with the dtype of the precision.
 
     Args:
-        held: returns the module of the current engine.
+        current: returns the module of the current engine.
 
     Raises:
         ConfigError: the config sets another dtype.
     """
 
-    def __init__(self, given: FabricPrecision, config: Config, held: Callable[[], EngineModule]) -> None:
+    def __init__(self, given: FabricPrecision, config: Config, current: Callable[[], EngineModule]) -> None:
         self.precision = given.precision
         self._given = given
-        self._held = held
+        self._current = current
         self.config, autocasts = with_precision(config, given.precision)
         self._enters = autocasts or not given.precision.endswith("-mixed")
 
@@ -63,22 +63,22 @@ class EnginePrecision(Precision):
             PartitaError: the module overrides it under fp16: its backward would miss the loss scale.
         """
         if is_overridden("backward", model):
-            with self._held().own_backward():
+            with self._current().own_backward():
                 model.backward(tensor, *args, **kwargs)
         else:
-            self._held().backward(tensor, *args, **kwargs)
+            self._current().backward(tensor, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure (forward and backward), Lightning's hooks before the step, and the engine's step."""
         output = self._wrap_closure(model, optimizer, closure)
-        self._held().step()
+        self._current().step()
         return output
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the batch's gradients by their global norm in the next step."""
-        self._held().engine.clip_grad_norm(float(clip_val))
+        self._current().engine.clip_grad_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Refuse to clip gradients by value.
@@ -86,4 +86,4 @@ class EnginePrecision(Precision):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("partita clips gradients by their global norm alone: pass gradient_clip_algorithm='norm'")
+        raise ConfigError("partita clips gradients only by their global norm: pass gradient_clip_algorithm='norm'")

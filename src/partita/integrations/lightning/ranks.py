@@ -1,4 +1,4 @@
-"""Positions of a strategy's processes in the mesh, which select their samples."""
+"""Data-parallel positions of a strategy's processes, which select their samples."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from partita.plan.mesh_shape import MeshShape
 
 
 class Processes(Protocol):
-    """The properties of their processes that Lightning's strategies for Trainer and Fabric share."""
+    """The properties of processes that Lightning's strategies for Trainer and Fabric share."""
 
     @property
     def num_nodes(self) -> int:
@@ -39,7 +39,7 @@ class Ranks:
         return resolve(self._config, num_ranks, accelerator.HOST.type).mesh
 
     def joined(self, loop: str) -> None:
-        """Check that ``loop`` can feed this mesh, once the processes are connected.
+        """Check that the training loop supports this mesh, after the processes are connected. ``loop`` is its name.
 
         Raises:
             ConfigError: the mesh has a pipeline.

@@ -1,4 +1,4 @@
-"""Settings that are both Lightning arguments and keys of partita's config: given in one place, or equal in both."""
+"""Settings that are both Lightning arguments and keys of partita's config. Their values must not contradict."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from partita.config.messages import Row, conflict, row
 from partita.config.schema import Batch, Config, Schedule
 from partita.errors import ConfigError
 
-# Lightning's names of precisions: the compute dtype, and whether parameters are kept in fp32 under autocast.
+# Lightning's names of precisions: the compute dtype, and True for mixed precision.
 _PRECISIONS = {
     "32-true": ("fp32", False),
     "bf16-mixed": ("bf16", True),
@@ -21,29 +21,29 @@ _DEFAULT_PRECISION = "32-true"
 
 
 def read(source: str | Path | Mapping[str, Any] | Config | None) -> Config:
-    """Return the config of a strategy, with one checkpoint per folder: Lightning names a folder for each checkpoint.
+    """Return the config of a strategy, with one checkpoint per folder, because Lightning has a folder per checkpoint.
 
     Raises:
-        ConfigError: the config is wrong, or asks the engine to save checkpoints or rewind to one, which Lightning does.
+        ConfigError: the config is wrong, or sets that the engine saves checkpoints or rewinds to one: Lightning does.
     """
     config = load_config(source)
     if config.checkpoint.dir is not None or config.checkpoint.every_steps is not None:
         raise ConfigError(
-            "checkpoint.dir and checkpoint.every_steps: under Lightning checkpoints are saved by its own means, with "
-            "the progress of its loops (ModelCheckpoint, or fabric.save): leave both out of partita's config"
+            "checkpoint.dir and checkpoint.every_steps: Lightning saves the checkpoints, with the progress of its "
+            "loops (ModelCheckpoint, or fabric.save): leave both out of partita's config"
         )
     if config.precision.nonfinite == "rewind":
         raise ConfigError(
-            "precision.nonfinite: rewind goes back to a checkpoint, of which Lightning's loops would not know: set "
-            "'skip' or 'raise'"
+            "precision.nonfinite: rewind loads a checkpoint, but Lightning's loops would not be rewound: set 'skip' or "
+            "'raise'"
         )
     return _changed(config, checkpoint=config.checkpoint.model_copy(update={"keep": 1}))
 
 
 def with_precision(config: Config, precision: str) -> tuple[Config, bool]:
-    """Return the config with the dtype of Lightning's ``precision``, and whether the forward runs under autocast.
+    """Return the config with the dtype of Lightning's ``precision``, and True if the forward runs under autocast.
 
-    It does so for ``precision.compute: fp32`` with ``bf16-mixed``.
+    It does for ``precision.compute: fp32`` with ``bf16-mixed``.
 
     Raises:
         ConfigError: the config sets another dtype, or there is no such precision.
@@ -75,7 +75,7 @@ def check_clipping(config: Config, clip: float | None, algorithm: str | None) ->
     """
     if algorithm == "value":
         raise ConfigError(
-            "gradient_clip_algorithm='value': partita clips gradients by their global norm alone; pass 'norm'"
+            "gradient_clip_algorithm='value': partita clips gradients only by their global norm; pass 'norm'"
         )
     if clip is not None and config.clip_grad_norm is not None and clip != config.clip_grad_norm:
         raise conflict(
@@ -85,12 +85,12 @@ def check_clipping(config: Config, clip: float | None, algorithm: str | None) ->
         )
 
 
-def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
+def with_accumulation(config: Config, accumulate: int, argument: str) -> Config:
     """Return the config with a ``batch`` of one micro-batch: Lightning's loop accumulates, and divides the loss itself.
 
     Args:
         accumulate: batches per optimizer step.
-        said_by: the setting that determines it, as the user calls it.
+        argument: the setting that determines it, as the user calls it.
 
     Raises:
         ConfigError: the config sets another number.
@@ -98,8 +98,8 @@ def with_accumulation(config: Config, accumulate: int, said_by: str) -> Config:
     given = config.batch.accumulate
     if given not in ("auto", accumulate):
         raise conflict(
-            f"batch.accumulate is {given}, but {said_by} is {accumulate}",
-            [row(config, "batch.accumulate"), Row(said_by, accumulate, "Lightning")],
+            f"batch.accumulate is {given}, but {argument} is {accumulate}",
+            [row(config, "batch.accumulate"), Row(argument, accumulate, "Lightning")],
             "leave batch.accumulate out of partita's config",
         )
     return _changed(config, batch=Batch())
@@ -113,8 +113,8 @@ def check_schedule(config: Config, is_given: bool) -> None:
     """
     if is_given and config.schedule != Schedule():
         raise ConfigError(
-            f"schedule: the config has one ({config.schedule.name}), and Lightning steps another, of the optimizer's: "
-            "leave one of the two out"
+            f"schedule: the config has one ({config.schedule.name}), and Lightning steps the optimizer's own "
+            "scheduler: leave one of the two out"
         )
 
 

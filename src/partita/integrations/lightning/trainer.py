@@ -31,13 +31,13 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class PartitaStrategy(DDPStrategy):
-    """A Trainer strategy that trains a LightningModule on partita; processes, samplers and logging are those of DDP.
+    """A Trainer strategy that trains a LightningModule on partita, with DDP's processes, samplers and logging.
 
     Accumulation, clipping, precision, optimizer and schedulers are set by the Trainer and the module. If
     ``configure_optimizers`` returns None, the config's optimizer and schedule are used. A checkpoint is a folder, which
     loads at any stage and on any number of ranks; one with only weights is an ordinary file. The engine stays open
-    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. Under manual optimization
-    ``training_step`` runs outside the model's forward: call ``self(...)`` there.
+    after ``fit``, for ``test`` and ``save_checkpoint``, until the next ``fit``. With manual optimization
+    ``training_step`` runs outside the model's forward: call ``self(...)`` in it.
 
     Attributes: ``engine``, once the Trainer has set the strategy up.
 
@@ -48,7 +48,7 @@ class PartitaStrategy(DDPStrategy):
         start_method: how Lightning starts the processes of a node, if no launcher has started them.
 
     Raises:
-        ConfigError: the config is wrong, or asks the engine to do what Lightning does.
+        ConfigError: the config is wrong, or sets something that Lightning controls.
     """
 
     strategy_name = "partita"
@@ -65,7 +65,7 @@ class PartitaStrategy(DDPStrategy):
         self._config = settings.read(config)
         timeout = timedelta(seconds=self._config.communication.timeout_s)
         self._weights = None if weights is None else str(weights)
-        self._held: EngineModule | None = None
+        self._engine_module: EngineModule | None = None
         super().__init__(cluster_environment=cluster_environment, timeout=timeout, start_method=start_method)
         self._ranks = Ranks(self, self._config)
 
@@ -79,11 +79,11 @@ class PartitaStrategy(DDPStrategy):
         return self._open().engine
 
     def _open(self) -> EngineModule:
-        if self._held is None:
+        if self._engine_module is None:
             raise PartitaError(
-                "PartitaStrategy has no engine yet: the Trainer makes one in fit, validate, test and predict"
+                "PartitaStrategy has no engine yet: the Trainer creates it in fit, validate, test and predict"
             )
-        return self._held
+        return self._engine_module
 
     @property
     def precision_plugin(self) -> EnginePrecision:
@@ -116,17 +116,17 @@ class PartitaStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Create the engine; one that has trained the module is also used to evaluate it."""
+        """Create the engine; evaluation uses the engine that has trained the module, if there is one."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        held = self._held
-        if held is None or fits or held.module is not self.lightning_module:
+        engine_module = self._engine_module
+        if engine_module is None or fits or engine_module.module is not self.lightning_module:
             self._end()
             config = self._config_with(trainer)
-            held = self._start_training(trainer, config) if fits else self._start_evaluation(config)
-        self.model = self._held = held
+            engine_module = self._start_training(trainer, config) if fits else self._start_evaluation(config)
+        self.model = self._engine_module = engine_module
 
     def _config_with(self, trainer: Trainer) -> Config:
         """Return the config with the values of the Trainer's arguments."""
@@ -142,9 +142,9 @@ class PartitaStrategy(DDPStrategy):
         self.setup_optimizers(trainer)
         settings.check_schedule(config, bool(self.lr_scheduler_configs))
         given = self.optimizers[0] if self.optimizers else None
-        held = start(module, config, given, self.root_device, self._weights)
-        self.optimizers = [held.engine.optimizer]
-        return held
+        engine_module = start(module, config, given, self.root_device, self._weights)
+        self.optimizers = [engine_module.engine.optimizer]
+        return engine_module
 
     def _start_evaluation(self, config: Config) -> EngineModule:
         assert self.lightning_module is not None
@@ -162,8 +162,8 @@ class PartitaStrategy(DDPStrategy):
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers; PartitaStrategy trains with one: "
-                "give it several parameter groups, or train each model by an engine of its own (partita.initialize, "
-                "or fabric.setup for each)"
+                "use several parameter groups, or train each model with its own engine (partita.initialize, or "
+                "fabric.setup for each)"
             )
         if isinstance(self.optimizers[0], _MockOptimizer):
             self.optimizers = []
@@ -171,9 +171,8 @@ class PartitaStrategy(DDPStrategy):
     # ---------------------------------------------------------------------- train
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` inside its forward.
-
-        Under manual optimization it runs outside, because it updates parameters.
+        """Run the module's ``training_step`` inside its forward; with manual optimization outside, because it updates
+        parameters.
         """
         module = self.lightning_module
         assert module is not None
@@ -220,11 +219,11 @@ class PartitaStrategy(DDPStrategy):
             super().save_checkpoint({**checkpoint, "state_dict": weights}, path, storage_options)
             return
         if storage_options is not None:
-            raise PartitaError("storage_options: a checkpoint of PartitaStrategy is a folder; pass none")
+            raise PartitaError("storage_options: not available for PartitaStrategy, whose checkpoints are folders")
         checkpoints.save(self.engine, path, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder; to evaluate, only the weights of a folder or a file.
+        """Load a folder; for evaluation, only the weights of a folder or a file.
 
         Raises:
             PartitaError: training cannot resume from a file.
@@ -239,8 +238,8 @@ class PartitaStrategy(DDPStrategy):
             return found
         if fits:
             raise PartitaError(
-                f"'{path}' is no folder that PartitaStrategy saved: training resumes from those alone; to start from a "
-                f"file's weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
+                f"'{path}' is not a folder that PartitaStrategy saved, so training cannot resume from it; to start "
+                f"from its weights pass {type(self.lightning_module).__name__}.load_from_checkpoint('{path}') to fit"
             )
         file: dict[str, Any] = super().load_checkpoint(path, weights_only)
         return file
@@ -258,15 +257,15 @@ class PartitaStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the engine, and report the error to the ranks that wait for this one."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.fail(exception)
+        engine_module, self._engine_module = self._engine_module, None
+        if engine_module is not None:
+            engine_module.fail(exception)
 
     def teardown(self) -> None:
         """End fit or evaluation; parameters stay where the engine stores them."""
-        if self._held is not None:
+        if self._engine_module is not None:
             self.engine.wait_for_checkpoint()
-        if isinstance(self.launcher, _MultiProcessingLauncher):  # it sends the weights to the process that started it
+        if isinstance(self.launcher, _MultiProcessingLauncher):  # this process sends the weights to its parent
             self._end()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -276,7 +275,7 @@ class PartitaStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end(self) -> None:
-        """Close the current engine; its module is an ordinary one again."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        """Close the current engine, and restore the ordinary module."""
+        if self._engine_module is not None:
+            self._engine_module.close()
+            self._engine_module = None

@@ -1,4 +1,4 @@
-"""Ray Train on partita: Ray places the workers, keeps the checkpoints, and restarts the workers.
+"""Ray Train on partita: Ray places and restarts the workers, and manages the checkpoints.
 
 from partita.integrations.ray import PartitaTorchConfig, report, resume
 

@@ -1,4 +1,4 @@
-"""A backend of Ray Train that makes its workers, on whichever nodes Ray has placed them, the ranks of an engine."""
+"""A backend of Ray Train whose workers are the ranks of an engine."""
 
 import socket
 from contextlib import closing
@@ -18,7 +18,7 @@ from partita.errors import ConfigError
 class PartitaTorchConfig(TorchConfig):
     """Ray Train's configuration of partita: ``TorchTrainer(..., torch_config=PartitaTorchConfig())``.
 
-    Each worker gets its rank and the address where the ranks meet, in torchrun's variables. ``partita.initialize``
+    Each worker gets its rank and the rendezvous address in torchrun's environment variables. ``partita.initialize``
     starts the process group, with the backends that it needs and with ``communication.timeout_s``.
 
     Raises:
@@ -46,7 +46,7 @@ class PartitaBackend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Choose an address on the first worker, and set the environment variables of each worker."""
-        worker_group.execute(_be_a_rank, worker_group.execute_single(0, _free_address))
+        worker_group.execute(_set_rank, worker_group.execute_single(0, _free_address))
 
 
 def _free_address() -> tuple[str, int]:
@@ -58,7 +58,7 @@ def _free_address() -> tuple[str, int]:
         return host, int(tried.getsockname()[1])
 
 
-def _be_a_rank(address: tuple[str, int]) -> None:
+def _set_rank(address: tuple[str, int]) -> None:
     context = ray.train.get_context()
     launch = LaunchEnvironment(
         rank=context.get_world_rank(),

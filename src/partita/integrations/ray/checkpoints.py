@@ -16,8 +16,8 @@ from partita.errors import PartitaError
 def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
     """Save the engine into the run's storage, and report it to Ray with these metrics.
 
-    Call it on all workers, between two steps; ``ray.train.report(metrics)`` reports metrics without a checkpoint. Ray
-    keeps as many checkpoints as ``CheckpointConfig`` says, and passes the newest to workers that it restarts.
+    Call it on all workers, between two steps; ``ray.train.report(metrics)`` reports metrics without a checkpoint.
+    ``CheckpointConfig`` sets the number of checkpoints that Ray keeps. Restarted workers get the newest one.
 
     Raises:
         PartitaError: on all ranks: ``RunConfig.storage_path`` is not a folder of a file system, or cannot be written.
@@ -26,8 +26,8 @@ def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
     storage = context.get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise PartitaError(
-            f"report: the run's storage is on '{storage.storage_filesystem.type_name}', but all ranks write one "
-            "checkpoint together: set RunConfig(storage_path=) to a folder that every node sees (NFS, ...)"
+            f"report: the run's storage is on '{storage.storage_filesystem.type_name}', but all ranks write into one "
+            "checkpoint folder: set RunConfig(storage_path=) to a folder that all nodes share (NFS, ...)"
         )
     name = broadcast_from_rank_zero(f"checkpoint_{datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     folder = storage.build_checkpoint_path_from_name(name)
@@ -38,14 +38,14 @@ def report(engine: Engine, metrics: Mapping[str, Any]) -> None:
         dict(metrics),
         checkpoint=saved,
         checkpoint_dir_name=name,
-        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is in its place already
+        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is already in the run's storage
     )
 
 
 def resume(engine: Engine) -> Restored | None:
-    """Load the checkpoint that Ray passes to this run; return None at a first start.
+    """Load the newest checkpoint that was reported before the workers were restarted; return None at the first start.
 
-    It is the newest one reported before the workers were restarted. The number of ranks may differ.
+    The number of ranks may differ.
 
     Raises:
         PartitaError: on all ranks: the checkpoint is damaged, or of another model.

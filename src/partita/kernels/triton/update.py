@@ -44,7 +44,7 @@ def adam_(weights: Weights, moments: Moments, grad: Tensor, rule: AdamRule, fact
         _signed(rule.step * QUANTUM),
         *(_inverse(SIGNED_RANGE), _inverse(UNSIGNED_RANGE), SIGNED_RANGE, UNSIGNED_RANGE),
         **_form(weights),
-        coded=moments.exp_avg_scale is not None,
+        is_8bit=moments.exp_avg_scale is not None,
         decays=rule.l2 != 0,
     )
     return finite
@@ -194,9 +194,9 @@ def _encoded(magnitudes, scale, reach, dither):
 @triton.jit
 def _adam(
     param, master, low, grad, finite, first, second, first_scale, second_scale,
-    n, factor, beta1, rest1, beta2, rest2, step_size, inv_sqrt_bias2, eps, keep, l2, salt,
+    n, factor, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_sqrt_bias2, eps, keep, l2, salt,
     first_inverse, second_inverse, first_reach, second_reach,
-    splits: tl.constexpr, writes_param: tl.constexpr, coded: tl.constexpr, decays: tl.constexpr, rows: tl.constexpr,
+    splits: tl.constexpr, writes_param: tl.constexpr, is_8bit: tl.constexpr, decays: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     blocks, at, here = _places(n, rows)
     g = _load_grad(grad, finite, at, here, factor)
@@ -204,7 +204,7 @@ def _adam(
     if decays:
         g = g + l2 * p
     in_use = blocks * _QUANTUM < n
-    if coded:
+    if is_8bit:
         codes = tl.load(first + at, here, other=0).to(tl.int32)
         m = _decoded(codes & 0x7F, tl.load(first_scale + blocks, in_use, other=1.0), first_inverse, beta1)
         m = tl.where(codes < 0, -m, m)
@@ -213,12 +213,12 @@ def _adam(
     else:
         m = tl.load(first + at, here, other=0.0) * beta1
         v = tl.load(second + at, here, other=0.0) * beta2
-    m = m + g * rest1
-    v = v + g * g * rest2
-    if not coded:
+    m = m + g * one_minus_beta1
+    v = v + g * g * one_minus_beta2
+    if not is_8bit:
         m, v = _flush(m), _flush(v)
     p = p * keep - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inv_sqrt_bias2 + eps)
-    if coded:
+    if is_8bit:
         m_bits, v_bits = m.to(tl.int32, bitcast=True), v.to(tl.int32, bitcast=True)
         dither = _dither(salt, m_bits, v_bits)
         scale = tl.maximum(tl.max(tl.where(here, tl.abs(m), 0.0), 1), _LEAST_SCALE)
@@ -256,15 +256,15 @@ def _sgd(
 
 @triton.jit
 def _lion(
-    param, master, low, grad, finite, first, n, factor, lr, beta1, rest1, beta2, rest2, keep,
+    param, master, low, grad, finite, first, n, factor, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, keep,
     splits: tl.constexpr, writes_param: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     _, at, here = _places(n, rows)
     g = _load_grad(grad, finite, at, here, factor)
     p = _load_weights(param, master, low, at, here, splits)
     m = tl.load(first + at, here, other=0.0)
-    direction = m * beta1 + g * rest1
-    tl.store(first + at, _flush(m * beta2 + g * rest2), here)
+    direction = m * beta1 + g * one_minus_beta1
+    tl.store(first + at, _flush(m * beta2 + g * one_minus_beta2), here)
     # NaN has no sign: propagate it.
     sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, tl.where(direction == 0, 0.0, direction)))
     _store_weights(param, master, low, at, here, p * keep - lr * sign, splits, writes_param)

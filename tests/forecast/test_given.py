@@ -69,8 +69,14 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
     ("config", "message"),
     [
         ({"zero": {"offload": {"optimizer": "auto"}}}, "zero.offload: auto"),
-        ({"activations": {"checkpoint": "units", "keep_bytes": 1}}, "activations.keep_bytes: a plan has"),
-        ({"activations": {"checkpoint": ["blocks.0"], "offload": "host"}}, "activations.offload: a plan has"),
+        (
+            {"activations": {"checkpoint": "units", "keep_bytes": 1}},
+            "activations.keep_bytes: partita plan cannot predict",
+        ),
+        (
+            {"activations": {"checkpoint": ["blocks.0"], "offload": "host"}},
+            "activations.offload: partita plan cannot predict",
+        ),
     ],
 )
 def test_what_no_plan_knows_is_refused(config: dict[str, Any], message: str) -> None:

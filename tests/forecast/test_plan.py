@@ -334,7 +334,7 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
         ([f"{__name__}:no_batch"], "expected (model, batch)"),
         ([f"{__name__}:nothing"], "has no function 'nothing'"),
         (["no.such.module:model"], "cannot be imported"),
-        ([f"{__name__}:own", "--tokens", "8"], "leave it out"),
+        ([f"{__name__}:own", "--tokens", "8"], "leave the option out"),
     ],
 )
 def test_bad_input_is_one_message(arguments: list[str], message: str) -> None:

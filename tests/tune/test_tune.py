@@ -191,7 +191,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": "llama-3-9b"}, "no preset, file or folder is called so"),
+        ({"model": "llama-3-9b"}, "there is no preset, file or folder of this name"),
         ({"model": "none.yaml"}, r"config file 'none.yaml' does not exist"),
         ({"processes": 10_000}, "--processes: 10000 cannot be measured here"),
         ({"samples": 0}, "samples: expected at least 1 sample in a step; got 0"),

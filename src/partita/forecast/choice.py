@@ -11,8 +11,8 @@ from partita.plan.state_plan import further_stages
 
 Sections = dict[str, dict[str, Any]]
 CHECKPOINTS = ("none", "selective", "units")
-# (``activations.checkpoint``, ``activations.offload``): what backward recomputes, and the tier of its inputs. The lists
-# begin with the fastest.
+# (``activations.checkpoint``, ``activations.offload``): the blocks that backward recomputes, and the tier of their
+# inputs. Lists begin with the fastest.
 Kept = tuple[str, str]
 ON_DEVICE: tuple[Kept, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
 ON_HOST: Kept = ("units", "host")
@@ -20,18 +20,18 @@ ON_HOST: Kept = ("units", "host")
 
 @dataclass(frozen=True)
 class Form:
-    """Precision of the states: a name, and the keys of the config section ``precision``.
+    """Precision of the states: a name, and the ``keys`` of the config section ``precision``.
 
-    ``once``: only for steps of one micro-batch.
+    ``once``: the precision is valid only for steps of one micro-batch.
     """
 
     name: str
-    precision: tuple[tuple[str, str], ...] = ()
+    keys: tuple[tuple[str, str], ...] = ()
     once: bool = False
 
 
 def forms(compute: str) -> tuple[Form, ...]:
-    """Return the forms that this compute dtype allows, from the most exact to the leanest."""
+    """Return the precisions of the states that this compute dtype allows, from the most exact to the smallest."""
     if compute == "fp32":
         return (Form("fp32"), Form("8-bit moments", (("moments", "int8"),)))
     half = Form(f"{compute} gradients", (("gradients", compute),))
@@ -62,16 +62,16 @@ class StateSettings:
 
     @property
     def name(self) -> str:
-        away = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
-        away += f", parameters on {self.parameters}" if self.parameters != "none" else ""
-        return f"stage {self.stage}{away}, {self.form.name}" + f", {self.sending.name}" * bool(self.sending.name)
+        suffix = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
+        suffix += f", parameters on {self.parameters}" if self.parameters != "none" else ""
+        return f"stage {self.stage}{suffix}, {self.form.name}" + f", {self.sending.name}" * bool(self.sending.name)
 
     def sections(self) -> Sections:
         """Return the config sections that request these settings."""
         offload = {"parameters": self.parameters, "optimizer": self.optimizer}
         offload = {state: tier for state, tier in offload.items() if tier != "none"}
         zero = {"stage": self.stage, **dict(self.sending.zero), **({"offload": offload} if offload else {})}
-        more = {"precision": dict(self.form.precision), "communication": dict(self.sending.communication)}
+        more = {"precision": dict(self.form.keys), "communication": dict(self.sending.communication)}
         return {"zero": zero, **{name: keys for name, keys in more.items() if keys}}
 
 
@@ -107,8 +107,8 @@ class Choice:
         found = {**({"parallel": parallel} if parallel else {}), **self.state_settings.sections()}
         found["batch"] = {"micro": self.micro, "accumulate": self.accumulate}
         if self.checkpoint != "none":
-            away = {"offload": self.inputs} if self.inputs != "none" else {}
-            found["activations"] = {"checkpoint": self.checkpoint, **away}
+            offload = {"offload": self.inputs} if self.inputs != "none" else {}
+            found["activations"] = {"checkpoint": self.checkpoint, **offload}
         return found
 
 
@@ -134,8 +134,8 @@ def reaches(num_gpus: int, on_node: int, positions: int | None) -> list[list[int
     return [sizes for sizes in ([1], within, across) if sizes]
 
 
-# The stages that shard states, which updates in backward need.
-_SPLIT = tuple(stage for stage, _ in further_stages("ddp"))
+# Stages that shard states. Updates in backward need them.
+_SHARDING_STAGES = tuple(stage for stage, _ in further_stages("ddp"))
 # Tiers of (parameters, optimizer). A list is tried if no plan of the lists before it fits.
 _TIERS = (
     (("none", "none"),),
@@ -157,7 +157,7 @@ def restings(compute: str, one_memory: bool) -> list[list[StateSettings]]:
             StateSettings(stage, parameters, optimizer, form)
             for parameters, optimizer in tiers
             for form in forms(compute)
-            for stage in (_SPLIT if form.once else (0, *_SPLIT))
+            for stage in (_SHARDING_STAGES if form.once else (0, *_SHARDING_STAGES))
         ]
         for tiers in levels
     ]

@@ -1,4 +1,4 @@
-"""Peak activation bytes of a pipeline rank: its part of the model under a schedule."""
+"""Peak activation bytes of a pipeline rank under a schedule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from partita.parallel.pipeline.schedule import Schedule, Shape, Work
 class Part:
     """Activation bytes of one micro-batch's forward and backward through consecutive blocks.
 
-    ``kept_bytes`` stay from forward to backward. Peaks include them, and exclude everything outside the part.
-    ``growing_peak`` is the backward's peak if some of its gradients, of ``gradient_bytes``, stay where autograd leaves
-    them. If weight gradients are computed after the backward, ``left_bytes`` stay until then, and ``largest_bytes`` is
-    the largest of these gradients. ``sent_bytes``: the gradient that is sent to the previous stage. ``away``: bytes of
-    offloaded inputs, while the part runs and after its forward. ``staying_bytes``: offloaded inputs that are still on
-    the device when the forward ends, and leave during the next forward.
+    ``kept_bytes`` stay from forward to backward. Peaks include them, and exclude all memory of other blocks.
+    ``growing_peak``: the backward's peak if some of its gradients, of ``gradient_bytes``, stay in ``param.grad``. If
+    weight gradients are deferred, ``left_bytes`` stay until these are computed, and ``largest_bytes`` is the largest of
+    these gradients. ``sent_bytes``: the gradient that is sent to the previous stage. ``away``: bytes of offloaded
+    inputs, while the blocks run and after their forward. ``staying_bytes``: inputs whose copy to their tier ends
+    during the next forward.
     """
 
     forward_peak: int
@@ -44,31 +44,30 @@ class Part:
 
     @property
     def resting_elsewhere(self) -> "Part":
-        """The bytes of the offloaded inputs alone, as a part."""
+        """The bytes of the offloaded inputs alone, in their tier."""
         most, kept = self.away
         return Part(most, kept, most, most, 0)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One state of a pipeline rank: it runs ``work`` of a chunk for a micro-batch, and holds memory for others.
+    """One state of a pipeline rank: it runs ``work`` of a chunk for a micro-batch, and keeps memory of other ones.
 
-    For each chunk, ``kept`` counts the micro-batches that have run forward and not backward, ``left`` those whose
-    weight gradients are still to be computed, and ``sent`` those whose gradients are on their way to the previous
-    stage. ``begun``: True for chunks some of whose gradients were computed before. ``splits``: weight gradients are
-    computed separately from the backward.
+    For each chunk, ``kept`` counts the micro-batches between forward and backward, ``deferred`` those with deferred
+    weight gradients, and ``sent`` those whose gradients are being sent to the previous stage. ``begun``: True for
+    chunks with gradients of earlier micro-batches. ``splits``: weight gradients are deferred.
     """
 
     work: Work
     chunk: int
     kept: tuple[int, ...]
-    left: tuple[int, ...]
+    deferred: tuple[int, ...]
     sent: tuple[int, ...]
     begun: tuple[bool, ...]
     splits: bool
 
     def held(self, parts: Sequence[Part]) -> int:
-        """Return the peak bytes of this moment, given the ``parts`` of the rank's chunks."""
+        """Return the peak bytes of this state, given the activation bytes of each of the rank's chunks."""
         part = parts[self.chunk]
         first = not self.begun[self.chunk]
         if self.work is Work.FORWARD:
@@ -78,17 +77,19 @@ class Moment:
             peak += part.staying_bytes if any(self.kept) else 0  # of the last forward, of another micro-batch
         else:
             peak = max(part.weights_peak, part.gradient_bytes if first else 0)
-        for each, kept, left, sent, begun in zip(parts, self.kept, self.left, self.sent, self.begun, strict=True):
-            peak += kept * each.kept_bytes + left * each.left_bytes + sent * each.sent_bytes
+        for each, kept, deferred, sent, begun in zip(
+            parts, self.kept, self.deferred, self.sent, self.begun, strict=True
+        ):
+            peak += kept * each.kept_bytes + deferred * each.left_bytes + sent * each.sent_bytes
             peak += begun * each.gradient_bytes
         return peak
 
 
 def representative(name: str, shape: Shape) -> Shape:
-    """Return a shape with as many or fewer micro-batches whose ranks have the same :func:`moments` under a schedule.
+    """Return a shape with at most as many micro-batches whose ranks have the same :func:`moments` under a schedule.
 
-    A round is as many micro-batches as there are ranks. In the schedules called ``1f1b`` and ``interleaved``, forwards
-    do not run ahead of all backwards, so rounds after the second add no new moments.
+    A round has as many micro-batches as there are ranks. In the schedules ``1f1b`` and ``interleaved``, the number of
+    micro-batches between forward and backward is bounded, so rounds after the second add no new states.
     """
     most = 3 * shape.ranks
     repeats = name in ("1f1b", "interleaved") and shape.micros % shape.ranks == 0
@@ -96,31 +97,31 @@ def representative(name: str, shape: Shape) -> Shape:
 
 
 def moments(schedule: Schedule, rank: int) -> frozenset[Moment]:
-    """Return the distinct moments of one rank of the pipeline."""
+    """Return the distinct states of one rank of the pipeline."""
     shape, splits, last_work = schedule.shape, schedule.splits_weights, schedule.last_work
     stages = [shape.stage(rank, chunk) for chunk in range(shape.chunks)]
     arrived = dict(gradients_before(schedule, stages))
-    kept, left, backwards, waited = ([0] * shape.chunks for _ in range(4))
+    kept, deferred, backwards, waited = ([0] * shape.chunks for _ in range(4))
     begun, found = [False] * shape.chunks, set[Moment]()
     for action in schedule.orders[rank]:
         chunk, work = action.chunk, action.work
         if work is Work.FORWARD:
             waited[chunk] = max(waited[chunk], arrived.get(action, 0))
         kept[chunk] -= work is Work.BACKWARD
-        left[chunk] -= work is Work.WEIGHTS
+        deferred[chunk] -= work is Work.WEIGHTS
         sent = tuple((done - gone) * (at > 0) for done, gone, at in zip(backwards, waited, stages, strict=True))
-        found.add(Moment(work, chunk, tuple(kept), tuple(left), sent, tuple(begun), splits))
+        found.add(Moment(work, chunk, tuple(kept), tuple(deferred), sent, tuple(begun), splits))
         kept[chunk] += work is Work.FORWARD
         backwards[chunk] += work is Work.BACKWARD
-        left[chunk] += splits and work is Work.BACKWARD
+        deferred[chunk] += splits and work is Work.BACKWARD
         begun[chunk] |= work is last_work
     return frozenset(found)
 
 
 def most_held(found: Iterable[Moment], parts: Sequence[Part]) -> int:
-    """Return the peak bytes over these moments, without the gradients that stay where autograd leaves them.
+    """Return the peak bytes over these states, without the gradients that stay in ``param.grad``.
 
-    These gradients are counted in full with the model states. All of them are subtracted here, because only some may
+    All of these gradients are counted with the model states. All of them are subtracted here, although only some may
     exist when activations peak.
     """
     return max(0, max(moment.held(parts) for moment in found) - sum(part.gradient_bytes for part in parts))

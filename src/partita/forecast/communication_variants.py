@@ -14,54 +14,61 @@ from partita.memory import accelerator
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.timeline import StepTime
 
-# For each setting of the states, this many of the fastest plans are considered, and of those that compute fastest.
-MOST = 3
-# Quantized collectives that save less than this share of a step are not worth their loss of precision.
+# Number of plans considered for each setting of the states: that many of the fastest, and of those that compute
+# fastest.
+NUM_FASTEST = 3
+# Minimal share of the step time that quantized collectives must save to be worth their loss of precision.
 WORTH = 0.1
 
 
 def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool = False) -> list[Forecast]:
     """Return variants of plans with other communication settings that are faster.
 
-    The plans are those that would be the best if their communication took no time. Their variants send more inside
-    nodes, and are returned if they are faster than their plan. With ``compress``, variants with quantized collectives
-    are returned, too, if they are faster than all plans that lose less precision, by at least the share :data:`WORTH`.
+    Only plans that would be the best if their communication took no time get variants. These send more inside nodes,
+    and are returned if they are faster than their plan. With ``compress``, variants with quantized collectives are also
+    considered. They are returned if they are faster than all plans that lose less precision, by at least the share
+    :data:`WORTH`.
     """
-    origins, others = list(_promising(found)), list[Forecast]()
+    origins, variants = list(_promising(found)), list[Forecast]()
     for choice, step_s in origins:
-        others += [each for each, other_s in _sent_as(search, choice, INSIDE_NODES) if other_s < step_s]
+        variants += [
+            each for each, variant_s in _with_communication(search, choice, INSIDE_NODES) if variant_s < step_s
+        ]
     for ways in as_codes() if compress else ():
-        best_s = min((each.time.total_s for each in [*found, *others] if each.time is not None), default=0.0)
-        coded = [each for choice, _ in origins for each in _sent_as(search, choice, ways)]
-        others += [each for each, other_s in coded if other_s < (1 - WORTH) * best_s]
-    return others
+        best_s = min((each.time.total_s for each in [*found, *variants] if each.time is not None), default=0.0)
+        quantized = [each for choice, _ in origins for each in _with_communication(search, choice, ways)]
+        variants += [each for each, variant_s in quantized if variant_s < (1 - WORTH) * best_s]
+    return variants
 
 
 def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
     """Yield (plan, seconds of a step) for plans that would be the best without waits for communication."""
     times = [(each.choice, each.time) for each in found if each.time is not None]
     best_s = min((time.total_s for _, time in times), default=0.0)
-    by_resting = dict[StateSettings, list[tuple[Choice, StepTime]]]()
+    by_state_choice = dict[StateSettings, list[tuple[Choice, StepTime]]]()
     for choice, time in times:
         if choice.mesh.group_size(STATE_AXES) > 1 and time.compute_s < best_s:
-            by_resting.setdefault(choice.state_settings, []).append((choice, time))
-    for plans in by_resting.values():
-        fastest = nsmallest(MOST, plans, lambda each: each[1].total_s)
-        computing = nsmallest(MOST, plans, lambda each: each[1].compute_s)
-        yield from {choice: time.total_s for choice, time in fastest + computing}.items()
+            by_state_choice.setdefault(choice.state_settings, []).append((choice, time))
+    for plans in by_state_choice.values():
+        fastest = nsmallest(NUM_FASTEST, plans, lambda each: each[1].total_s)
+        least_compute = nsmallest(NUM_FASTEST, plans, lambda each: each[1].compute_s)
+        yield from {choice: time.total_s for choice, time in fastest + least_compute}.items()
 
 
-def _sent_as(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
+def _with_communication(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
-    for sendings in ways:
-        restings = (replace(choice.state_settings, sending=sending) for sending in sendings)
-        checked = (_on_nodes(search, replace(choice, state_settings=state_settings)) for state_settings in restings)
+    for alternatives in ways:
+        state_choices = (replace(choice.state_settings, sending=sending) for sending in alternatives)
+        checked = (
+            _with_engine_mesh(search, replace(choice, state_settings=state_settings))
+            for state_settings in state_choices
+        )
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:
             yield found, found.time.total_s
 
 
-def _on_nodes(search: Search, choice: Choice) -> Choice | None:
+def _with_engine_mesh(search: Search, choice: Choice) -> Choice | None:
     """Return the plan with the mesh that the engine would use.
 
     Return None if its config is invalid, or if its communication settings need nodes and the mesh has only one.

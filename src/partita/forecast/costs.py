@@ -1,4 +1,4 @@
-"""Seconds of each unit's jobs on a machine, from the table's steps and a trace."""
+"""Predicted seconds of a step on a machine, from the planned units and a trace."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +31,8 @@ from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, 
 NO_WORK = Work()
 # The collectives that are measured, and the names of their curves.
 _MEASURED = {"all_gather": "gather", "reduce_scatter": "reduce"}
-# Substitutes for kinds that are missing in files of earlier measurements.
-_STANDING = {
+# Substitutes for kinds that machine files of earlier versions lack.
+_SUBSTITUTES = {
     "convolution": "product",
     "convolution_backward": "product",
     "batch_norm": "function",
@@ -42,7 +42,7 @@ _STANDING = {
 
 
 @dataclass(frozen=True)
-class Moves:
+class UnitCost:
     """Seconds of one unit's jobs that depend neither on its computation nor on its reductions.
 
     The fields have the meanings that they have in :class:`~partita.planner.timeline.UnitTimes`.
@@ -62,14 +62,14 @@ class Moves:
 
 @dataclass
 class Rates:
-    """Rates at which ``num_gpus`` of a ``machine`` compute and communicate under ``settings``."""
+    """Predicted seconds of computation and communication on ``num_gpus`` of a ``machine`` under ``settings``."""
 
     machine: Machine
     num_gpus: int
     dtype: str
     num_moments: int = 2
     settings: Config = field(default_factory=Config)
-    _moves: dict[int, tuple[PlannedUnit, Moves]] = field(default_factory=dict)
+    _unit_costs: dict[int, tuple[PlannedUnit, UnitCost]] = field(default_factory=dict)
     _buckets: dict[tuple[int, ...], tuple[PlannedBucket, tuple[float, float]]] = field(default_factory=dict)
     _curves: dict[str, Curve] = field(init=False)
     _links: dict[tuple[tuple[str, ...], MeshShape], float] = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Rates:
         """Return the seconds of ``work``: computation on the device, and communication that the device waits for."""
         machine = self.machine
         if machine.curves:
-            computed = sum(num * self._job(kind, size) for (kind, size), num in work.jobs.items())
+            computed = sum(num * self._job_s(kind, size) for (kind, size), num in work.jobs.items())
         else:
             products_s = work.flops / machine.flops_per_s(self.dtype)
-            computed = max(work.num_ops * LAUNCH_S, products_s + self._moved(work.moved_bytes))
-        return computed + sum(self._sending(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
+            computed = max(work.num_ops * LAUNCH_S, products_s + self._memory_s(work.moved_bytes))
+        return computed + sum(self._exchange_s(axis, num, work.calls[axis], mesh) for axis, num in work.sent.items())
 
-    def _sending(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
+    def _exchange_s(self, axis: str, num_bytes: int, calls: int, mesh: MeshShape) -> float:
         """Return the seconds to send ``num_bytes`` along an axis in ``calls`` calls, one after the other."""
         if axis == TENSOR:  # all-reduce: the data passes every rank twice
             return num_bytes / self.link((axis,), mesh) + 2 * LATENCY_S * mesh.tensor
@@ -95,88 +95,92 @@ class Rates:
             return calls * measured.seconds(num_bytes / calls)
         return num_bytes / self.link((axis,), mesh) + calls * LATENCY_S
 
-    def _job(self, kind: str, size: float) -> float:
-        curve = self._curves.get(kind) or self._curves.get(_STANDING.get(kind, ""))
+    def _job_s(self, kind: str, size: float) -> float:
+        curve = self._curves.get(kind) or self._curves.get(_SUBSTITUTES.get(kind, ""))
         return curve.seconds(size) if curve and size else 0.0
 
     def link(self, axes: tuple[str, ...], mesh: MeshShape) -> float:
+        """Return the bytes per second that a rank sends in a group over ``axes``."""
         if (axes, mesh) not in self._links:
             self._links[axes, mesh] = self.machine.group_rate(axes, mesh, self.num_gpus)
         return self._links[axes, mesh]
 
-    def moves(self, unit: PlannedUnit) -> Moves:
-        if id(unit) not in self._moves:
-            self._moves[id(unit)] = unit, self._of(unit)
-        return self._moves[id(unit)][1]
+    def unit_cost(self, unit: PlannedUnit) -> UnitCost:
+        """Return the seconds of a unit's transfers and of its update."""
+        if id(unit) not in self._unit_costs:
+            self._unit_costs[id(unit)] = unit, self._new_unit_cost(unit)
+        return self._unit_costs[id(unit)][1]
 
-    def _of(self, unit: PlannedUnit) -> Moves:
+    def _new_unit_cost(self, unit: PlannedUnit) -> UnitCost:
         machine, row = self.machine, unit.row
         on_node = machine.gpus_on_node(self.num_gpus)
         host_link, disk = machine.reached * max(machine.host_link, 1.0), machine.reached * machine.disk_rate / on_node
         trained = [segment for segment in unit.segments if segment.trains]
 
-        def held(name: str) -> int:
+        def stored(name: str) -> int:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
         parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
         mesh = unit.segments[0].mesh
-        gather = sum(self._communicating(unshards(segment), mesh) for segment in unit.segments)
-        again = sum(self._communicating(unshards_for_backward(segment), mesh) for segment in unit.segments)
-        states = held("master") + self.num_moments * held("moments")
-        touched = 2 * states + held("grad_step") + held("master")
-        away = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
+        gather = sum(self._collectives_s(unshards(segment), mesh) for segment in unit.segments)
+        again = sum(self._collectives_s(unshards_for_backward(segment), mesh) for segment in unit.segments)
+        states = stored("master") + self.num_moments * stored("moments")
+        touched = 2 * states + stored("grad_step") + stored("master")
+        offloaded = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
         on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
         rate = machine.host_rate / on_node if on_host or machine.one_memory else machine.memory_rate
         update = "host_update" if on_host and "host_update" in self._curves else "update"
         uses_disk = row.master.tier is Tier.DISK
-        return Moves(
+        return UnitCost(
             gather,
             0.0 if unit.stays_unsharded else again,
-            parameters / host_link if away else 0.0,
+            parameters / host_link if offloaded else 0.0,
             parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
-            held("grad_step") / host_link if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory else 0.0,
-            self._job(update, touched) if machine.curves else touched / (machine.reached * rate),
+            stored("grad_step") / host_link
+            if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory
+            else 0.0,
+            self._job_s(update, touched) if machine.curves else touched / (machine.reached * rate),
             HOST if on_host else DEVICE,
             2 * states / max(disk, 1.0) if uses_disk else 0.0,
-            held("param_compute") / host_link if on_host and not (away or machine.one_memory) else 0.0,
-            sum(self._communicating(publications(segment), mesh) for segment in trained),
+            stored("param_compute") / host_link if on_host and not (offloaded or machine.one_memory) else 0.0,
+            sum(self._collectives_s(publications(segment), mesh) for segment in trained),
         )
 
     def _reductions(self, units: Sequence[PlannedUnit]) -> list[tuple[float, float]]:
-        """Return the seconds of each unit's reductions after a backward, and of those that complete them at the step.
+        """Return the seconds of each unit's reductions after a backward, and of their completion at the step.
 
-        They are those of the buckets which the unit's backward completes.
+        A unit counts the buckets that its backward completes.
         """
         numbers = [at for at in reversed(range(len(units))) for segment in units[at].segments if segment.trains]
         found, end = [(0.0, 0.0)] * len(units), 0
         for bucket in share_buckets(reduction_order(units)):
             key, end = tuple(map(id, bucket.segments)), end + len(bucket.segments)
             if key not in self._buckets:
-                seconds = (self._communicating(ops(bucket), bucket.mesh) for ops in (reductions, completions))
+                seconds = (self._collectives_s(ops(bucket), bucket.mesh) for ops in (reductions, completions))
                 self._buckets[key] = bucket, (next(seconds), next(seconds))
             (reduce, complete), (more, later) = found[numbers[end - 1]], self._buckets[key][1]
             found[numbers[end - 1]] = reduce + more, complete + later
         return found
 
-    def _ending_round(self, units: Sequence[PlannedUnit]) -> float:
+    def _round_end_s(self, units: Sequence[PlannedUnit]) -> float:
         """Return the seconds per local step of synchronizing replicas that train separately at the end of a round."""
         if not (every := self.settings.communication.every):
             return 0.0
         trained = (segment for unit in units for segment in unit.segments if segment.trains)
-        return sum(self._communicating([op], segment.mesh) for segment in trained for _, op in rounds(segment)) / every
+        return sum(self._collectives_s([op], segment.mesh) for segment in trained for _, op in rounds(segment)) / every
 
-    def _communicating(self, operations: Iterable[Operation], mesh: MeshShape) -> float:
-        """Return the seconds of collectives, with the quantization around them at the speed of the memory."""
+    def _collectives_s(self, operations: Iterable[Operation], mesh: MeshShape) -> float:
+        """Return the seconds of collectives, including quantization, which is bound by memory bandwidth."""
         found = 0.0
         for each in operations:
             found += self.collective(each.collective, each.axes, mesh, each.num_bytes)
-            found += self._moved(2 * FP32.num_bytes(each.num_quantized)) if each.num_quantized else 0.0
+            found += self._memory_s(2 * FP32.num_bytes(each.num_quantized)) if each.num_quantized else 0.0
         return found
 
-    def _moved(self, num_bytes: int) -> float:
+    def _memory_s(self, num_bytes: int) -> float:
         """Return the seconds in which the device reads and writes ``num_bytes``."""
         if self.machine.curves:
-            return self._job("element", num_bytes)
+            return self._job_s("element", num_bytes)
         return num_bytes / (self.machine.reached * self.machine.memory_rate)
 
     def collective(self, name: str, axes: tuple[str, ...], mesh: MeshShape, num_bytes: int) -> float:
@@ -187,12 +191,12 @@ class Rates:
         return num_bytes / self.link(axes, mesh) + LATENCY_S
 
     def computing(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
-        """Return the seconds of a step in which a stage's device waits for other stages alone."""
-        forward, backward = self._passes(trace, stage, mesh)
-        waiting = self._waiting(trace, stage, mesh, num_micros) if mesh.pipeline > 1 else 0.0
-        return num_micros * (forward + backward) * (1 + waiting)
+        """Return the seconds of a step without communication, including the bubble of the pipeline."""
+        forward, backward = self._pass_s(trace, stage, mesh)
+        bubble = self._bubble(trace, stage, mesh, num_micros) if mesh.pipeline > 1 else 0.0
+        return num_micros * (forward + backward) * (1 + bubble)
 
-    def _passes(self, trace: Trace, stage: Stage, mesh: MeshShape) -> tuple[float, float]:
+    def _pass_s(self, trace: Trace, stage: Stage, mesh: MeshShape) -> tuple[float, float]:
         """Return the seconds that one micro-batch's forward and backward compute on a stage's device."""
         pieces = list[Piece]()
         for start, stop in stage.chunks:
@@ -201,13 +205,13 @@ class Rates:
         each = {id(p): (self.seconds(p.forward, mesh), self.seconds(p.backward, mesh)) for p in pieces}
         return sum(each[id(p)][0] for p in pieces), sum(each[id(p)][1] for p in pieces)
 
-    def _waiting(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
-        """Return the time that a stage waits for others, relative to its work: that of its schedule."""
+    def _bubble(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
+        """Return the bubble of a stage under its schedule, relative to the stage's own work."""
         name, shape = self.settings.parallel.schedule, Shape(mesh.pipeline, num_micros, len(stage.chunks))
         backward = BACKWARD
-        if make_schedule(name, Shape(mesh.pipeline, 1)).splits_weights:  # others do not depend on it
+        if make_schedule(name, Shape(mesh.pipeline, 1)).splits_weights:  # no other stage waits for the weight gradients
             middle = replace(stage, chunks=((1, 2),)) if len(trace.blocks) > 2 else stage
-            forward_s, backward_s = self._passes(trace, middle, mesh)
+            forward_s, backward_s = self._pass_s(trace, middle, mesh)
             backward = max(BACKWARD, round(backward_s / forward_s, 1)) if forward_s else BACKWARD
         return waiting_per_work(name, shape, backward)
 
@@ -222,51 +226,53 @@ class Rates:
     ) -> StepTime:
         """Return the time of a step of one pipeline stage, including its waits for other stages.
 
-        The jobs of the step are appended to ``jobs``.
+        The jobs of the step are appended to ``jobs``, if it is given.
         """
-        mesh, blocks, leaving = units[0].segments[0].mesh, dict[str, Piece](), set[str]()
+        mesh, blocks, offloading = units[0].segments[0].mesh, dict[str, Piece](), set[str]()
         for start, stop in stage.chunks:
             blocks |= zip(trace.names[start:stop], trace.blocks[start:stop], strict=True)
-            leaving |= set(trace.names[start:stop][:-NUM_STAYING])
+            offloading |= set(trace.names[start:stop][:-NUM_STAYING])
         times = list[UnitTimes]()
         for unit, number in zip(units, stage.units, strict=True):
             piece = blocks.get(sized.specs[number].name)
             forward, backward = (piece.forward, piece.backward) if piece else (NO_WORK, NO_WORK)
-            found_times = self._times(forward, backward, self.moves(unit), mesh)
-            leave = self._leaving(piece, trace.inputs_rest) if piece and sized.specs[number].name in leaving else 0.0
+            found_times = self._unit_times(forward, backward, self.unit_cost(unit), mesh)
+            leave = (
+                self._offload_s(piece, trace.inputs_rest) if piece and sized.specs[number].name in offloading else 0.0
+            )
             leaves_by = DISK if trace.inputs_rest is Tier.DISK else HOST_LINK
             times.append(replace(found_times, leave=leave, leaves_by=leaves_by))
         if any(start == 0 for start, _ in stage.chunks):
-            times[0] = self._times(trace.before.forward, trace.before.backward, self.moves(units[0]), mesh)
+            times[0] = self._unit_times(trace.before.forward, trace.before.backward, self.unit_cost(units[0]), mesh)
         if any(stop == len(trace.blocks) for _, stop in stage.chunks):
             times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
         for at, (reduce, complete) in enumerate(self._reductions(units)):
             times[at] = replace(times[at], reduce=reduce, complete=complete)
         row = units[0].row
-        # If ranks compute on the cores that also copy between them, communication overlaps nothing.
+        # On a CPU, the cores that compute also communicate: nothing overlaps.
         ranks = DEVICE if self.machine.one_memory else RANKS
         found = simulate_step(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
-        if ending := self._ending_round(units):
-            found = StepTime(found.total_s + ending, found.compute_s, {**found.waits_s, "rounds": ending})
+        if round_end_s := self._round_end_s(units):
+            found = StepTime(found.total_s + round_end_s, found.compute_s, {**found.waits_s, "rounds": round_end_s})
         if mesh.pipeline == 1:
             return found
         sent = [trace.blocks[start or stop].received_bytes for start, stop in stage.chunks]
-        edges = sum(self._edge_seconds(num_bytes, mesh) for num_bytes in sent) * num_micros
+        edges = sum(self._edge_s(num_bytes, mesh) for num_bytes in sent) * num_micros
         waits = {**found.waits_s, "edges": edges}
-        waiting = self._waiting(trace, stage, mesh, num_micros)
-        return StepTime(found.total_s + edges, found.compute_s, waits).in_pipeline(waiting)
+        bubble = self._bubble(trace, stage, mesh, num_micros)
+        return StepTime(found.total_s + edges, found.compute_s, waits).in_pipeline(bubble)
 
-    def _leaving(self, piece: Piece, to: Tier) -> float:
-        """Return the seconds to copy a block's input to the tier that stores it until backward, or back."""
+    def _offload_s(self, piece: Piece, to: Tier) -> float:
+        """Return the seconds to copy a block's input to the tier that stores it until backward, or from it."""
         if to is Tier.DEVICE or (self.machine.one_memory and to is Tier.HOST):
             return 0.0
         on_node = self.machine.gpus_on_node(self.num_gpus)
         rate = self.machine.host_link if to is Tier.HOST else self.machine.disk_rate / on_node
         return piece.input_bytes / (self.machine.reached * max(rate, 1.0))
 
-    def _edge_seconds(self, num_bytes: int, mesh: MeshShape) -> float:
+    def _edge_s(self, num_bytes: int, mesh: MeshShape) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage, and their gradients back."""
         return 2 * (num_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
 
-    def _times(self, forward: Work, backward: Work, moves: Moves, mesh: MeshShape) -> UnitTimes:
-        return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(moves))
+    def _unit_times(self, forward: Work, backward: Work, unit_cost: UnitCost, mesh: MeshShape) -> UnitTimes:
+        return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(unit_cost))

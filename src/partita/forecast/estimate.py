@@ -18,7 +18,7 @@ from partita.planner.working import arriving_bytes, working_bytes
 
 PIPELINE = "pipeline"
 
-# Bytes by (what, tier): states, ``working`` memory (unsharded units, buckets, staging), ``activations``.
+# Bytes by (state, tier). States include ``working`` memory (unsharded units, buckets, staging) and ``activations``.
 Held = Mapping[tuple[str, str], int]
 Units = Mapping[Stage, Sequence[PlannedUnit]]
 
@@ -26,11 +26,11 @@ Units = Mapping[Stage, Sequence[PlannedUnit]]
 def state_and_working_bytes(
     units: Sequence[PlannedUnit], settings: Config, num_moments: int, *, on_host: bool
 ) -> Counter[tuple[str, str]]:
-    """Return the bytes of states and of working memory on the rank of a stage that holds most, by (what, tier).
+    """Return the bytes of states and of working memory by (state, tier), on the rank of a stage with the most.
 
     Args:
-        units: those of the stage. Equal units may be one object.
-        on_host: the host's processors compute.
+        units: the units of the stage. Equal units may be one object.
+        on_host: training computes on the CPU.
     """
     held = Counter[tuple[str, str]]()
     for number, num in Counter(map(id, units)).items():
@@ -44,10 +44,10 @@ def state_and_working_bytes(
 
 
 def activation_bytes(moments: Iterable[Moment], parts: Sequence[Part], inputs: Tier) -> dict[tuple[str, str], int]:
-    """Return the peak bytes of activations over the moments of a rank, by (``activations``, tier).
+    """Return the peak bytes of activations over a rank's schedule states, by (``activations``, tier).
 
     Args:
-        parts: those of the rank's chunks.
+        parts: activation bytes of each of the rank's chunks.
         inputs: the tier of the inputs of recomputed blocks.
     """
     moments = list(moments)
@@ -72,7 +72,7 @@ def most_sent(units: Units, trace: Trace, num_micros: int) -> Mapping[str, int]:
 def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
     """Return the bytes that a rank of a pipeline ``stage`` with these ``units`` sends in a step, by axes.
 
-    Model states and activations count. Axes of one group are joined to one key: ``data,tensor``.
+    They include model states and activations. Axes of one group are joined to one key: ``data,tensor``.
 
     Args:
         trace: the trace of a micro-batch.
@@ -89,8 +89,9 @@ def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_m
 def sent_activations(stage: Stage, trace: Trace) -> Counter[str]:
     """Return the activation bytes that a stage exchanges for one micro-batch, by axis.
 
-    Ranks that share a sample exchange activations in forward and backward. Neighboring stages exchange one payload each
-    way: the input of the block after this stage's last one, and the gradient of the input of this stage's first block.
+    Ranks that share a sample exchange activations in forward and backward. Neighboring stages exchange one payload in
+    each direction: the input of the block after this stage's last one, and the gradient of the input of this stage's
+    first block.
     """
     found, blocks = Counter[str](), trace.blocks
     for start, stop in stage.chunks:

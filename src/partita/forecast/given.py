@@ -37,9 +37,9 @@ from partita.planner.timeline import Job, StepTime
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A configuration on paper.
+    """The predicted memory, traffic and time of one config.
 
-    ``stages`` are those of the pipeline; ``units`` has the units of a rank of each stage. ``inputs_rest``: the tier of
+    ``stages`` are the pipeline stages; ``units`` has the units of a rank of each stage. ``inputs_rest``: the tier of
     the inputs of blocks that are recomputed in backward.
     """
 
@@ -57,9 +57,9 @@ class GivenPlan:
         return replace(trace, inputs_rest=self.inputs_rest)
 
     def held(self, stage: Stage) -> dict[tuple[str, str], int]:
-        """Return the bytes by (what, tier) on the rank of a stage that holds most.
+        """Return the bytes by (state, tier), on the rank of a stage with the most.
 
-        They are states, ``working`` memory and ``activations``, as in :class:`~partita.forecast.search.Forecast`.
+        The keys include ``working`` memory and ``activations``, as in :class:`~partita.forecast.search.Forecast`.
         """
         resolved, trace, units = self.resolved, self.trace, self.units[stage]
         held = state_and_working_bytes(units, resolved.config, self.num_moments, on_host=resolved.on_host)
@@ -93,7 +93,7 @@ class GivenPlan:
         compressed. ``more`` are further events for the same file.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         with _writable(path):
             write_trace(path, {"traceEvents": [*self._rows(machine, 0), *more]})
@@ -102,13 +102,13 @@ class GivenPlan:
         """Add the predicted step to a rank's trace (:meth:`partita.Engine.profile`), at the start of its first step.
 
         Raises:
-            ConfigError: there is no trace, it is not one of an engine's, or it cannot be written.
+            ConfigError: the file is not a trace of an engine, or cannot be read or written.
         """
         with _writable(path):
             content = read_trace(path)
             starts = [event["ts"] for event in content["traceEvents"] if event.get("pid") == PROCESS and "ts" in event]
             if not starts:
-                raise ConfigError(f"'{path}' has no rows of an engine: name what engine.profile wrote")
+                raise ConfigError(f"'{path}' has no rows of an engine: expected a trace that engine.profile wrote")
             kept = [event for event in content["traceEvents"] if event.get("pid") != PREDICTED]
             write_trace(path, {**content, "traceEvents": kept + self._rows(machine, int(1e3 * min(starts)))})
 
@@ -139,22 +139,22 @@ def _writable(path: Path) -> Iterator[None]:
     except ValueError as error:
         if isinstance(error, PartitaError):
             raise
-        raise ConfigError(f"'{path}' is no trace ({error}); name what engine.profile wrote") from None
+        raise ConfigError(f"'{path}' is not a trace: {error}; expected a trace that engine.profile wrote") from None
 
 
-def _check_known(settings: Config) -> None:
-    """Raise ConfigError if the config keeps activations in a way that traces do not cover."""
+def _check_traceable(settings: Config) -> None:
+    """Raise ConfigError if the config has settings of activations that traces do not cover."""
     activations = settings.activations
-    unknown = {
+    untraced = {
         "activations.partition": activations.partition,
         "activations.keep_bytes": activations.keep_bytes != "none",
         "activations.offload": activations.offload != "none" and not isinstance(activations.checkpoint, str),
     }
-    for key, is_set in unknown.items():
+    for key, is_set in untraced.items():
         if is_set:
             raise ConfigError(
-                f"{key}: a plan has inputs whole, and off the device only with activations.checkpoint: units or "
-                "selective; leave the key out, or see partita simulate, which knows all"
+                f"{key}: partita plan cannot predict this key; of offloaded inputs, only those of "
+                "activations.checkpoint: units or selective; leave the key out, or use partita simulate"
             )
 
 
@@ -179,15 +179,15 @@ def given_plan(
     resolved = resolve(settings, num_ranks, kind, ranks_per_node or num_ranks)
     if leaves_a_choice(settings.zero.offload):
         raise ConfigError(
-            "zero.offload: auto follows from what is free where training runs: name a tier for each state"
+            "zero.offload: auto depends on the free memory of the machine that trains: name a tier for each state"
         )
     checkpoint = settings.activations.checkpoint
-    _check_known(settings)
+    _check_traceable(settings)
     specs = group_units(source.model, settings.zero.units)
     batch = resolved.batch
     sized = size_model(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
     tiers = chosen_tiers(settings.zero.offload, Tiers())
     stages = tuple(sized.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
     units = {stage: sized.planned(resolved, tiers, stage) for stage in stages}
-    rest = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
-    return GivenPlan(resolved, sized, stages, units, inputs_rest=rest)
+    tier = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
+    return GivenPlan(resolved, sized, stages, units, inputs_rest=tier)

@@ -30,12 +30,13 @@ from partita.plan.mesh_shape import AXES, MeshShape
 from partita.plan.traffic import TrafficMeter
 
 TIMEOUT_S = 60.0
-# Seconds of a round of repetitions of a job, the least number of repetitions, and the number of rounds.
-ROUND_S, LEAST, ROUNDS = 0.03, 2, 3
+# Seconds of a round of repetitions of a job, the minimal number of repetitions, and the number of rounds.
+ROUND_S, MIN_REPETITIONS, ROUNDS = 0.03, 2, 3
 # Sizes grow until a job takes longer than this.
 LONGEST_S = 0.05
-# Bytes that jobs go through before they use a tensor again, more than caches hold; and the most groups of tensors.
-AROUND_BYTES, AROUND = 64 * 2**20, 32
+# Bytes that jobs use before they use a tensor again, more than the size of caches; and the maximal number of groups of
+# tensors.
+MIN_CYCLE_BYTES, MAX_GROUPS = 64 * 2**20, 32
 DISK_BYTES = 64 * 2**20
 
 Jobs = Sequence[Callable[[], object]]
@@ -46,8 +47,8 @@ Points = list[tuple[float, float]]
 class Place:
     """Settings of one rank.
 
-    They are its number, the number of ranks, its threads, its device, the compute dtype, the URL by which ranks
-    connect, and the folder of the disk tier.
+    ``threads``: number of CPU threads. ``dtype``: the compute dtype. ``url``: the URL of the rendezvous. ``folder``:
+    the folder of the disk tier.
     """
 
     rank: int
@@ -59,7 +60,7 @@ class Place:
     folder: str
 
 
-def measure_rank(place: Place) -> dict[str, Points]:
+def measure_rank(settings: Place) -> dict[str, Points]:
     """Return (size, seconds) points for each kind of job.
 
     The kinds are those of :class:`~partita.planner.machine.Machine`, ``disk`` (bytes read) and ``copy`` (bytes between
@@ -68,20 +69,20 @@ def measure_rank(place: Place) -> dict[str, Points]:
     Raises:
         PartitaError: the ranks cannot connect, or the disk cannot be written.
     """
-    torch.set_num_threads(place.threads)
-    device = torch.device(place.device)
+    torch.set_num_threads(settings.threads)
+    device = torch.device(settings.device)
     if not accelerator.is_host(device):
         accelerator.set_device(device)
-    rendezvous = Rendezvous(place.rank, place.num_ranks, TIMEOUT_S, url=place.url)
-    mesh = Mesh(MeshShape(data=place.num_ranks), device, Processes(device, rendezvous))
+    rendezvous = Rendezvous(settings.rank, settings.num_ranks, TIMEOUT_S, url=settings.url)
+    mesh = Mesh(MeshShape(data=settings.num_ranks), device, Processes(device, rendezvous))
     try:
         group = Group(mesh.shape.named(AXES), mesh, TrafficMeter())
         clock = _Clock(group, device)
-        kinds = _computing(device, getattr(torch, place.dtype))
-        if place.num_ranks > 1:
+        kinds = _computing(device, getattr(torch, settings.dtype))
+        if settings.num_ranks > 1:
             kinds |= _sending(group, device)
         found = {kind: clock.curve(sizes) for kind, sizes in kinds.items()}
-        found["disk"] = [_read_disk(clock, place)]
+        found["disk"] = [_read_disk(clock, settings)]
         return found
     finally:
         mesh.close()
@@ -103,10 +104,10 @@ class _Clock:
         return found
 
     def seconds(self, jobs: Jobs) -> float:
-        """Return the seconds of one of these jobs, which are alike: the median of several rounds."""
+        """Return the seconds of one of these equal jobs: the median of several rounds."""
         turns = cycle(jobs)
         once = min(self._run(turns, 1) for _ in range(2))
-        times = max(LEAST, int(ROUND_S / max(self.slowest(once), 1e-7)))
+        times = max(MIN_REPETITIONS, int(ROUND_S / max(self.slowest(once), 1e-7)))
         rounds = sorted(self._run(turns, times) / times for _ in range(ROUNDS))
         return rounds[ROUNDS // 2]
 
@@ -148,8 +149,8 @@ def _computing(device: torch.device, dtype: torch.dtype) -> dict[str, Iterator[t
 
 
 def _tensors(shape: Sequence[int], device: torch.device, dtype: torch.dtype, each: int = 1) -> list[Tensor]:
-    """Return groups of ``each`` tensors: as many as exceed the caches, but at most :data:`AROUND` groups."""
-    num = max(1, min(AROUND, AROUND_BYTES // (dtype.itemsize * torch.Size(shape).numel() * each)))
+    """Return groups of ``each`` tensors that together exceed the caches, at most :data:`MAX_GROUPS` groups."""
+    num = max(1, min(MAX_GROUPS, MIN_CYCLE_BYTES // (dtype.itemsize * torch.Size(shape).numel() * each)))
     return [torch.full(tuple(shape), 0.1, device=device, dtype=dtype) for _ in range(each * num)]
 
 
@@ -157,13 +158,13 @@ def _products(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float,
     for size in (2**power for power in range(4, 14)):
         given = _tensors((size, size), device, dtype, 2)
         pairs = zip(given[::2], given[1::2], strict=True)
-        yield 2.0 * size**3, _kept([partial(torch.mm, x, y) for x, y in pairs])
+        yield 2.0 * size**3, _keeping_results([partial(torch.mm, x, y) for x, y in pairs])
 
 
 def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
     """Yield jobs of attention by their FLOPs.
 
-    FLOPs are counted as PyTorch's counter does: for all pairs, two products in forward, and five in backward.
+    FLOPs are counted as in PyTorch's FLOP counter: for all pairs, two products in forward, and five in backward.
     """
     heads, width = 8, 64
     for length in (2**power for power in range(5, 14)):
@@ -172,18 +173,18 @@ def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> I
         triples = list(zip(given[::3], given[1::3], given[2::3], strict=True))
         attend = partial(F.scaled_dot_product_attention, is_causal=True)
         if not backward:
-            yield flops, _kept([partial(attend, *triple) for triple in triples])
+            yield flops, _keeping_results([partial(attend, *triple) for triple in triples])
             continue
-        upwards = torch.rand(*shape, device=device, dtype=dtype)
-        back = partial(torch.autograd.grad, grad_outputs=upwards, retain_graph=True)
-        yield 2.5 * flops, _kept([partial(back, attend(*triple), triple) for triple in triples])
+        grad_output = torch.rand(*shape, device=device, dtype=dtype)
+        backward_job = partial(torch.autograd.grad, grad_outputs=grad_output, retain_graph=True)
+        yield 2.5 * flops, _keeping_results([partial(backward_job, attend(*triple), triple) for triple in triples])
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
     """Yield jobs of 3 x 3 convolutions by their FLOPs, with channels and image sizes that grow in turn.
 
     The backward has twice the FLOPs of the forward: for the gradients of images and of filters. There are two images,
-    as a single small one would run in other kernels than a batch.
+    because a single small one runs in other kernels than a batch.
     """
     for width, channels in ((2**power, times * 2**power) for power in range(2, 9) for times in (1, 2)):
         images = _tensors((2, channels, width, width), device, dtype)
@@ -224,12 +225,12 @@ def _growing_images(device: torch.device, dtype: torch.dtype) -> Iterator[list[T
 def _on_images(function: Callable[..., Any], groups: Iterable[Sequence[Tensor]], *, backward: bool) -> Jobs:
     """Return jobs that apply a function to each group of tensors, or compute its gradients with respect to them."""
     if not backward:
-        return _kept([partial(function, *group) for group in groups])
+        return _keeping_results([partial(function, *group) for group in groups])
     jobs = list[Callable[[], object]]()
     for group in groups:
         result = function(*(tensor.requires_grad_() for tensor in group))
         jobs.append(partial(torch.autograd.grad, result, group, torch.rand_like(result), retain_graph=True))
-    return _kept(jobs)
+    return _keeping_results(jobs)
 
 
 def _elements(
@@ -238,18 +239,18 @@ def _elements(
     for num in (2**power for power in range(8, 25, 2)):
         given = _tensors((num,), device, dtype, 2)
         pairs = zip(given[::2], given[1::2], strict=True)
-        yield float(dtype.itemsize * touched * num), _kept([partial(operator, *pair) for pair in pairs])
+        yield float(dtype.itemsize * touched * num), _keeping_results([partial(operator, *pair) for pair in pairs])
 
 
-def _kept(jobs: Jobs) -> Jobs:
+def _keeping_results(jobs: Jobs) -> Jobs:
     """Return jobs that keep their results until their next turn, as autograd keeps tensors for a while.
 
     New memory costs more than memory that is reused.
     """
-    kept = dict[int, object]()
+    results = dict[int, object]()
 
     def job(at: int, of: Callable[[], object]) -> None:
-        kept[at] = of()
+        results[at] = of()
 
     return [partial(job, at, of) for at, of in enumerate(jobs)]
 
@@ -280,10 +281,10 @@ def _sending(group: Group, device: torch.device) -> dict[str, Iterator[tuple[flo
 
 def _gathers(group: Group, device: torch.device) -> Iterator[tuple[float, Jobs]]:
     for num in (2**power for power in range(8, 23, 2)):
-        part, whole = (allocate(size, torch.float32, device) for size in (num, num * group.size))
+        shard, full = (allocate(size, torch.float32, device) for size in (num, num * group.size))
 
-        def job(whole: Tensor = whole, part: Tensor = part) -> None:
-            group.all_gather(whole, part).wait()
+        def job(full: Tensor = full, shard: Tensor = shard) -> None:
+            group.all_gather(full, shard).wait()
 
         yield 4.0 * num * (group.size - 1), [job]
 
@@ -296,8 +297,8 @@ def _reductions(group: Group, device: torch.device) -> Iterator[tuple[float, Job
         yield 4.0 * num * (group.size - 1), [partial(group.reduce_scatter, own, sent, received, accumulate=False)]
 
 
-def _read_disk(clock: _Clock, place: Place) -> tuple[float, float]:
-    disk = Disk(Path(place.folder), f"partita-measured-{place.rank}")
+def _read_disk(clock: _Clock, settings: Place) -> tuple[float, float]:
+    disk = Disk(Path(settings.folder), f"partita-measured-{settings.rank}")
     try:
         values = allocate(DISK_BYTES // 4, torch.float32, accelerator.HOST).fill_(1.0)
         region = disk.reserve(DISK_BYTES)

@@ -1,4 +1,4 @@
-"""Numbers of bytes, with the share of them that does not grow with the number of samples."""
+"""Numbers of bytes, with the part of them that does not grow with the number of samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,18 +34,21 @@ NOTHING = Size()
 class Peak:
     """Peak bytes for any number of samples.
 
-    ``moments`` has the moments that are the largest for some number of samples: total bytes, by their fixed bytes.
+    ``by_fixed_bytes``: the largest total bytes for each number of fixed bytes. Which one is the peak depends on the
+    number of samples.
     """
 
-    moments: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    by_fixed_bytes: Mapping[int, int] = field(default_factory=lambda: {0: 0})
 
     @property
     def num_bytes(self) -> int:
-        return max(self.moments.values())
+        return max(self.by_fixed_bytes.values())
 
     def scaled(self, factor: Fraction) -> "Peak":
         """Return the peak for ``factor`` times as many samples."""
-        return Peak({fixed: Size(every, fixed).scaled(factor).num_bytes for fixed, every in self.moments.items()})
+        return Peak(
+            {fixed: Size(every, fixed).scaled(factor).num_bytes for fixed, every in self.by_fixed_bytes.items()}
+        )
 
 
 NO_PEAK = Peak()
@@ -53,18 +56,20 @@ NO_PEAK = Peak()
 
 @dataclass
 class Peaks:
-    """The moments of one place while they are recorded."""
+    """Recorder of the peaks of one block."""
 
     _most: dict[int, int] = field(default_factory=dict)
 
     def note(self, size: Size) -> None:
-        """Record the bytes that exist at a moment."""
+        """Record the bytes that currently exist."""
         self._most[size.fixed] = max(self._most.get(size.fixed, 0), size.num_bytes)
 
     @property
     def num_bytes(self) -> int:
         return max(self._most.values(), default=0)
 
-    def above(self, there: Size) -> Peak:
-        """Return the peak without the bytes ``there`` that existed before."""
-        return Peak({fixed - there.fixed: every - there.num_bytes for fixed, every in (self._most or {0: 0}).items()})
+    def above(self, existing: Size) -> Peak:
+        """Return the peak without the bytes ``existing`` that existed before."""
+        return Peak(
+            {fixed - existing.fixed: every - existing.num_bytes for fixed, every in (self._most or {0: 0}).items()}
+        )

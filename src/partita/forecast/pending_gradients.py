@@ -1,4 +1,4 @@
-"""Gradients that parameters hold until their bucket is reduced.
+"""Gradients that stay in ``param.grad`` until their bucket is reduced.
 
 Buckets are reduced in the order of the units, the last unit first. Gradients of parameters outside the blocks arrive in
 another order.
@@ -18,38 +18,38 @@ from partita.plan.span import Entry
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a stage before they are in gradient storage.
+    """The gradients of a stage before they are moved to gradient storage.
 
-    ``staying``: names of parameters that keep their gradients. ``waiting``: bytes that wait for their bucket, for each
-    chunk, from :func:`waiting_bytes`. ``largest_bytes``: bytes of the largest gradient.
+    ``in_place``: names of parameters whose gradients stay in ``param.grad``. ``pending``: bytes that wait for their
+    bucket, for each chunk, from :func:`pending_bytes`. ``largest_bytes``: bytes of the largest gradient.
     """
 
-    staying: frozenset[str]
-    waiting: tuple[tuple[int, ...], ...]
+    in_place: frozenset[str]
+    pending: tuple[tuple[int, ...], ...]
     largest_bytes: int
 
 
 def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gradients:
     """Return the gradients of a stage that has these units."""
-    staying, largest = set[str](), 0
+    in_place, largest = set[str](), 0
     for entries, unit in zip(stage.entries, units, strict=True):
-        in_place = [segment.gradients.in_place for segment in unit.segments]
+        is_in_place = [segment.gradients.in_place for segment in unit.segments]
         for entry, segment in zip(entries, segments_of(entries), strict=True):
             if entry.trainable:
                 largest = max(largest, _gradient_bytes(entry))
-                if in_place[segment]:
-                    staying.add(entry.fqn)
-    waiting = tuple(waiting_bytes(stage, chunk, units, trace) for chunk in range(len(stage.chunks)))
-    return Gradients(frozenset(staying), waiting, largest)
+                if is_in_place[segment]:
+                    in_place.add(entry.fqn)
+    pending = tuple(pending_bytes(stage, chunk, units, trace) for chunk in range(len(stage.chunks)))
+    return Gradients(frozenset(in_place), pending, largest)
 
 
 def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
     """Return the activation bytes of each of a stage's chunks, including gradients that wait for their bucket."""
     found = list[Part]()
-    for (start, stop), waiting in zip(stage.chunks, gradients.waiting, strict=True):
-        part = trace.part(start, stop, waiting, gradients.staying)
-        # Gradients of what runs after all blocks wait once what it has left is used up.
-        waits = max(0, max(waiting) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
+    for (start, stop), pending in zip(stage.chunks, gradients.pending, strict=True):
+        part = trace.part(start, stop, pending, gradients.in_place)
+        # Gradients of the epilogue are pending once its deferred memory is used up.
+        waits = max(0, max(pending) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
         found.append(replace(part, largest_bytes=gradients.largest_bytes + waits))
     return found
 
@@ -58,10 +58,10 @@ def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
 Arrival = tuple[int, int]
 
 
-def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace: Trace) -> tuple[int, ...]:
-    """Return the bytes of gradients that parameters still hold at the start of each backward.
+def pending_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace: Trace) -> tuple[int, ...]:
+    """Return the bytes of gradients that are still in ``param.grad`` at the start of each backward.
 
-    The first value is for the backward of what runs before all blocks, the others for those of the chunk's blocks.
+    The first value is for the backward of the prologue, the others are for those of the chunk's blocks.
     """
     start, stop = stage.chunks[chunk]
     if not any(segment.gradients.pass_through for unit in units for segment in unit.segments if segment.trains):
@@ -69,22 +69,22 @@ def waiting_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
     numbers, num_buckets = _bucket_numbers(units), len(share_buckets(reduction_order(units)))
     first, last = start - (start == 0), stop - (stop < len(trace.blocks))
     arrivals: dict[int, list[Arrival]] = {}
-    lacking: dict[int, int] = {}  # gradients that a bucket waits for
+    missing: dict[int, int] = {}  # number of gradients that a bucket waits for
     for at in range(len(units)):
         for place, arrival in _arrivals(stage, at, units[at], numbers[at], trace):
-            lacking[arrival[0]] = lacking.get(arrival[0], 0) + 1
+            missing[arrival[0]] = missing.get(arrival[0], 0) + 1
             if first <= place <= last:
                 arrivals.setdefault(place, []).append(arrival)
-    waiting, found = dict[int, int](), list[int]()
+    pending, found = dict[int, int](), list[int]()
     turn = 0
     for place in range(stop, start - 2, -1):
-        found.append(sum(waiting.values()))
+        found.append(sum(pending.values()))
         for bucket, num_bytes in arrivals.get(place, ()):
             if bucket != turn:
-                waiting[bucket] = waiting.get(bucket, 0) + num_bytes
-            lacking[bucket] -= 1
-            while turn < num_buckets and not lacking.get(turn):
-                waiting.pop(turn, None)
+                pending[bucket] = pending.get(bucket, 0) + num_bytes
+            missing[bucket] -= 1
+            while turn < num_buckets and not missing.get(turn):
+                pending.pop(turn, None)
                 turn += 1
     return tuple(reversed(found[1:]))
 
@@ -102,9 +102,9 @@ def _bucket_numbers(units: Sequence[PlannedUnit]) -> list[list[int | None]]:
 def _arrivals(
     stage: Stage, at: int, unit: PlannedUnit, numbers: Sequence[int | None], trace: Trace
 ) -> Iterator[tuple[int, Arrival]]:
-    """Yield, for each gradient of a unit that waits, the piece in which it arrives, its bucket and its bytes.
+    """Yield, for each pending gradient of a unit, the block that computes it, its bucket and its bytes.
 
-    The piece is the number of a block, the number of blocks (what runs after them), or -1 (what runs before them).
+    The number of blocks stands for the epilogue, -1 for the prologue.
     """
     waits = [segment.gradients.pass_through for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)

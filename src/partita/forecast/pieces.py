@@ -13,18 +13,18 @@ from partita.forecast.chunk_activations import Part
 from partita.forecast.peak import NO_PEAK, NOTHING, Peak, Size
 from partita.plan.residence import Tier
 
-# Offloaded inputs that are still on the device, in addition to that of the running block: an input leaves while the
-# next block but one runs.
-STAYING = NUM_STAYING + 1
+# Number of offloaded inputs still on the device, in addition to that of the running block: the copy of an input ends
+# while the second block after its own runs.
+NUM_ON_DEVICE = NUM_STAYING + 1
 
 
 @dataclass
 class Work:
     """Operators and messages of a forward or a backward.
 
-    ``flops`` are those of matrix products; ``moved_bytes`` are read and written by all other operators. ``jobs``: the
+    ``flops``: FLOPs of matrix products. ``moved_bytes``: bytes read and written by all other operators. ``jobs``: the
     number of operators of each (kind, size), as :class:`~partita.planner.machine.Machine` measures them. ``sent``:
-    bytes to other ranks by axis, in ``calls`` calls that the caller waits for.
+    bytes to other ranks by axis, in ``calls`` blocking calls.
     """
 
     flops: int = 0
@@ -42,19 +42,19 @@ class Work:
 
 @dataclass
 class Piece:
-    """Memory and work of one block, or of what runs before or after all blocks.
+    """Memory and work of one block, or of the prologue or epilogue.
 
-    ``kept`` stays from the forward to the backward, and includes the output. The forward's peak excludes what existed
-    when the forward began. The backward's peak excludes what this forward and all earlier ones have kept, and what the
-    backwards of later pieces have left. ``input_bytes``: the input that was computed before this piece, for it alone.
-    ``consumed``: the size of that input if it is freed once the block has run (norms save what they have cast to fp32
-    instead); it is subtracted from ``kept``. ``received_bytes``: all inputs that depend on parameters. In a pipeline,
-    the previous stage sends them, and they stay in memory.
+    ``kept``: memory that stays from forward to backward, including the output. The forward's peak excludes memory that
+    existed when the forward began. The backward's peak excludes memory that this forward and all earlier ones have
+    kept, and deferred memory of the backwards of later blocks. ``input_bytes``: the input that was computed before this
+    block, and is used only by it. ``consumed``: the size of that input if it is freed after the block's forward (norms
+    save a copy in fp32 instead); it is subtracted from ``kept``. ``received_bytes``: all inputs that depend on
+    parameters. In a pipeline, the previous stage sends them, and they stay in memory.
 
     ``gradients``: bytes of the parameter gradients that the backward computes, by name. ``growing_peak``: the
-    backward's peak if these stay where autograd leaves them. ``left_bytes``: what the backward leaves for computing
-    weight gradients later, if that is separate. ``ended_bytes``: how much the backward's peak grows if the piece's
-    output and its gradient stay to the end, as in the last block of a stage.
+    backward's peak if these stay in ``param.grad``. ``left_bytes``: memory that the backward keeps for computing weight
+    gradients later, if these are deferred. ``ended_bytes``: the growth of the backward's peak if the block's output and
+    its gradient stay to the end, as in the last block of a stage.
     """
 
     kept: Size = NOTHING
@@ -71,24 +71,25 @@ class Piece:
     consumed: Size = NOTHING
 
     def growth(self, staying: Set[str]) -> tuple[int, int]:
-        """Return the bytes of gradients that stay where autograd leaves them, and the backward's peak with them.
+        """Return the bytes of gradients that stay in ``param.grad``, and the backward's peak with them.
 
-        ``staying`` has the names of their parameters.
+        ``staying`` has the names of these parameters.
         """
         stay = sum(num for name, num in self.gradients.items() if name in staying)
-        gone = sum(self.gradients.values()) - stay
-        return stay, max(self.backward_peak.num_bytes, self.growing_peak.num_bytes - gone)
+        moved = sum(self.gradients.values()) - stay
+        return stay, max(self.backward_peak.num_bytes, self.growing_peak.num_bytes - moved)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A forward and a backward: the ``names`` of all blocks in order, and a piece for each in ``blocks``.
+    """A forward and a backward: the ``names`` of all blocks in order, and the memory and work of each in ``blocks``.
 
-    Equal blocks share a piece. ``before`` and ``after`` run around the blocks: embeddings; output layer and loss, whose
-    backward counts in ``after.forward``. ``inputs_rest``: the tier of the inputs of recomputed blocks between forward
-    and backward (:mod:`partita.activation.inputs`). ``around``: what is computed from the inputs alone before all
-    blocks, and stays; every stage of a pipeline computes it. ``batch_bytes``: the size of the forward's arguments.
-    ``samples``: the number of samples from which :meth:`of` scales.
+    Equal blocks share an object. ``before`` runs before the first block (embeddings), ``after`` after the last one
+    (output layer and loss); the backward of the latter counts in ``after.forward``. ``inputs_rest``: the tier of the
+    inputs of recomputed blocks between forward and backward (:mod:`partita.activation.inputs`). ``around``: tensors
+    that are computed before all blocks without parameters, and stay; every stage of a pipeline computes them.
+    ``batch_bytes``: the size of the forward's arguments. ``samples``: the number of samples from which :meth:`of`
+    scales.
     """
 
     before: Piece
@@ -105,21 +106,21 @@ class Trace:
         """Peak bytes of activations on the device, of one micro-batch of the full model."""
         return self.part(0, len(self.blocks)).peak
 
-    def part(self, start: int, stop: int, waiting: Sequence[int] = (), staying: Set[str] = frozenset()) -> Part:
+    def part(self, start: int, stop: int, pending: Sequence[int] = (), staying: Set[str] = frozenset()) -> Part:
         """Return the bytes of a forward and a backward through the blocks ``[start, stop)``.
 
-        What runs before the first block and after the last one is included if that block is.
+        The prologue is included if the first block is; the epilogue if the last one is.
 
         Args:
-            waiting: bytes of gradients that parameters still hold: during the backward of what runs before the blocks,
-                and during that of each block.
-            staying: names of parameters whose gradients stay where autograd leaves them.
+            pending: bytes of gradients that are still in ``param.grad``: during the backward of the prologue, and
+                during that of each block.
+            staying: names of parameters whose gradients stay in ``param.grad``.
         """
         first, last = start == 0, stop == len(self.blocks)
         blocks, before, after = self.blocks[start:stop], self.before, self.after
-        num, waits = len(blocks), [*waiting] or [0] * (1 + len(blocks))
-        gone, left, grown = self._gone(start, stop), 0, 0
-        ahead = (
+        num, pending_bytes = len(blocks), [*pending] or [0] * (1 + len(blocks))
+        offloaded, left, grown = self._offloaded_bytes(start, stop), 0, 0
+        below_first = (
             before.kept.num_bytes
             if first
             else self.around.num_bytes + sum(piece.received_bytes for piece in blocks[:1])
@@ -127,21 +128,25 @@ class Trace:
         kept = [piece.kept.num_bytes for piece in blocks]
         if kept and not first:
             kept[0] += blocks[0].consumed.num_bytes
-        below = list(accumulate(kept, initial=ahead))
-        most = below[-1] - gone(num - STAYING)
+        below = list(accumulate(kept, initial=below_first))
+        most = below[-1] - offloaded(num - NUM_ON_DEVICE)
         # The output that a stage sends, and its gradient, stay until the stage's backward is done.
         sent = 0 if last else self.blocks[stop].received_bytes
         forward = [
-            before.forward_peak.num_bytes if first else ahead,
+            before.forward_peak.num_bytes if first else below_first,
             most + after.forward_peak.num_bytes if last else 0,
         ]
-        forward += [below[at] - gone(at - STAYING) + piece.forward_peak.num_bytes for at, piece in enumerate(blocks)]
+        forward += [
+            below[at] - offloaded(at - NUM_ON_DEVICE) + piece.forward_peak.num_bytes for at, piece in enumerate(blocks)
+        ]
         backward = growing = most + sent
-        # Each piece, and the bytes of everything else when its backward begins.
-        walk = [(before, waits[0] + 2 * sent)] * first
+        # Each block, and the bytes of all other tensors when its backward begins.
+        walk = [(before, pending_bytes[0] + 2 * sent)] * first
         for at, piece in enumerate(blocks):
             ended = 2 * sent if at < num - 1 or last else piece.ended_bytes
-            walk.append((piece, below[at + 1] - gone(min(at - 1, num - STAYING)) + waits[at + 1] + ended))
+            walk.append(
+                (piece, below[at + 1] - offloaded(min(at - 1, num - NUM_ON_DEVICE)) + pending_bytes[at + 1] + ended)
+            )
         walk += [(after, most)] * last
         for piece, there in reversed(walk):
             own = there + left
@@ -149,12 +154,15 @@ class Trace:
             backward = max(backward, own + piece.backward_peak.num_bytes)
             growing = max(growing, own + growing_peak + grown)
             grown, left = grown + stay, left + piece.left_bytes
-        stays = below[-1] - gone(num) + (after.kept.num_bytes if last else 0)
+        stays = below[-1] - offloaded(num) + (after.kept.num_bytes if last else 0)
         back = 0 if first else blocks[0].received_bytes
-        away, here = (gone(num - NUM_STAYING), gone(num)), gone(num) - gone(num - STAYING)
-        return Part(max(forward), stays, backward, growing, grown, left, 0, back, away, here)
+        offloaded_bytes, here = (
+            (offloaded(num - NUM_STAYING), offloaded(num)),
+            offloaded(num) - offloaded(num - NUM_ON_DEVICE),
+        )
+        return Part(max(forward), stays, backward, growing, grown, left, 0, back, offloaded_bytes, here)
 
-    def _gone(self, start: int, stop: int) -> Callable[[int], int]:
+    def _offloaded_bytes(self, start: int, stop: int) -> Callable[[int], int]:
         """Return a function from a number of blocks to the bytes of their offloaded inputs."""
         sums = list(accumulate((piece.input_bytes for piece in self.blocks[start:stop]), initial=0))
         rests_here = self.inputs_rest is Tier.DEVICE
@@ -183,7 +191,7 @@ class Trace:
         )
 
 
-# Fields of a piece that grow with the number of samples.
+# Fields that grow with the number of samples.
 _SIZES = ("received_bytes", "input_bytes", "left_bytes", "ended_bytes")
 _SCALED = ("kept", "consumed", "forward_peak", "backward_peak", "growing_peak")
 

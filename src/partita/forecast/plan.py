@@ -1,4 +1,4 @@
-"""``partita.plan``: plans for a model on a machine: whether they fit, how fast they are, and the config of the best."""
+"""``partita.plan``: predict the memory and the speed of plans for a model on a machine, and get the best config."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ STEP_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """The ``forecasts`` for a model: plans that fit, fastest first, then the others by the bytes that they lack."""
+    """The ``forecasts`` for a model: plans that fit, fastest first; then those that do not fit, by missing bytes."""
 
     source: Source
     machine: Machine
@@ -47,7 +47,7 @@ class Plan:
     def ways(self) -> list[Forecast]:
         """The best plan for each setting of the states, in the order of ``forecasts``.
 
-        The best one is the fastest that fits, or else the one that lacks least.
+        The best one is the fastest that fits. If none fits, it is the one with the fewest missing bytes.
         """
         found = dict[str, Forecast]()
         for each in self.forecasts:
@@ -82,11 +82,14 @@ class Plan:
 
     @property
     def on_node(self) -> int:
+        """Number of GPUs on a node."""
         return self.machine.gpus_on_node(self.num_gpus)
 
     def why_not(self) -> str:
-        """Return the message that no plan fits, and what the nearest plans lack."""
-        lines = [f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name}, in any of these ways:"]
+        """Return the message that no plan fits, with the missing memory of the nearest plans."""
+        lines = [
+            f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name} with any of these settings:"
+        ]
         lines += [f"  {each.choice.state_settings.name}: {lacks(each)}" for each in self.ways[:4]]
         return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
 
@@ -120,11 +123,11 @@ def plan(
         gpus: number of GPUs.
         gpu: name of the GPU, or a :class:`~partita.planner.machine.Machine` (``machine_named`` in the same module makes
             one from a name and other figures: ``host_memory=``, ``disk=``, ``network=``).
-        tokens: positions of a sample; None: as many as the model is made for, at most 2048.
+        tokens: positions of a sample; None: the model's maximum, at most 2048.
         samples: samples of an optimizer step, over all ranks; None: about half a million tokens, and at least one
             sample per GPU.
-        config: settings of every plan: units, what computes in fp32, the optimizer.
-        compress: consider quantized collectives for gradients and parameters, too, which lose precision.
+        config: settings of every plan: units, fp32 modules, the optimizer.
+        compress: also consider quantized collectives for gradients and parameters, which lose precision.
 
     Raises:
         ConfigError: there is no such model or machine, a figure is invalid, or the forward cannot be traced.
@@ -134,7 +137,7 @@ def plan(
     source = read_source(model, tokens) if isinstance(model, str) else model
     machine = machine_named(gpu) if isinstance(gpu, str) else gpu
     if machine.one_memory and gpus > machine.gpus:
-        raise ConfigError(f"--gpus: {gpus} on {machine.name}, which has {machine.gpus}")
+        raise ConfigError(f"--gpus: expected at most {machine.gpus} on {machine.name}; got {gpus}")
     if samples is None:
         samples = default_samples(source, gpus)
     if samples < 1:
@@ -155,7 +158,7 @@ def default_samples(source: Source, num_gpus: int) -> int:
 
 
 def lacks(forecast: Forecast) -> str:
-    """Return how much of each memory is missing, on the rank that holds most."""
+    """Describe the missing bytes of each memory, on the rank that needs most."""
     names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
     if forecast.budget.one_memory:
         names[Tier.DEVICE] = "memory"

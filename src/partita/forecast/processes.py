@@ -1,4 +1,4 @@
-"""Rank processes that write a result each: for measuring this machine, and for the trials of a tuning."""
+"""Rank processes that each write a result: for measuring this machine, and for the trials of a tuning."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _POLL_S = 0.05
-# Seconds for the other ranks to end after one has failed, which causes their errors.
+# Seconds that the other ranks have to end after one has failed. Their errors follow from the first one.
 _GRACE_S = 2.0
 _LAST_CHARACTERS = 2000
 
@@ -29,10 +29,10 @@ class Ended:
 
 
 def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float) -> list[Ended] | None:
-    """Run ``python -m module TASK FILE`` in a process for each task, and return how each ended.
+    """Run ``python -m module TASK FILE`` in a process for each task, and return the result of each.
 
-    Each process writes its result to FILE as JSON. None: some were still running after ``timeout_s``. No process
-    outlives the call, and each one's standard input closes when this process ends.
+    Each process writes its result to FILE as JSON. Return None if a process is still running after ``timeout_s``. No
+    process outlives the call, and the standard input of each closes when this process ends.
     """
     processes, files = list[subprocess.Popen[bytes]](), [folder / f"{rank}.json" for rank in range(len(tasks))]
     try:
@@ -48,7 +48,7 @@ def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float)
     if codes is None:
         return None
     return [
-        Ended(code, _read(file), _end_of(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
+        Ended(code, _read(file), _log_tail(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
     ]
 
 
@@ -73,5 +73,5 @@ def _read(file: Path) -> Any:
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def _end_of(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()

@@ -1,4 +1,4 @@
-"""Simulated ranks that share a sample: groups count what this rank sends, and all others answer as this rank would."""
+"""Simulated process groups of the ranks that compute one sample: they count the bytes that this rank sends."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ WITHIN_STAGE = ("sequence", "tensor")
 @contextmanager
 def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
     """Open the groups along :data:`WITHIN_STAGE` for a mesh's first rank, which has the most positions of all ranks."""
-    alone = MeshShape(sequence=shape.sequence, tensor=shape.tensor)
-    mesh = Mesh(alone, accelerator.SIMULATED, SimulatedRanks(0, alone.num_ranks, Requests()))
+    stage_mesh = MeshShape(sequence=shape.sequence, tensor=shape.tensor)
+    mesh = Mesh(stage_mesh, accelerator.SIMULATED, SimulatedRanks(0, stage_mesh.num_ranks, Requests()))
     try:
         mesh.open((axis,) for axis in WITHIN_STAGE)
         yield Collectives(mesh)
@@ -27,19 +27,19 @@ def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
 
 
 class Sent:
-    """Counter of what the groups have sent since the last query, by axes.
+    """Counter of bytes and calls since the last query, by axes.
 
     Keys are axis names (``sequence``); axes of one group are joined to one key.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._meter = collectives.meter
-        self._seen = collectives.meter.report()
+        self._last_report = collectives.meter.report()
 
     def since(self) -> tuple[Counter[str], Counter[str]]:
         """Return bytes and calls since the last query."""
         report = self._meter.report()
-        new, self._seen = report.since(self._seen), report
+        new, self._last_report = report.since(self._last_report), report
         num_bytes, calls = Counter[str](), Counter[str]()
         for key, count in new.rows.items():
             num_bytes[",".join(key.axes)] += count.sent_bytes

@@ -22,8 +22,8 @@ from partita.forecast.storages import Mark, Storages
 from partita.parallel.pipeline.weights import Left
 from partita.parallel.tensor.functions import Entrance
 
-# Kinds of operators that take longer than reading and writing their tensors, by patterns of names: the first match
-# counts. A function applies to each element, or to each row; those called hard are piecewise linear, and excluded.
+# Kinds of operators that take longer than reading and writing their tensors, by patterns of names; the first match
+# counts. A ``function`` applies to each element or row. Names with ``hard`` are piecewise linear, and excluded.
 _KINDS = {
     "batch_norm_backward": re.compile(r"batch_norm.*backward"),
     "batch_norm": re.compile(r"batch_norm"),
@@ -32,19 +32,18 @@ _KINDS = {
 }
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
-# (phase, number of the block). What runs before the first block has the number -1, what runs after the last one has the
-# number of blocks.
-Place = tuple[str, int]
+# (phase, number of the block). The prologue has the number -1; the epilogue has the number of blocks.
+Position = tuple[str, int]
 
 
 class Recorder(TorchDispatchMode):
-    """Recorder of live bytes and work, for each piece of a forward and a backward.
+    """Recorder of live bytes and work of each block in a forward and a backward.
 
-    If weight gradients are computed separately, it also records the backward of the weights.
+    If weight gradients are deferred, it also records their computation.
 
     Args:
-        left: what the backward leaves for that of the weights; None: nothing is left.
-        entrance: holds the last input of a block until another input arrives; it counts with neither block.
+        deferred: the deferred weight gradients; None: they are computed in backward.
+        entrance: keeps the last input of a block until the next input. This memory counts for no block.
     """
 
     def __init__(
@@ -52,38 +51,42 @@ class Recorder(TorchDispatchMode):
         blocks: Sequence[nn.Module],
         sent: Sent,
         storages: Storages,
-        left: Left | None = None,
+        deferred: Left | None = None,
         entrance: Entrance | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks = blocks
         self._sent = sent
         self._storages = storages
-        self._left_apart = left
+        self._deferred = deferred
         self._entrance = entrance
-        self._at: Place = ("forward", -1)
-        self._peaks = defaultdict[Place, Peaks](Peaks)
-        self._growing = defaultdict[Place, Peaks](Peaks)
-        self._ended = defaultdict[Place, int](int)
-        self._grown = defaultdict[Place, int](int)
-        self._work = defaultdict[Place, Work](Work)
-        self._gradients = defaultdict[Place, dict[str, int]](dict)
-        self._entered = dict[int, Size]()
-        self._left = dict[int, Size]()
+        self._position: Position = ("forward", -1)
+        self._peaks = defaultdict[Position, Peaks](Peaks)
+        self._in_place_peaks = defaultdict[Position, Peaks](Peaks)
+        self._stage_end = defaultdict[Position, int](int)
+        self._in_place_bytes = defaultdict[Position, int](int)
+        self._work = defaultdict[Position, Work](Work)
+        self._gradients = defaultdict[Position, dict[str, int]](dict)
+        self._live_before = dict[int, Size]()
+        self._live_after = dict[int, Size]()
         self._received = dict[int, int]()
         self._inputs = dict[int, int]()
-        self._given = dict[int, Mark]()
+        self._input_ids = dict[int, Mark]()
         self._consumed = defaultdict[int, Size](Size)
-        self._settled = dict[int, int]()  # by a block's number: what its backward and all later ones have left
-        self._left_by = dict[int, int]()  # by a parameter's id: the block whose backward has left its gradient
-        self._before = self._around = self._end = NOTHING
+        self._deferred_after = dict[
+            int, int
+        ]()  # by a block's number: deferred bytes of its backward and all later ones
+        self._gradient_block = dict[
+            int, int
+        ]()  # by a parameter's id: the block whose backward has deferred its gradient
+        self._prologue = self._shared_inputs = self._forward_end = NOTHING
         self._end_of_backward = 0
         self._handles = [
             handle
             for number, block in enumerate(blocks)
             for handle in (
-                block.register_forward_pre_hook(self._entering(number), with_kwargs=True),
-                block.register_forward_hook(self._leaving(number)),
+                block.register_forward_pre_hook(self._before_block(number), with_kwargs=True),
+                block.register_forward_hook(self._after_block(number)),
             )
         ]
 
@@ -94,143 +97,143 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------- position
 
     def forward_ended(self) -> None:
-        """Record the end of the forward, when only the loss and what autograd keeps are alive."""
-        self._forget()
-        self._before = self._storages.early
-        self._around = self._storages.early_apart
-        self._end = self._later
-        for number, mark in self._given.items():
+        """Record the end of the forward, when only the loss and the tensors saved for backward are alive."""
+        self._drop_held_input()
+        self._prologue = self._storages.early
+        self._shared_inputs = self._storages.early_apart
+        self._forward_end = self._live_since_blocks
+        for number, mark in self._input_ids.items():
             if not self._storages.is_there(mark):
                 self._consumed[number] = self._storages.size_of(mark)
         if self._blocks:
-            self._go("backward", len(self._blocks))
+            self._move_to("backward", len(self._blocks))
 
     def weights_began(self) -> None:
-        """Record the end of the backward, which may have left weight gradients to compute."""
+        """Record the end of the backward, and the start of the deferred weight gradients."""
         self._end_of_backward = self._storages.live.num_bytes
-        self._go("weights", 0)
+        self._move_to("weights", 0)
 
     def arrived(self, param: Tensor, name: str) -> None:
         """Record that a gradient is complete, and has been moved to gradient storage."""
-        place = self._at
-        if place[0] == "weights":
-            place = ("backward", self._left_by.get(id(param), 0))
-            _add(self._work[self._working_at(place)], self._work.pop(self._at, Work()))
-        self._gradients[place][name] = param.nbytes
-        self._grown[place] += param.nbytes
+        position = self._position
+        if position[0] == "weights":
+            position = ("backward", self._gradient_block.get(id(param), 0))
+            _add(self._work[self._work_position(position)], self._work.pop(self._position, Work()))
+        self._gradients[position][name] = param.nbytes
+        self._in_place_bytes[position] += param.nbytes
         self._note_peak()
 
     @property
-    def _later(self) -> Size:
+    def _live_since_blocks(self) -> Size:
         """Size of the live storages that were allocated since the first block's forward began.
 
-        Earlier ones are left out, since they may be freed by the end.
+        Earlier ones are not included, since they may be freed by the end.
         """
         return self._storages.live - self._storages.early
 
     def _note_peak(self) -> None:
-        live, grown = self._storages.live, self._grown[self._at]
-        self._peaks[self._at].note(live)
-        self._growing[self._at].note(live + Size(grown, grown))
-        self._ended[self._at] = max(self._ended[self._at], live.num_bytes + self._storages.missed)
+        live, in_place = self._storages.live, self._in_place_bytes[self._position]
+        self._peaks[self._position].note(live)
+        self._in_place_peaks[self._position].note(live + Size(in_place, in_place))
+        self._stage_end[self._position] = max(self._stage_end[self._position], live.num_bytes + self._storages.missed)
 
-    def _entering(self, number: int) -> Callable[..., None]:
+    def _before_block(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if number in self._entered:
+            if number in self._live_before:
                 raise ConfigError(
                     f"model: the block {type(module).__name__} (number {number}) runs twice in one forward: "
-                    "blocks that are used several times cannot be told apart in a trace"
+                    "a trace cannot distinguish several runs of one block"
                 )
-            self._forget()
+            self._drop_held_input()
             self._storages.end_early()
-            self._entered[number] = self._later
-            self._go("forward", number)
+            self._live_before[number] = self._live_since_blocks
+            self._move_to("forward", number)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends(leaf))
             for leaf in leaves:
                 if leaf.requires_grad and leaf.grad_fn is not None:
                     self._inputs[number], mark = leaf.nbytes, self._storages.mark(leaf)
                     if mark is not None:
-                        self._given[number] = mark
-                    leaf.register_hook(partial(self._back_out_of, number, mark))
+                        self._input_ids[number] = mark
+                    leaf.register_hook(partial(self._backward_ends, number, mark))
                     break
 
         return hook
 
-    def _leaving(self, number: int) -> Callable[..., None]:
+    def _after_block(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._forget()
-            self._left[number] = self._later
-            self._go("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
+            self._drop_held_input()
+            self._live_after[number] = self._live_since_blocks
+            self._move_to("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     mark = self._storages.mark(leaf)
-                    leaf.register_hook(partial(self._back_into, number, mark))
+                    leaf.register_hook(partial(self._backward_begins, number, mark))
                     break
 
         return hook
 
-    def _forget(self) -> None:
+    def _drop_held_input(self) -> None:
         if self._entrance is not None:
             self._entrance.forget()
 
-    def _back_into(self, number: int, output: Mark | None, gradient: Tensor) -> None:
-        self._forget()
+    def _backward_begins(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        self._drop_held_input()
         if number == len(self._blocks) - 1:
-            self._settle(number + 1, self._left[number], output, gradient)
-            self._watch(number, output, gradient)
-        self._go("backward", number)
+            self._close_block(number + 1, self._live_after[number], output, gradient)
+            self._watch_output(number, output, gradient)
+        self._move_to("backward", number)
 
-    def _back_out_of(self, number: int, given: Mark | None, gradient: Tensor) -> None:
-        self._forget()
-        self._settle(number, self._entered[number], given, gradient)
-        self._watch(number - 1, given, gradient)
+    def _backward_ends(self, number: int, value: Mark | None, gradient: Tensor) -> None:
+        self._drop_held_input()
+        self._close_block(number, self._live_before[number], value, gradient)
+        self._watch_output(number - 1, value, gradient)
 
-    def _watch(self, number: int, output: Mark | None, gradient: Tensor) -> None:
-        """Record that a block's backward begins, given the gradient of its output to the next block."""
-        self._go("backward", number)
+    def _watch_output(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+        """Record that a block's backward begins, with the gradient of its output."""
+        self._move_to("backward", number)
         self._storages.watch([output, self._storages.mark(gradient)])
         self._note_peak()
 
-    def _settle(self, number: int, kept: Size, value: Mark | None, gradient: Tensor) -> None:
-        """Record, at the end of a block's backward, the bytes that it and the backwards of later blocks have left.
+    def _close_block(self, number: int, kept: Size, value: Mark | None, gradient: Tensor) -> None:
+        """Record, at the end of a block's backward, the deferred bytes of it and of the backwards of later blocks.
 
-        They are the live bytes without the ``gradient`` of its input ``value``, and without what earlier blocks have
-        kept. The value is part of that, but may have been freed.
+        They are the live bytes without the ``gradient`` of its input ``value``, and without the bytes kept by earlier
+        blocks. The value counts as kept, even if it has been freed.
         """
         mark = self._storages.mark(gradient)
         gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
-        there = (self._before + kept).num_bytes + (0 if mark is None else mark.num_bytes)
-        self._settled[number] = self._storages.live.num_bytes + gone - there
+        there = (self._prologue + kept).num_bytes + (0 if mark is None else mark.num_bytes)
+        self._deferred_after[number] = self._storages.live.num_bytes + gone - there
 
-    def _go(self, phase: str, number: int) -> None:
+    def _move_to(self, phase: str, number: int) -> None:
         self._count_sent()
-        if self._left_apart is not None:
-            for param in self._left_apart.params:
-                self._left_by.setdefault(param, self._at[1])
-        if self._at != (phase, number):
+        if self._deferred is not None:
+            for param in self._deferred.params:
+                self._gradient_block.setdefault(param, self._position[1])
+        if self._position != (phase, number):
             self._storages.watch([])
-        self._at = (phase, number)
+        self._position = (phase, number)
         self._note_peak()
 
     # ----------------------------------------------------------------------------------------------------- work
 
-    def _working_at(self, place: Place) -> Place:
-        """Return the place that work counts for: the backward of what runs after all blocks counts with its forward."""
-        return ("forward", place[1]) if place == ("backward", len(self._blocks)) else place
+    def _work_position(self, position: Position) -> Position:
+        """Return the position that work counts for: the backward of the epilogue counts with its forward."""
+        return ("forward", position[1]) if position == ("backward", len(self._blocks)) else position
 
     def _count_sent(self) -> None:
-        work, (num_bytes, calls) = self._work[self._working_at(self._at)], self._sent.since()
+        work, (num_bytes, calls) = self._work[self._work_position(self._position)], self._sent.since()
         work.sent += num_bytes
         work.calls += calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # models check their inputs: all tokens are present, and nothing is packed
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = {leaf.untyped_storage()._cdata for leaf in given}
-        depends = any(map(self._storages.depends, given))
+            return True  # models check their inputs: no token is masked, and no sample is packed
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {leaf.untyped_storage()._cdata for leaf in inputs}
+        depends = any(map(self._storages.depends, inputs))
         result = func(*args, **kwargs)
         made = 0
         for leaf in tree_leaves(result):
@@ -240,11 +243,13 @@ class Recorder(TorchDispatchMode):
                     made += storage.nbytes()
                     self._storages.add(storage, depends)
                     self._note_peak()
-        self._note(func, args, kwargs, result, given, made)
+        self._count_operator(func, args, kwargs, result, inputs, made)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor], made: int) -> None:
-        work = self._work[self._working_at(self._at)]
+    def _count_operator(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor], made: int
+    ) -> None:
+        work = self._work[self._work_position(self._position)]
         packet = func._overloadpacket
         name = packet.__name__
         flops, kind = 0, "product"
@@ -256,13 +261,13 @@ class Recorder(TorchDispatchMode):
         elif name == "convolution":
             flops, kind = conv_flop_count(args[0].shape, args[1].shape, result.shape, args[6]), name
         elif name == "convolution_backward":
-            # The same for each gradient. PyTorch's own counter mistakes a group's channels for all channels.
+            # Each gradient has the same count. PyTorch's own counter uses a group's channels as all channels.
             each = conv_flop_count(args[1].shape, args[2].shape, args[0].shape, args[7])
             flops, kind = each * sum(args[10][:2]), name
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
         elif made or name.endswith("_"):
-            work.moved_bytes += (moved := made + sum(leaf.nbytes for leaf in given))
+            work.moved_bytes += (moved := made + sum(leaf.nbytes for leaf in inputs))
             read = 2 * made if name == "embedding" else moved  # only some rows of the table are read
             work.jobs[_kind_of(name), read] += 1
         else:
@@ -277,75 +282,74 @@ class Recorder(TorchDispatchMode):
     def result(self, stand: Stand) -> Trace:
         """Return the trace of the full model.
 
-        ``stand`` has the name of every block of the full model, and the block that represents it.
+        ``stand`` has the name of each block of the full model, and the block that represents it.
         """
         self._count_sent()
         num, pieces = len(self._blocks), dict[nn.Module, Piece]()
-        settled = [self._left_after(number) for number in range(num + 2)]
+        deferred = [self._deferred_bytes(number) for number in range(num + 2)]
         for number, block in enumerate(self._blocks):
-            entered, left = self._begun(number), self._begun(number + 1)
+            begin, end = self._live_at(number), self._live_at(number + 1)
             pieces[block] = replace(
-                self._backward(number, left + Size(settled[number + 1])),
-                kept=left - entered,
-                forward_peak=self._peaks["forward", number].above(entered),
+                self._backward(number, end + Size(deferred[number + 1])),
+                kept=end - begin,
+                forward_peak=self._peaks["forward", number].above(begin),
                 received_bytes=self._received[number],
                 consumed=self._consumed[number],
                 forward=self._work["forward", number],
                 input_bytes=self._inputs.get(number, 0),
-                left_bytes=settled[number] - settled[number + 1],
+                left_bytes=deferred[number] - deferred[number + 1],
             )
-        there = self._begun(num) if num else NOTHING
+        there = self._live_at(num) if num else NOTHING
         before = replace(
-            self._backward(-1, Size(settled[0])),
-            kept=self._begun(0) if num else NOTHING,
+            self._backward(-1, Size(deferred[0])),
+            kept=self._live_at(0) if num else NOTHING,
             forward_peak=self._peaks["forward", -1].above(NOTHING),
             forward=self._work["forward", -1],
-            left_bytes=settled[-1] - settled[0],
+            left_bytes=deferred[-1] - deferred[0],
         )
         after = replace(
             self._backward(num, there) if num else Piece(),
-            kept=self._before + self._end - there if num else NOTHING,
+            kept=self._prologue + self._forward_end - there if num else NOTHING,
             forward_peak=self._peaks["forward", num].above(there),
             forward=self._work["forward", num],
             backward=Work(),
-            left_bytes=settled[num],
+            left_bytes=deferred[num],
         )
         blocks = tuple(pieces[block] for _, block in stand)
-        return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._around)
+        return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._shared_inputs)
 
-    def _begun(self, number: int) -> Size:
-        """Return the bytes that exist when a block begins, or, after the last block, when what follows it begins.
+    def _live_at(self, number: int) -> Size:
+        """Return the bytes that exist when a block, or the epilogue, begins.
 
-        An input of the previous block that nothing has kept is left out: only the caller of that block still holds it
-        for a moment.
+        An input of the previous block that was not saved is not included: the caller of that block frees it at once.
         """
-        if number == 0:  # its input was computed before
-            return self._before + self._consumed[0]
+        if number == 0:  # its input was computed in the prologue
+            return self._prologue + self._consumed[0]
         if number < len(self._blocks):
-            return self._before + self._entered[number]
-        return self._before + self._left[number - 1] - self._consumed[number - 1]
+            return self._prologue + self._live_before[number]
+        return self._prologue + self._live_after[number - 1] - self._consumed[number - 1]
 
     def _backward(self, number: int, there: Size) -> Piece:
-        """Return a piece with the values of a backward; its peaks are above ``there``."""
-        place = ("backward", number)
+        """Return the values of a backward. Its peaks are above ``there``."""
+        position = ("backward", number)
         return Piece(
-            backward_peak=self._peaks[place].above(there),
-            backward=self._work[place],
-            gradients=self._gradients[place],
-            growing_peak=self._growing[place].above(there),
-            ended_bytes=self._ended[place] - self._peaks[place].num_bytes,
+            backward_peak=self._peaks[position].above(there),
+            backward=self._work[position],
+            gradients=self._gradients[position],
+            growing_peak=self._in_place_peaks[position].above(there),
+            ended_bytes=self._stage_end[position] - self._peaks[position].num_bytes,
         )
 
-    def _left_after(self, number: int) -> int:
-        """Return the bytes that the backwards of a block and all later blocks have left to compute weight gradients.
+    def _deferred_bytes(self, number: int) -> int:
+        """Return the deferred bytes after the backwards of a block and all later blocks.
 
         The number of blocks + 1 stands for the entire backward.
         """
-        if self._left_apart is None:
+        if self._deferred is None:
             return 0
         if number == len(self._blocks) + 1:
             return self._end_of_backward
-        return self._settled.get(number, self._end_of_backward)
+        return self._deferred_after.get(number, self._end_of_backward)
 
 
 def _kind_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The plans for a model on a machine: which fit, how long a step of each takes, and what the others lack."""
+"""Search for plans of a model on a machine: their memory and step time, or the memory that they lack."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,9 +47,9 @@ from partita.planner.memory import ADAM_MOMENTS
 from partita.planner.placement import chosen_tiers
 from partita.planner.timeline import StepTime
 
-# What does not depend on the batch, for one stage: states and working memory, and where its gradients are.
-Fixed = tuple[Held, Gradients]
-# In a pipeline, larger micro-batches cost more waiting: this many sizes are considered, from the largest that fits.
+# The results for one stage that do not depend on the batch: bytes of states and of working memory, and its gradients.
+BatchIndependent = tuple[Held, Gradients]
+# Number of micro-batch sizes considered in a pipeline, from the largest that fits: larger ones cause a larger bubble.
 PIPELINE_MICROS = 4
 
 
@@ -57,8 +57,8 @@ PIPELINE_MICROS = 4
 class Forecast:
     """The predicted memory, traffic and time of a plan.
 
-    ``held``: bytes by (what, tier), on the rank that holds most. ``budget``: the bytes that a rank may hold. ``time``:
-    the time of a step. ``sent``: bytes sent in a step, by axes, by the rank that sends most.
+    ``held``: bytes by (state, tier), on the rank with the most. ``budget``: the bytes that a rank may use. ``time``:
+    the time of a step. ``sent``: bytes sent in a step, by axes, on the rank that sends most.
     """
 
     choice: Choice
@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """The sort key: plans that fit come first, by their time, then the others by the bytes that they lack."""
+        """The sort key: plans that fit come first, by time; then those that do not fit, by missing bytes."""
         if self.time is None:
             return True, float(sum(self.lacking.values()))
         return False, self.time.total_s
@@ -104,8 +104,8 @@ class Forecast:
 class Search:
     """Search for plans of ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
-    ``config`` has the settings of every plan: units, what computes in fp32, optimizer. ``dtype``: the compute dtype
-    (empty: the machine's). ``only``: the one mesh to consider (None: all).
+    ``config`` has the settings of every plan: units, fp32 modules, optimizer. ``dtype``: the compute dtype
+    (empty: the machine's). ``only``: the single mesh to consider; None: all meshes.
     """
 
     source: Source
@@ -116,15 +116,15 @@ class Search:
     num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
-    _sized: dict[tuple[int, int, bool, int | None], Sized] = field(default_factory=dict)
+    _rank_models: dict[tuple[int, int, bool, int | None], Sized] = field(default_factory=dict)
     _configs: dict[StateSettings, Config] = field(default_factory=dict)
-    _scaled: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
-    _moments: dict[tuple[MeshShape, int, int], frozenset[Moment]] = field(default_factory=dict)
-    _moments_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
+    _scaled_traces: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
+    _schedule_states: dict[tuple[MeshShape, int, int], frozenset[Moment]] = field(default_factory=dict)
+    _states_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[Moment]] = field(default_factory=dict)
     _gradients: dict[Gradients, Gradients] = field(default_factory=dict)
     _activations: dict[tuple[int, int, int, int], Held] = field(default_factory=dict)
     _best: dict[StateSettings, float] = field(default_factory=dict)
-    _computing: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
+    _compute_times: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = self.machine.budget(self.num_gpus)
@@ -136,83 +136,88 @@ class Search:
     def run(self) -> list[Forecast]:
         """Return every plan that was considered, sorted by :attr:`Forecast.rank`.
 
-        Those that fit are sorted by their time, then follow the others by the bytes that they lack. Slices of samples
-        are tried where full samples do not fit on a rank, or are too few for all ranks. Inputs of blocks are offloaded
-        to the host where nothing fits with them on the device.
+        Samples are sliced along the sequence if full samples do not fit on a rank, or if there are fewer samples than
+        ranks. Inputs of recomputed blocks are offloaded to the host if no plan fits with these on the device.
         """
         found = list[Forecast]()
-        levels = restings(self.dtype, self.machine.one_memory)
-        for number, level in enumerate(levels):
+        state_choices_by_tier = restings(self.dtype, self.machine.one_memory)
+        for number, level in enumerate(state_choices_by_tier):
             tried = [(level, ON_DEVICE)]
-            if number > 0 and self._has_host:
-                tried += [(levels[0], (ON_HOST,)), (level, (ON_HOST,))] if number == 1 else [(level, (ON_HOST,))]
-            for sizes in self._reaches:
-                weighed = [each for way in tried for each in self._all_of(*way, sizes)]
-                found += weighed
+            if number > 0 and self._can_offload_inputs:
+                tried += (
+                    [(state_choices_by_tier[0], (ON_HOST,)), (level, (ON_HOST,))]
+                    if number == 1
+                    else [(level, (ON_HOST,))]
+                )
+            for sizes in self._sequence_sizes:
+                new = [each for level, kept in tried for each in self._forecasts_of(level, kept, sizes)]
+                found += new
                 fits = [each for each in found if each.fits]
                 if any(each.choice.mesh.sequence > 1 or not each.choice.shares_samples for each in fits):
                     break
-                if not any(each.lacks_activations for each in weighed):
+                if not any(each.lacks_activations for each in new):
                     break
             if any(each.fits for each in found):
                 break
         return sorted(found, key=lambda each: each.rank)
 
     @property
-    def _has_host(self) -> bool:
+    def _can_offload_inputs(self) -> bool:
         """True if inputs of recomputed blocks can be offloaded to the host."""
         return self._recomputes and not self.machine.one_memory and self.budget.host > 0
 
     @cached_property
-    def _reaches(self) -> list[list[int]]:
+    def _sequence_sizes(self) -> list[list[int]]:
         """Sizes of the sequence axis; those in one list are tried together."""
         if self.only is not None:
             return [[self.only.sequence]]
         on_node = self.machine.gpus_on_node(self.num_gpus)
-        whole, *sliced = reaches(self.num_gpus, on_node, self.source.context)
+        full, *sliced = reaches(self.num_gpus, on_node, self.source.context)
         if self.samples < self.num_gpus and sliced:  # too few full samples for all ranks
-            whole = whole + sliced.pop(0)
-        return [whole, *sliced]
+            full = full + sliced.pop(0)
+        return [full, *sliced]
 
-    def _all_of(self, level: Sequence[StateSettings], kept: Sequence[Kept], sizes: Sequence[int]) -> Iterator[Forecast]:
-        for mesh in self._shapes(sizes):
+    def _forecasts_of(
+        self, level: Sequence[StateSettings], kept: Sequence[Kept], sizes: Sequence[int]
+    ) -> Iterator[Forecast]:
+        for mesh in self._meshes(sizes):
             for state_settings in level:
-                # On one rank every stage is the same.
+                # On one rank all ZeRO stages are the same.
                 if mesh.group_size(STATE_AXES) > 1 or state_settings == replace(
                     state_settings, stage=Config().zero.stage
                 ):
-                    yield from self._weighed(mesh, state_settings, kept)
+                    yield from self._best_micro_batches(mesh, state_settings, kept)
 
-    def _shapes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
+    def _meshes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
         num_stages = len(self.sized(MeshShape()).blocks) // self.config.parallel.chunks
         on_node = self.machine.gpus_on_node(self.num_gpus)
         every = meshes(self.num_gpus, on_node, max(1, num_stages), sizes) if self.only is None else [self.only]
         return (mesh for mesh in every if self.samples % mesh.data == 0)
 
     def sized(self, mesh: MeshShape, samples: int | None = None) -> Sized:
-        """Return a rank's share of the model under ``mesh``, traced with ``samples`` samples, or for any number.
+        """Return a rank's part of the model under ``mesh``, traced with ``samples`` samples; None: for any number.
 
-        It depends on how many ranks share a sample, and on whether there is a pipeline.
+        It depends on the number of ranks that compute one sample, and on the presence of a pipeline.
         """
         key = (mesh.sequence, mesh.tensor, mesh.pipeline > 1, samples)
-        if key not in self._sized:
+        if key not in self._rank_models:
             shape = MeshShape(min(mesh.pipeline, 2), sequence=mesh.sequence, tensor=mesh.tensor)
             choices = CHECKPOINTS if self._recomputes else CHECKPOINTS[:1]
             resolved = self._resolved(shape, StateSettings(1))
             kind = accelerator.usual_kind(self.machine.one_memory)
-            self._sized[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts, kind)
-        return self._sized[key]
+            self._rank_models[key] = size_model(self.source, self._specs, resolved, choices, samples, self._cuts, kind)
+        return self._rank_models[key]
 
     def trace(self, choice: Choice) -> Trace:
         """Return the trace of a micro-batch."""
-        # A slice of one sample's positions is a view, which keeps the full tensor; that of several samples is a copy.
-        alone = 1 if choice.micro == 1 and choice.mesh.sequence > 1 else None
-        traced = self.sized(choice.mesh, alone).traces[choice.checkpoint]
+        # A slice of one sample's positions is a view, which keeps the full tensor; one of several samples is a copy.
+        traced_samples = 1 if choice.micro == 1 and choice.mesh.sequence > 1 else None
+        traced = self.sized(choice.mesh, traced_samples).traces[choice.checkpoint]
         key = (id(traced), choice.inputs, choice.micro)
-        if key not in self._scaled:
+        if key not in self._scaled_traces:
             tier = Tier.DEVICE if choice.inputs == "none" else Tier(choice.inputs)
-            self._scaled[key] = traced, replace(traced, inputs_rest=tier).of(choice.micro)
-        return self._scaled[key][1]
+            self._scaled_traces[key] = traced, replace(traced, inputs_rest=tier).of(choice.micro)
+        return self._scaled_traces[key][1]
 
     @cached_property
     def _recomputes(self) -> bool:
@@ -220,48 +225,50 @@ class Search:
         return any(spec.name and any(True for _ in spec.module.children()) for spec in self._specs)
 
     def _resolved(self, mesh: MeshShape, state_settings: StateSettings) -> Resolved:
-        """Return a resolved config for states and units alone, without the checks of a full config."""
+        """Return a config that is resolved only for states and units, without the checks of a full config."""
         if state_settings not in self._configs:
             self._configs[state_settings] = self.merged(state_settings.sections())
         batch = ResolvedBatch(1, 1, mesh.data)
         return Resolved(self._configs[state_settings], mesh, batch, self.dtype, self.machine.one_memory)
 
     def merged(self, sections: Sections) -> Config:
-        """Return the config of every plan with these sections added."""
+        """Return ``config`` with these sections added."""
         given = self.config.model_dump(exclude_unset=True)
         return Config(**{name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}})
 
     # ----------------------------------------------------------------------------------------------------- forecasts
 
-    def _weighed(self, mesh: MeshShape, state_settings: StateSettings, ways: Sequence[Kept]) -> Iterator[Forecast]:
-        """Yield the largest micro-batches that fit, for each way to keep activations.
+    def _best_micro_batches(
+        self, mesh: MeshShape, state_settings: StateSettings, ways: Sequence[Kept]
+    ) -> Iterator[Forecast]:
+        """Yield forecasts of the largest micro-batches that fit, for each setting of recomputation.
 
-        If none fits, yield what is missing for a micro-batch of one sample.
+        If none fits, yield the forecast of a micro-batch of one sample.
         """
         per_rank, traces = self.samples // mesh.data, self.sized(mesh).traces
         units = self.planned(mesh, state_settings)
-        fixed = {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()}
+        independent = {stage: self._batch_independent(stage, of_stage) for stage, of_stage in units.items()}
         ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
-        least = self._worst(Choice(mesh, state_settings, 1, per_rank, *ways[-1]), fixed)
+        least = self._largest_stage(Choice(mesh, state_settings, 1, per_rank, *ways[-1]), independent)
         if state_settings.form.once and mesh.pipeline > 1:
             return
         if not least.fits:
             yield least
             return
         for way in ways:
-            taken = 0
+            num_fitting = 0
             for micro in _divisors(per_rank):
                 choice = Choice(mesh, state_settings, micro, per_rank // micro, *way)
-                found = self._worst(choice, fixed)
+                found = self._largest_stage(choice, independent)
                 if found.fits and not (state_settings.form.once and choice.accumulate > 1):
-                    taken += 1
-                    if self._computing_s(choice, list(units)) < self._best.get(state_settings, float("inf")):
+                    num_fitting += 1
+                    if self._compute_s(choice, list(units)) < self._best.get(state_settings, float("inf")):
                         timed = self._timed(found, units)
                         assert timed.time is not None
                         best_s = self._best.get(state_settings, float("inf"))
                         self._best[state_settings] = min(timed.time.total_s, best_s)
                         yield timed
-                if taken == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
+                if num_fitting == (1 if mesh.pipeline == 1 else PIPELINE_MICROS):
                     break
 
     def forecast(self, choice: Choice) -> Forecast:
@@ -271,7 +278,9 @@ class Search:
             ConfigError: the model has fewer blocks than the pipeline has stages.
         """
         units = self.planned(choice.mesh, choice.state_settings)
-        found = self._worst(choice, {stage: self._fixed(stage, of_stage) for stage, of_stage in units.items()})
+        found = self._largest_stage(
+            choice, {stage: self._batch_independent(stage, of_stage) for stage, of_stage in units.items()}
+        )
         return self._timed(found, units) if found.fits else found
 
     def _timed(self, found: Forecast, units: Units) -> Forecast:
@@ -281,68 +290,68 @@ class Search:
         return replace(found, time=time, sent=most_sent(units, trace, micros))
 
     def planned(self, mesh: MeshShape, state_settings: StateSettings) -> dict[Stage, list[PlannedUnit]]:
-        """Return the units of one stage of each kind."""
+        """Return one pipeline stage of each kind, with its units."""
         sized, resolved = self.sized(mesh), self._resolved(mesh, state_settings)
         tiers = chosen_tiers(resolved.config.zero.offload, Tiers())
-        return {stage: sized.planned(resolved, tiers, stage) for stage in self._kinds(mesh)}
+        return {stage: sized.planned(resolved, tiers, stage) for stage in self._stage_kinds(mesh)}
 
-    def _kinds(self, mesh: MeshShape) -> dict[Stage, list[int]]:
+    def _stage_kinds(self, mesh: MeshShape) -> dict[Stage, list[int]]:
         return self.sized(mesh).kinds(mesh.pipeline, self.config.parallel.chunks if mesh.pipeline > 1 else 1)
 
     def with_config(self, config: Config) -> "Search":
-        """Return a search under a config with the same units, which shares the traces of the model."""
+        """Return a search with another config. The config must have the same units: both searches share the traces."""
         search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
         search.only = self.only
-        search._sized = self._sized
+        search._rank_models = self._rank_models
         search._cuts = self._cuts
         return search
 
-    def _worst(self, choice: Choice, fixed: Mapping[Stage, Fixed]) -> Forecast:
-        """Return the forecast of the stage that lacks most memory, or, if none lacks any, holds most on its device."""
-        every = (self._with_activations(choice, stage, *of_stage) for stage, of_stage in fixed.items())
+    def _largest_stage(self, choice: Choice, independent: Mapping[Stage, BatchIndependent]) -> Forecast:
+        """Return the forecast of the stage that misses most memory. If all fit, return that with most device memory."""
+        every = (self._with_activations(choice, stage, *of_stage) for stage, of_stage in independent.items())
         return max(every, key=lambda each: (sum(each.lacking.values()), each.by_tier[Tier.DEVICE]))
 
-    def _fixed(self, stage: Stage, units: Sequence[PlannedUnit]) -> Fixed:
+    def _batch_independent(self, stage: Stage, units: Sequence[PlannedUnit]) -> BatchIndependent:
         held = state_and_working_bytes(units, self.config, self.num_moments, on_host=self.machine.one_memory)
         mesh = units[0].segments[0].mesh
         gradients = gradients_of(stage, units, next(iter(self.sized(mesh).traces.values())))
         return dict(held), self._gradients.setdefault(gradients, gradients)
 
-    def _with_activations(self, choice: Choice, stage: Stage, fixed: Held, gradients: Gradients) -> Forecast:
-        trace, found = self.trace(choice), self._moments_of(choice, stage)
+    def _with_activations(self, choice: Choice, stage: Stage, independent: Held, gradients: Gradients) -> Forecast:
+        trace, found = self.trace(choice), self._states_of(choice, stage)
         key = (id(trace), id(stage), id(gradients), id(found))
         if key not in self._activations:
             parts = parts_of(stage, gradients, trace)
             self._activations[key] = activation_bytes(found, parts, trace.inputs_rest)
-        held = {**fixed, **self._activations[key]}
+        held = {**independent, **self._activations[key]}
         held["activations", Tier.DEVICE.value] += choice.accumulate * trace.batch_bytes
         return Forecast(choice, held, self.budget)
 
-    def _moments_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
-        """Return the moments of all ranks that hold the same as the rank of this stage."""
+    def _states_of(self, choice: Choice, stage: Stage) -> frozenset[Moment]:
+        """Return the schedule states of all ranks that have the same units and blocks as the rank of this stage."""
         key = (choice.mesh, id(stage), choice.accumulate)
-        if key not in self._moments:
-            name, ranks = self.config.parallel.schedule, tuple(self._kinds(choice.mesh)[stage])
+        if key not in self._schedule_states:
+            name, ranks = self.config.parallel.schedule, tuple(self._stage_kinds(choice.mesh)[stage])
             shape = representative(name, Shape(choice.mesh.pipeline, choice.accumulate, len(stage.chunks)))
-            if (shape, ranks) not in self._moments_by_shape:
+            if (shape, ranks) not in self._states_by_shape:
                 schedule = make_schedule(name, shape)
                 every = frozenset[Moment]().union(*(moments(schedule, rank) for rank in ranks))
-                self._moments_by_shape[shape, ranks] = every
-            self._moments[key] = self._moments_by_shape[shape, ranks]
-        return self._moments[key]
+                self._states_by_shape[shape, ranks] = every
+            self._schedule_states[key] = self._states_by_shape[shape, ranks]
+        return self._schedule_states[key]
 
-    def _computing_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
-        """Return the seconds of a step if the device waited only for the pipeline."""
+    def _compute_s(self, choice: Choice, stages: Sequence[Stage]) -> float:
+        """Return the seconds of a step without communication, including the bubble of the pipeline."""
         mesh, micros = choice.mesh, choice.accumulate
         key = (mesh.tensor, mesh.sequence, mesh.pipeline, choice.checkpoint, choice.micro)
-        if key not in self._computing:
+        if key not in self._compute_times:
             trace = self.trace(choice)
-            self._computing[key] = max(self.rates.computing(trace, stage, mesh, micros) for stage in stages)
-        return self._computing[key]
+            self._compute_times[key] = max(self.rates.computing(trace, stage, mesh, micros) for stage in stages)
+        return self._compute_times[key]
 
 
 def _divisors(num: int) -> list[int]:
-    """Return ``num``, its halves as long as these are whole numbers, and 1, from the largest on."""
+    """Return ``num``, repeatedly halved while it is even, and 1. The largest comes first."""
     found, size = list[int](), num
     while size:
         found.append(size)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# From the one that loses least on; the first two are unbiased.
+# Sorted by loss of precision, least first. The first two are unbiased.
 CODECS = ("int8", "int4", "ternary")
-# The codec for parameters that are computed with as they are received: the others are too coarse for that.
+# The codec for parameters. Forward computes with the decoded parameters, and the other codecs are too coarse for that.
 FINEST = CODECS[0]
 
 Keys = tuple[tuple[str, Any], ...]
@@ -33,13 +33,15 @@ INSIDE_NODES: tuple[Ways, ...] = ((REPLICATED,), (HIERARCHICAL,))
 def as_codes() -> Iterator[tuple[Ways, ...]]:
     """Yield the communication settings for each codec."""
     for codec in CODECS:
-        flat = tuple(_coded(AS_STAGES_DO, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full")))
-        yield flat, (_coded(HIERARCHICAL, codec, codec),)
+        flat = tuple(
+            _quantized(AS_STAGES_DO, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full"))
+        )
+        yield flat, (_quantized(HIERARCHICAL, codec, codec),)
 
 
-def _coded(plain: Sending, gradients: str, parameters: str) -> Sending:
-    coded = {"gradients": gradients, "parameters": parameters}
-    keys = tuple((key, codec) for key, codec in coded.items() if codec != "full")
+def _quantized(base: Sending, gradients: str, parameters: str) -> Sending:
+    codecs = {"gradients": gradients, "parameters": parameters}
+    keys = tuple((key, codec) for key, codec in codecs.items() if codec != "full")
     what = f"{gradients} gradients" + (f" and {parameters} parameters" if parameters != "full" else "")
     name = f"{gradients} sent" if gradients == parameters else f"{what} sent"
-    return Sending(", ".join(filter(None, (plain.name, name))), plain.zero, keys)
+    return Sending(", ".join(filter(None, (base.name, name))), base.zero, keys)

@@ -1,4 +1,4 @@
-"""A model with fewer blocks: a few of consecutive equal blocks represent the others."""
+"""A model with fewer blocks: of consecutive equal blocks, a few represent all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,47 +9,47 @@ from partita.planner.group_units import find_blocks
 
 # For every block of a model, its name and the block that represents it.
 Stand = list[tuple[str, nn.Module]]
-# How many of consecutive equal blocks are kept.
-LEFT = 2
+# Number of consecutive equal blocks that are kept.
+NUM_KEPT = 2
 
 
 @contextmanager
 def shortened(model: nn.Module, *, last_apart: bool = False) -> Iterator[Stand]:
-    """Keep only :data:`LEFT` of each row of consecutive equal blocks, until exit.
+    """Keep only :data:`NUM_KEPT` of each row of consecutive equal blocks, until exit.
 
     Yields, for every block of the full model, its name and the block that represents it.
 
     Args:
-        last_apart: the last block of a row is kept, too, and represents no other: what follows it may count as its
-            work.
+        last_apart: also keep the last block of a row, which represents only itself: operators after it may count as
+            its work.
     """
     rows = list[list[tuple[str, nn.Module]]]()
     for name, block in find_blocks(model):
-        if rows and _parent(rows[-1][0][0]) == _parent(name) and _alike(rows[-1][-1][1], block):
+        if rows and _parent(rows[-1][0][0]) == _parent(name) and _equal(rows[-1][-1][1], block):
             rows[-1].append((name, block))
         else:
             rows.append([(name, block)])
-    before = dict[int, tuple[nn.Module, dict[str, nn.Module | None]]]()
+    saved = dict[int, tuple[nn.Module, dict[str, nn.Module | None]]]()
     stand: Stand = []
     try:
         for row in rows:
             container = model.get_submodule(_parent(row[0][0]))
-            left = row
+            kept = row
             if isinstance(container, nn.ModuleList | nn.Sequential):
-                left = row[:LEFT] + (row[LEFT:][-1:] if last_apart else [])
-            before.setdefault(id(container), (container, dict(container._modules)))
-            stay = {id(block) for _, block in left}
+                kept = row[:NUM_KEPT] + (row[NUM_KEPT:][-1:] if last_apart else [])
+            saved.setdefault(id(container), (container, dict(container._modules)))
+            stay = {id(block) for _, block in kept}
             for _, block in row:
                 if id(block) not in stay:
                     container._modules = {key: child for key, child in container._modules.items() if child is not block}
-            middle = min(LEFT, len(left)) - 1
-            stand += [(name, block if id(block) in stay else left[middle][1]) for name, block in row]
-        for container, _ in before.values():
-            if isinstance(container, nn.ModuleList):  # which is indexed by position
+            middle = min(NUM_KEPT, len(kept)) - 1
+            stand += [(name, block if id(block) in stay else kept[middle][1]) for name, block in row]
+        for container, _ in saved.values():
+            if isinstance(container, nn.ModuleList):  # indexed by position
                 container._modules = {str(at): child for at, child in enumerate(container._modules.values())}
         yield stand
     finally:
-        for container, modules in before.values():
+        for container, modules in saved.values():
             container._modules = modules
 
 
@@ -57,8 +57,8 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two blocks have the same class, and parameters of the same names and shapes that train alike."""
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    """Return True if two blocks have the same class, and parameters with equal names, shapes and ``requires_grad``."""
     if type(one) is not type(other):
         return False
     first, second = (

@@ -1,4 +1,4 @@
-"""A rank's share of a model: how its units are laid out, and the trace of its forward and backward."""
+"""A rank's part of a model: the layout of its units, and the trace of its forward and backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,10 +49,10 @@ Checkpoint = str | tuple[str, ...]
 
 @dataclass
 class Sized:
-    """A rank's share of a model.
+    """A rank's part of a model.
 
     ``entries`` has the entries of each unit of ``specs``. ``traces`` has a micro-batch's trace for each value of
-    ``activations.checkpoint``. ``cuts``: how the model is cut into stages.
+    ``activations.checkpoint``. ``cuts``: the cuts of the model into stages.
     """
 
     specs: Sequence[UnitSpec]
@@ -72,7 +72,7 @@ class Sized:
         return next(iter(self.traces.values())).names
 
     def stages(self, num: int, chunks: int = 1) -> list[Stage]:
-        """Return what each rank of a pipeline of ``num`` ranks holds, with ``chunks`` stages of the model per rank.
+        """Return the stage of each rank of a pipeline of ``num`` ranks, with ``chunks`` stages of the model per rank.
 
         Raises:
             ConfigError: the model cannot be cut into these stages.
@@ -89,7 +89,7 @@ class Sized:
     def kinds(self, num: int, chunks: int = 1) -> dict[Stage, list[int]]:
         """Return one of each kind of :meth:`stages`, with the pipeline ranks of that kind.
 
-        Ranks of one kind hold and compute the same.
+        Ranks of one kind have the same memory and computation.
         """
         if (num, chunks) in self._alike:
             return self._alike[num, chunks]
@@ -120,7 +120,7 @@ class Sized:
         return self._planned[key]
 
     def _kind(self, number: int, entries: Sequence[Entry]) -> int:
-        """Return the kind of a unit, a number: units of one kind have the same layout."""
+        """Return the number of a unit's kind. Units of one kind have the same layout."""
         if id(entries) not in self._kind_of:
             spec = self.specs[number]
             alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
@@ -144,16 +144,16 @@ def size_model(
     cuts: Cuts | None = None,
     kind: str = HOST.type,
 ) -> Sized:
-    """Return the share of the fullest rank among those of ``resolved`` that share a sample.
+    """Trace the model as the first of the ranks that compute one sample, which has the most positions.
 
-    The share depends on the units and dtypes of ``resolved``, and on whether its pipeline has several stages.
+    The result depends on the units and dtypes of ``resolved``, and on the presence of a pipeline.
 
     Args:
         specs: the model's units.
-        choices: values of ``activations.checkpoint``, each of which is traced.
-        samples: samples of a micro-batch; None: any number, which :meth:`Trace.of` takes.
-        cuts: how the model is cut, if callers share this.
-        kind: device type, in PyTorch's words: autocast casts other operators on each.
+        choices: values of ``activations.checkpoint`` to trace.
+        samples: samples of a micro-batch; None: the trace can be scaled to any number (:meth:`Trace.of`).
+        cuts: the cuts of the model into stages, to share them between calls.
+        kind: device type, as ``torch.device`` takes it: autocast differs between them.
 
     Raises:
         ConfigError: the model cannot be split in this way, or cannot run without data.
@@ -184,14 +184,14 @@ def size_model(
         sparse = resolved.config.attention != Config().attention
         for choice in choices:
             with _keeping_less(model, [spec.name for spec in short], choice, resolved):
-                if sparse:  # the first run makes what later ones share: which blocks are visited
+                if sparse:  # the first run fills the cache of visited blocks
                     trace(model, batch, rank)
                 try:
                     traces[choice] = trace(model, batch, rank, telling_samples)
                 except ConfigError:
                     if samples is not None:
                         raise
-                    # Some models take a single sample only: all of their sizes are assumed to grow with the samples.
+                    # Some models accept only one sample: all of their sizes are assumed to grow with the samples.
                     traces[choice] = trace(model, source.batch(1, "meta"), rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
     return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, cuts)
@@ -201,7 +201,7 @@ def size_model(
 def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], cuts: Cuts) -> Iterator[Stand]:
     """Yield the model's blocks until exit, each with the block that represents it.
 
-    Only a few of equal blocks are kept, unless the config names modules, which may be among them.
+    Only a few of equal blocks are kept, unless the config names modules, since these may be blocks.
     """
     model, mesh, chunks = source.model, resolved.mesh, resolved.config.parallel.chunks
     blocks = list(find_blocks(model))
@@ -211,7 +211,9 @@ def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], c
             yield [(name, model.get_submodule(name)) for name in names]
             return
     named = bool(resolved.config.tiled.mlp) or not all(isinstance(choice, str) for choice in choices)
-    if named or not isinstance(resolved.config.attention.layers, str):  # maybe one of many
+    if named or not isinstance(
+        resolved.config.attention.layers, str
+    ):  # the named module may be one of several equal blocks
         yield blocks
         return
     with shortened(model, last_apart=mesh.sequence > 1 or mesh.pipeline > 1) as stand:

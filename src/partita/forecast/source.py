@@ -1,4 +1,4 @@
-"""Models without weights, from what a user names: a preset, sizes, a Hugging Face config, or Python code."""
+"""Models without weights, from a preset, sizes, a Hugging Face config, or Python code."""
 
 import difflib
 import importlib
@@ -24,7 +24,7 @@ from partita.train.decoder import Decoder, DecoderShape
 
 Batch = Any
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
-_WAYS = (
+_EXPECTED_MODEL = (
     "a preset, sizes such as layers=24,hidden=2048, a folder or config.json of Hugging Face, or module:function, which "
     "returns (model, batch)"
 )
@@ -49,10 +49,10 @@ class Source:
 
 
 def read_source(text: str, tokens: int | None = None) -> Source:
-    """Build the model that ``text`` names: see the module's first line.
+    """Build the model that ``text`` names: a preset, sizes, a file or folder of Hugging Face, or ``module:function``.
 
     Args:
-        tokens: positions of a sample; None: as many as the model is made for, at most 2048.
+        tokens: positions of a sample; None: the model's maximum, at most 2048.
 
     Raises:
         ConfigError: there is no such model, or it cannot be built.
@@ -60,23 +60,24 @@ def read_source(text: str, tokens: int | None = None) -> Source:
     if tokens is not None and tokens < 1:
         raise ConfigError(f"--tokens: expected at least 1 token in a sample; got {tokens}")
     if text in presets():
-        return _of_sizes(text, {name: value for name, value in presets()[text].items() if name != "from"}, tokens)
+        return _from_sizes(text, {name: value for name, value in presets()[text].items() if name != "from"}, tokens)
     if "=" in text and not Path(text).exists():
-        return _of_sizes(text, _parsed(text), tokens)
+        return _from_sizes(text, _parsed(text), tokens)
     if Path(text).exists():
-        return _of_huggingface(Path(text), tokens)
+        return _from_huggingface(Path(text), tokens)
     if ":" in text:
-        return _of_code(text, tokens)
+        return _from_code(text, tokens)
     near = difflib.get_close_matches(text, presets(), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else f"; the presets are {', '.join(presets())}"
     raise ConfigError(
-        f"model '{text}': no preset, file or folder is called so (looked in {Path.cwd()}): name {_WAYS}{hint}"
+        f"model '{text}': there is no preset, file or folder of this name (looked in {Path.cwd()}); expected "
+        f"{_EXPECTED_MODEL}{hint}"
     )
 
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return the sizes of the presets by name, each with where it comes from."""
+    """Return the sizes of the presets by name, each with its source."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(files("partita.forecast").joinpath("presets.yaml").read_text())
     return found
 
@@ -86,13 +87,13 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 def _parsed(text: str) -> dict[str, Any]:
     sizes = dict[str, Any]()
-    for part in text.split(","):
-        name, _, value = (each.strip() for each in part.partition("="))
+    for entry in text.split(","):
+        name, _, value = (each.strip() for each in entry.partition("="))
         if name == "family" and value in ("gpt", "llama"):
             sizes[name] = value
         elif name not in _SIZES or not value.isdecimal() or not int(value):
             raise ConfigError(
-                f"model '{text}': '{part.strip()}' is not understood; expected sizes above 0, each once: "
+                f"model '{text}': '{entry.strip()}' is not understood; expected sizes above 0, each once: "
                 f"{', '.join(f'{size}=..' for size in _SIZES)}, family=gpt or family=llama"
             )
         else:
@@ -103,7 +104,7 @@ def _parsed(text: str) -> dict[str, Any]:
     return sizes
 
 
-def _of_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Source:
+def _from_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Source:
     hidden, family = sizes["hidden"], sizes.get("family", "gpt")
     heads = sizes.get("heads") or max(num for num in range(1, hidden // 64 + 2) if hidden % num == 0)
     if hidden % heads:
@@ -128,7 +129,7 @@ def _of_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Source
 # ------------------------------------------------------------------------------------------------------ Hugging Face
 
 
-def _of_huggingface(path: Path, tokens: int | None) -> Source:
+def _from_huggingface(path: Path, tokens: int | None) -> Source:
     try:
         import transformers
     except ImportError:
@@ -139,23 +140,25 @@ def _of_huggingface(path: Path, tokens: int | None) -> Source:
         named = [getattr(library, name) for name in config.architectures or () if hasattr(library, name)]
         with torch.device("meta"):
             model: nn.Module = named[0](config) if named else library.AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # transformers raises whatever its many parts raise
+    except Exception as error:  # transformers may raise any error
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"model '{path}': transformers cannot build it: {lines[0]}; name {_WAYS}") from error
+        raise ConfigError(
+            f"model '{path}': transformers cannot build it: {lines[0]}; expected {_EXPECTED_MODEL}"
+        ) from error
     model.train()
     ids = "input_ids" if model.main_input_name == "input_ids" else None
     if ids is None:
-        return Source(str(path), model, _like(getattr(model, "dummy_inputs", {}), path))
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if tokens is not None and isinstance(most, int) and tokens > most:
+        return Source(str(path), model, _batch_maker(getattr(model, "dummy_inputs", {}), path))
+    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if tokens is not None and isinstance(max_positions, int) and tokens > max_positions:
         raise ConfigError(
-            f"--tokens: {tokens} are more than the {most} positions of the model (max_position_embeddings)"
+            f"--tokens: {tokens} are more than the {max_positions} positions of the model (max_position_embeddings)"
         )
-    length = tokens or min(most or 2048, 2048)
+    length = tokens or min(max_positions or 2048, 2048)
 
     def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
-        whole = torch.zeros(samples, length, dtype=torch.long, device=device)
-        return {"input_ids": whole, "labels": whole.clone()}
+        ids_of_samples = torch.zeros(samples, length, dtype=torch.long, device=device)
+        return {"input_ids": ids_of_samples, "labels": ids_of_samples.clone()}
 
     return Source(str(path), model, batch, length)
 
@@ -163,32 +166,32 @@ def _of_huggingface(path: Path, tokens: int | None) -> Source:
 # -------------------------------------------------------------------------------------------------------------- code
 
 
-def _of_code(text: str, tokens: int | None) -> Source:
-    place, _, name = text.rpartition(":")
+def _from_code(text: str, tokens: int | None) -> Source:
+    module_name, _, name = text.rpartition(":")
     if tokens is not None:
-        raise ConfigError(f"--tokens: the batch of '{text}' has the samples of its own; leave it out")
-    function = getattr(_module(place, text), name, None)
+        raise ConfigError(f"--tokens: the batch of '{text}' determines the tokens of a sample; leave the option out")
+    function = getattr(_module(module_name, text), name, None)
     if not callable(function):
-        raise ConfigError(f"model '{text}': '{place}' has no function '{name}'")
+        raise ConfigError(f"model '{text}': '{module_name}' has no function '{name}'")
     try:
         with torch.device("meta"):
             made = function()
     except Exception as error:
-        raise ConfigError(f"model '{text}': the function ended in {type(error).__name__}: {error}") from error
+        raise ConfigError(f"model '{text}': the function raised {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ConfigError(
-            f"model '{text}': expected (model, batch), a module and what its forward takes for one sample (a mapping, "
-            f"or a tuple of arguments; samples are the first dim); got {shown(type(made).__name__)}"
+            f"model '{text}': expected (model, batch): a module, and its forward's arguments for one sample (a mapping "
+            f"or a tuple; samples are the first dim); got {shown(type(made).__name__)}"
         )
     model, batch = made
     params = list(model.parameters())
     if not params:
         raise ConfigError(f"model '{text}': {type(model).__name__} has no parameters to train")
-    return Source(text, model.to("meta"), _like(batch, text))
+    return Source(text, model.to("meta"), _batch_maker(batch, text))
 
 
-def _module(place: str, text: str) -> Any:
-    path = Path(place)
+def _module(module_name: str, text: str) -> Any:
+    path = Path(module_name)
     try:
         if path.suffix == ".py":
             spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -199,28 +202,30 @@ def _module(place: str, text: str) -> Any:
             return module
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, here)
-        return importlib.import_module(place)
+        return importlib.import_module(module_name)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"model '{text}': '{place}' cannot be imported: {error}; name {_WAYS}") from error
+        raise ConfigError(
+            f"model '{text}': '{module_name}' cannot be imported: {error}; expected {_EXPECTED_MODEL}"
+        ) from error
 
 
-def _like(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
-    """Return a function that makes batches like this one with any number of samples, the first dim of its tensors."""
+def _batch_maker(batch: Batch, name: object) -> Callable[[int, torch.device | str], Batch]:
+    """Return a function that makes batches like ``batch`` with any number of samples, the first dim of its tensors."""
     values = dict(batch) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
     sizes = {len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1 or 0 in sizes:
         raise ConfigError(
-            f"model '{name}': the tensors of its batch have {sorted(sizes)} samples in their first dims; expected one "
-            "number, above 0"
+            f"model '{name}': expected tensors of the batch with the same number of samples, above 0, in their first "
+            f"dims; got {sorted(sizes)}"
         )
-    own = sizes.pop()
+    num_samples = sizes.pop()
 
-    def repeated(value: Any, samples: int, device: torch.device | str) -> Any:
+    def resized(value: Any, samples: int, device: torch.device | str) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        shape = (math.ceil(samples * len(value) / own), *value.shape[1:])
+        shape = (math.ceil(samples * len(value) / num_samples), *value.shape[1:])
         return torch.zeros(shape, dtype=value.dtype, device=device)
 
-    return lambda samples, device: tree_map(lambda value: repeated(value, samples, device), values)
+    return lambda samples, device: tree_map(lambda value: resized(value, samples, device), values)

@@ -1,4 +1,4 @@
-"""The part of a model that each pipeline rank holds, found on a model without weights by the code that cuts models."""
+"""The units and blocks of each pipeline rank, from the same cut as in training, on a model without weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +19,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The part of a model that one pipeline rank holds.
+    """The units and blocks of one pipeline rank.
 
     ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``places``: the number of
-    the block that each is in; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each of the rank's
-    stages.
+    the block around each of them; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each of the
+    rank's stages.
     """
 
     index: int
@@ -37,7 +37,7 @@ class Stage:
 class Cuts:
     """The cuts of a ``model`` into stages, by the number of stages.
 
-    ``names``: the blocks that stages begin with, if they are given (``parallel.cut``).
+    ``names``: names of the blocks at which stages begin; None: the cut is automatic (``parallel.cut``).
     """
 
     model: nn.Module
@@ -57,34 +57,34 @@ class Cuts:
 
 def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]) -> Stage:
     """Return the only stage of a model that is not cut."""
-    places = tuple(_places(specs, blocks))
+    places = tuple(_block_numbers(specs, blocks))
     return Stage(0, tuple(range(len(specs))), tuple(map(tuple, entries)), places, ((0, len(blocks)),))
 
 
 def stages_of(
     found: Cut, shape: Shape, specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]
 ) -> list[Stage]:
-    """Return what each rank of a pipeline holds.
+    """Return the stage of each rank of a pipeline.
 
     Args:
-        entries: those of each unit of ``specs``, in the order of its parameters.
-        blocks: those by which the model was traced.
+        entries: the entries of each unit of ``specs``, in the order of its parameters.
+        blocks: the names of the traced blocks.
 
     Raises:
-        ConfigError: the model was traced by other blocks than those that it is cut between.
+        ConfigError: the model is cut between other blocks than the traced ones.
     """
     if found.blocks != tuple(blocks):
         raise ConfigError(
-            f"pipeline {shape.ranks}: the model is cut between {', '.join(found.blocks)}, and was traced by "
-            f"{', '.join(blocks) or 'no blocks'}; see partita simulate, which knows all"
+            f"parallel.pipeline: {shape.ranks}: the model is cut between {', '.join(found.blocks)}, but was traced by "
+            f"{', '.join(blocks) or 'no blocks'}; use partita simulate, which covers all models"
         )
-    held: list[dict[int, list[Entry]]] = [{} for _ in range(shape.ranks)]
+    per_rank: list[dict[int, list[Entry]]] = [{} for _ in range(shape.ranks)]
     for number, (spec, of_unit) in enumerate(zip(specs, entries, strict=True)):
         for holding, entry in zip(spec.holdings, of_unit, strict=True):
             ranks = tuple(sorted({stage % shape.ranks for stage in found.stages[id(holding.param)]}))
             for rank in ranks:
-                held[rank].setdefault(number, []).append(entry if len(ranks) == 1 else _tied(entry, ranks))
-    places = list(_places(specs, blocks))
+                per_rank[rank].setdefault(number, []).append(entry if len(ranks) == 1 else _tied(entry, ranks))
+    places = list(_block_numbers(specs, blocks))
     return [
         Stage(
             rank,
@@ -93,7 +93,7 @@ def stages_of(
             tuple(places[number] for number in of_rank),
             tuple(_bounds(found, shape, rank)),
         )
-        for rank, of_rank in enumerate(held)
+        for rank, of_rank in enumerate(per_rank)
     ]
 
 
@@ -108,7 +108,7 @@ def _tied(entry: Entry, ranks: tuple[int, ...]) -> Entry:
     return replace(entry, copies=Copies(entry.copies.averaged, (part_of_pipeline(ranks), *entry.copies.summed)))
 
 
-def _places(specs: Sequence[UnitSpec], blocks: Sequence[str]) -> Iterator[int | None]:
+def _block_numbers(specs: Sequence[UnitSpec], blocks: Sequence[str]) -> Iterator[int | None]:
     at: Mapping[str, int] = {name: number for number, name in enumerate(blocks)}
     for spec in specs:
         yield next((at[name] for name in outwards(spec.name) if name in at), None)

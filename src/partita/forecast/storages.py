@@ -1,6 +1,6 @@
 """Storages that operators allocate and free.
 
-Their bytes are counted, with those that depend on parameters, and those that do not grow with the number of samples.
+Their bytes are counted: in total, without a dependence on parameters, and without growth with the number of samples.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from partita.forecast.peak import NOTHING, Size
 
 @dataclass(frozen=True)
 class Mark:
-    """The identity of a storage, different from that of a later one at the same address."""
+    """The identity of a storage, which differs from that of a later storage at the same address."""
 
     address: int
     number: int
@@ -41,8 +41,8 @@ class Storages:
 
     Args:
         params: storages of the parameters, which exist before.
-        samples: number of samples: one that divides no other size, or 1. A size that it does not divide is fixed: it is
-            the same for every number of samples.
+        samples: a number of samples that divides no other size, or 1. A size that it does not divide is fixed: it does
+            not depend on the number of samples.
     """
 
     def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
@@ -59,7 +59,7 @@ class Storages:
         return storage._cdata in self._alive
 
     def depends(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was computed with a parameter, or is one."""
+        """Return True if a tensor was computed from a parameter, or is one."""
         address = tensor.untyped_storage()._cdata
         return address in self._params or (address in self._alive and self._alive[address].depends)
 
@@ -68,17 +68,17 @@ class Storages:
         self._is_early = False
 
     def mark(self, tensor: Tensor) -> Mark | None:
-        """Return the mark of a tensor's storage; None if the storage existed before."""
+        """Return the identity of a tensor's storage; None if the storage existed before."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found.mark
 
     def is_there(self, mark: Mark) -> bool:
-        """Return whether the marked storage is still alive."""
+        """Return True if the storage is still alive."""
         found = self._alive.get(mark.address)
         return found is not None and found.mark == mark
 
     def size_of(self, mark: Mark) -> Size:
-        """Return the size of the marked storage."""
+        """Return the size of the storage."""
         return Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
 
     def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
@@ -88,7 +88,7 @@ class Storages:
         size = self.size_of(mark)
         self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, size)
         self._count(made, size)
-        weakref.finalize(storage, self._gone, mark)
+        weakref.finalize(storage, self._freed, mark)
 
     def watch(self, marks: Iterable[Mark | None]) -> None:
         """Watch these storages and no others: ``missed`` counts the bytes of those that are freed."""
@@ -100,9 +100,9 @@ class Storages:
             else:
                 self.missed += mark.num_bytes
 
-    def _gone(self, mark: Mark) -> None:
-        gone = self._alive.pop(mark.address)
-        self._count(gone, NOTHING - gone.size)
+    def _freed(self, mark: Mark) -> None:
+        freed = self._alive.pop(mark.address)
+        self._count(freed, NOTHING - freed.size)
         if mark in self._watched:
             self.missed += mark.num_bytes
 

@@ -1,4 +1,4 @@
-"""Measurement of the current machine: as many ranks as will train compute, copy and send at the same time."""
+"""Measurement of the current machine: all ranks compute, copy and send at the same time."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ from partita.memory.disk import scratch_folder
 from partita.planner.curve import Curve
 from partita.planner.machine import Machine
 
-# Ranks normally take a part of this time.
+# Ranks normally end long before.
 TIMEOUT_S = 240
 # Kinds that become rates of the machine instead of curves.
 _RATES = ("disk", "copy")
@@ -27,9 +27,9 @@ _RATES = ("disk", "copy")
 def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
     """Measure the current machine with ``ranks`` processes.
 
-    On a CPU they divide the cores among them; elsewhere each has a device. It takes about half a minute. The rates are
-    those that the ranks reach at the same time, so they hold for plans with as many ranks. The memory that is free now
-    counts as the memory of the machine.
+    On a CPU, the ranks divide the cores; otherwise each has a device. It takes about half a minute. All ranks run at
+    the same time, so the rates are valid for plans with the same number of ranks. The memory of the machine is the
+    memory that is free now.
 
     Raises:
         ConfigError: there are fewer devices, or cores, than ranks.
@@ -39,16 +39,16 @@ def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
     most = cores if accelerator.is_host(device) else accelerator.count()
     if not 1 <= ranks <= most:
         what = "cores" if accelerator.is_host(device) else "devices"
-        raise ConfigError(f"--gpus: {ranks} ranks cannot be measured here, where there are {most} {what}")
+        raise ConfigError(f"--gpus: expected 1 to {most} ranks, as this machine has {most} {what}; got {ranks}")
     dtype = "float32" if accelerator.is_host(device) else "bfloat16"
-    folder = str(scratch_folder(Offload()))
-    with tempfile.TemporaryDirectory(prefix="partita-") as meeting:
-        url = f"file://{meeting}/store" if ranks > 1 else ""
-        places = [
-            Place(rank, ranks, max(1, cores // ranks), _device(device, rank), dtype, url, folder)
+    disk_folder = str(scratch_folder(Offload()))
+    with tempfile.TemporaryDirectory(prefix="partita-") as store_folder:
+        url = f"file://{store_folder}/store" if ranks > 1 else ""
+        settings = [
+            Place(rank, ranks, max(1, cores // ranks), _device(device, rank), dtype, url, disk_folder)
             for rank in range(ranks)
         ]
-        found = _slowest(_measured(places, Path(meeting)))
+        found = _slowest(_measure(settings, Path(store_folder)))
     return _machine(name, device, ranks, found)
 
 
@@ -56,12 +56,12 @@ def _device(device: torch.device, rank: int) -> str:
     return device.type if accelerator.is_host(device) else f"{device.type}:{rank}"
 
 
-def _measured(places: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
-    """Run every rank in a process of its own, and return what each has measured."""
-    tasks = [json.dumps(asdict(place)) for place in places]
+def _measure(settings: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
+    """Run each rank in its own process, and return the points that each has measured."""
+    tasks = [json.dumps(asdict(place)) for place in settings]
     ended = run_ranks("partita.forecast.measured_rank", tasks, folder, TIMEOUT_S)
     if ended is None:
-        raise PartitaError(f"measuring this machine: no end within {TIMEOUT_S} s")
+        raise PartitaError(f"measuring this machine: ranks did not end within {TIMEOUT_S} s")
     for rank, each in enumerate(ended):
         if each.code:
             raise PartitaError(f"measuring this machine: rank {rank} failed:\n{each.log}")

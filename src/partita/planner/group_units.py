@@ -68,8 +68,8 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     """
     found, outer = list[nn.Module](), ""
     for name, module in model.named_modules():
-        inside = bool(outer) and _contains(outer, name)
-        if name and not inside and fnmatch.fnmatchcase(name, pattern):
+        is_inside = bool(outer) and _contains(outer, name)
+        if name and not is_inside and fnmatch.fnmatchcase(name, pattern):
             outer = name
             found.append(module)
         elif type(module).__name__ == pattern:

@@ -69,7 +69,7 @@ class Results:
             if found[key] != self.tuned_settings[key]:
                 raise ConfigError(
                     f"results '{self.path}': they are from another tuning: {what}: expected "
-                    f"{shown(self.tuned_settings[key])}, got {shown(found[key])}; name another file (--out FILE.jsonl), "
+                    f"{shown(self.tuned_settings[key])}, got {shown(found[key])}; name another file (--out FILE.jsonl) "
                     "or remove this one"
                 )
 

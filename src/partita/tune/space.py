@@ -193,8 +193,7 @@ class Space:
         """Return a candidate; None if its config is invalid, or if it is predicted not to fit."""
         config = self.config(choice, variant)
         try:
-            settings = Config.model_validate(config)
-            resolve(settings, self.num_ranks, self.kind, self.num_ranks)
+            resolve(Config.model_validate(config), self.num_ranks, self.kind, self.num_ranks)
             found = self._search(variant).forecast(choice) if forecast is None else forecast
         except ConfigError as error:
             self.refused = str(error)

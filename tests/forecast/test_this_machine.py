@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
-from partita.forecast import measured_rank, this_machine
 from partita.forecast.measured_rank import Place, Points, measure_rank
-from partita.forecast.this_machine import measure_machine
+from partita.forecast.this_machine import _machine, measure_machine
 from partita.memory import accelerator
 from partita.planner.machine import Machine
 from tests.forecast.test_images import Scale, jobs_of, sizes
@@ -25,7 +24,7 @@ COMPUTED = {"product", "attention", "attention_backward", "element", "function",
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Points]:
     for name, value in {"ROUND_S": 1e-4, "LONGEST_S": 1e-5, "MIN_CYCLE_BYTES": 2**16, "DISK_BYTES": 2**20}.items():
-        monkeypatch.setattr(measured_rank, name, value)
+        monkeypatch.setattr(f"partita.forecast.measured_rank.{name}", value)
     return measure_rank(Place(0, 1, 1, "cpu", "float32", "", str(tmp_path)))
 
 
@@ -48,10 +47,10 @@ def test_jobs_on_images_have_the_sizes_that_a_trace_counts(points: dict[str, Poi
 
 
 def test_a_plan_is_made_of_what_was_measured(points: dict[str, Points]) -> None:
-    machine = this_machine._machine("mine", accelerator.HOST, 1, points)
+    machine = _machine("mine", accelerator.HOST, 1, points)
     slow = {kind: [(size, 10 * seconds) for size, seconds in of_kind] for kind, of_kind in points.items()}
     times = []
-    for each in (machine, this_machine._machine("mine", accelerator.HOST, 1, slow)):
+    for each in (machine, _machine("mine", accelerator.HOST, 1, slow)):
         best = partita.plan(SMALL, gpu=each, samples=8).best
         assert best is not None
         assert best.time is not None
@@ -67,7 +66,7 @@ def test_ranks_that_are_not_there_are_refused() -> None:
 def test_the_commands(monkeypatch: pytest.MonkeyPatch, points: dict[str, Points], tmp_path: Path) -> None:
     def made(ranks: int, name: str = "this machine") -> Machine:
         assert ranks == 1
-        return this_machine._machine(name, accelerator.HOST, ranks, points)
+        return _machine(name, accelerator.HOST, ranks, points)
 
     monkeypatch.setattr("partita.cli.plan.measure_machine", made)
     monkeypatch.setattr("partita.cli.machine.measure_machine", made)

@@ -58,8 +58,9 @@ def test_a_stage_waits_for_others_in_proportion_to_its_work() -> None:
 def test_sums_are_completed_before_the_update() -> None:
     jobs = list[Job]()
     simulate_step(units(2, reduce=0.5, complete=0.25, update=0.5), 2, reduces_each=True, jobs=jobs)
-    of_first = [(job.what, job.stop_s - job.start_s) for job in jobs if job.unit == 0]
-    of_first = [job for job in of_first if job[0] in ("reduce", "update")]
+    of_first = [
+        (job.what, job.stop_s - job.start_s) for job in jobs if job.unit == 0 and job.what in ("reduce", "update")
+    ]
     assert of_first == [("reduce", 0.25), ("update", 0.5), ("reduce", 0.5), ("reduce", 0.5)]
 
 

@@ -185,7 +185,7 @@ class Asking(nn.Module):
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     asking = Subject(Asking, lambda samples: {"x": torch.ones(samples, 4)})
-    with pytest.raises(PartitaError, match="asks for the values of a tensor"):
+    with pytest.raises(PartitaError, match="reads the values of a tensor"):
         simulate(asking, {}, Cluster(4))
     with pytest.raises(ConfigError, match=r"zero.offload: auto .* name a tier"):
         simulate(subject(), {"zero": {"offload": {"optimizer": "auto"}}}, Cluster(4))

@@ -155,8 +155,8 @@ def _show_rank(rank: RankReport, console: Console) -> None:
     console.print("\nwhat it sends in a step, in this order:")
     calls = _table("times", "collective", "over", "for", right=("bytes",))
     for times, cycle in sequence(rank.collectives):
-        for place, call in enumerate(cycle):
-            calls.add_row(f"{times} x" if place == 0 else "", *_call(call), format_bytes(call.sent_bytes))
+        for number, call in enumerate(cycle):
+            calls.add_row(f"{times} x" if number == 0 else "", *_call(call), format_bytes(call.sent_bytes))
     console.print(calls)
 
 

@@ -34,9 +34,9 @@ def sent_otherwise(search: Search, found: Sequence[Forecast], *, compress: bool 
         variants += [
             each for each, variant_s in _with_communication(search, choice, INSIDE_NODES) if variant_s < step_s
         ]
-    for ways in as_codes() if compress else ():
+    for alternatives in as_codes() if compress else ():
         best_s = min((each.time.total_s for each in [*found, *variants] if each.time is not None), default=0.0)
-        quantized = [each for choice, _ in origins for each in _with_communication(search, choice, ways)]
+        quantized = [each for choice, _ in origins for each in _with_communication(search, choice, alternatives)]
         variants += [each for each, variant_s in quantized if variant_s < (1 - WORTH) * best_s]
     return variants
 
@@ -45,23 +45,24 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[Choice, float]]:
     """Yield (plan, seconds of a step) for plans that would be the best without waits for communication."""
     times = [(each.choice, each.time) for each in found if each.time is not None]
     best_s = min((time.total_s for _, time in times), default=0.0)
-    by_state_choice = dict[StateSettings, list[tuple[Choice, StepTime]]]()
+    by_states = dict[StateSettings, list[tuple[Choice, StepTime]]]()
     for choice, time in times:
         if choice.mesh.group_size(STATE_AXES) > 1 and time.compute_s < best_s:
-            by_state_choice.setdefault(choice.state_settings, []).append((choice, time))
-    for plans in by_state_choice.values():
+            by_states.setdefault(choice.state_settings, []).append((choice, time))
+    for plans in by_states.values():
         fastest = nsmallest(NUM_FASTEST, plans, lambda each: each[1].total_s)
         least_compute = nsmallest(NUM_FASTEST, plans, lambda each: each[1].compute_s)
         yield from {choice: time.total_s for choice, time in fastest + least_compute}.items()
 
 
-def _with_communication(search: Search, choice: Choice, ways: Iterable[Ways]) -> Iterator[tuple[Forecast, float]]:
+def _with_communication(
+    search: Search, choice: Choice, alternatives: Iterable[Ways]
+) -> Iterator[tuple[Forecast, float]]:
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
-    for alternatives in ways:
-        state_choices = (replace(choice.state_settings, sending=sending) for sending in alternatives)
+    for settings_to_try in alternatives:
+        all_states = (replace(choice.state_settings, sending=sending) for sending in settings_to_try)
         checked = (
-            _with_engine_mesh(search, replace(choice, state_settings=state_settings))
-            for state_settings in state_choices
+            _with_engine_mesh(search, replace(choice, state_settings=state_settings)) for state_settings in all_states
         )
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:

@@ -154,8 +154,7 @@ def _check_traceable(settings: Config) -> None:
         if is_set:
             raise ConfigError(
                 f"{key}: partita plan cannot predict this key; of offloaded inputs, only those of "
-                "activations.checkpoint: units or selective; leave the key out, or use partita simulate, which covers "
-                "all keys"
+                "activations.checkpoint: units or selective; leave the key out, or use partita simulate"
             )
 
 

@@ -140,14 +140,12 @@ class Search:
         ranks. Inputs of recomputed blocks are offloaded to the host if no plan fits with these on the device.
         """
         found = list[Forecast]()
-        state_choices_by_tier = restings(self.dtype, self.machine.one_memory)
-        for number, level in enumerate(state_choices_by_tier):
+        settings_by_tier = restings(self.dtype, self.machine.one_memory)
+        for number, level in enumerate(settings_by_tier):
             tried = [(level, ON_DEVICE)]
             if number > 0 and self._can_offload_inputs:
                 tried += (
-                    [(state_choices_by_tier[0], (ON_HOST,)), (level, (ON_HOST,))]
-                    if number == 1
-                    else [(level, (ON_HOST,))]
+                    [(settings_by_tier[0], (ON_HOST,)), (level, (ON_HOST,))] if number == 1 else [(level, (ON_HOST,))]
                 )
             for sizes in self._sequence_sizes:
                 new = [each for level, kept in tried for each in self._forecasts_of(level, kept, sizes)]

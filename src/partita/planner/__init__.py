@@ -1,1 +1,1 @@
-"""The planner: a model's units on paper, and the memory, time and traffic that they need, before anything runs."""
+"""The planner: a model's units, and the memory, time and traffic that they need, before anything is allocated."""

@@ -1,7 +1,7 @@
-"""The blueprint: the planned units of a model. It is computed from the model (on any device, including ``meta``), the
-settings, the mesh's shape and the available memory; nothing is allocated, changed or sent.
+"""The blueprint: the planned units of a model.
 
-The engine is built from it, and the estimates are computed from it.
+It is computed from the model (on any device, including ``meta``), the settings, the mesh's shape and the available
+memory. Nothing is allocated, changed or sent. The engine is built from it, and the estimates are computed from it.
 """
 
 from collections import Counter
@@ -55,7 +55,7 @@ class Blueprint:
 
     @property
     def groups(self) -> Needs:
-        """The axes of each process group that training communicates over, with the purposes of its messages."""
+        """The axes of each process group of the training, with the purposes of its messages."""
         rows = dict.fromkeys(segment.row for unit in self.units for segment in unit.segments)
         return united(row.groups(self.resolved.mesh) for row in [row_of(self.resolved), *rows])
 
@@ -66,7 +66,7 @@ class Blueprint:
 
     @cached_property
     def buckets(self) -> list[PlannedBucket]:
-        """The buckets of gradients that are reduced together, in the order in which they are reduced."""
+        """The buckets of gradients, in the order of their reduction."""
         return share_buckets(reduction_order(self.units))
 
 
@@ -76,8 +76,8 @@ def row_of(
     """Return the row of the table for the states of a segment.
 
     Args:
-        tiers: the memories in which the states are stored.
-        compute: the compute encoding, if it is not that of most parameters.
+        tiers: the tiers of the states.
+        compute: the compute encoding; None: that of most parameters.
         copies: the axes along which other ranks have copies of the parameters.
     """
     zero, precision = resolved.config.zero, resolved.config.precision
@@ -109,15 +109,15 @@ def make_blueprint(
     budget: MemoryBudget | None = None,
     shares: Shares = NO_SHARES,
 ) -> Blueprint:
-    """Group the model's parameters into units, lay every unit out, and choose the tiers of its states.
+    """Group the model's parameters into units, compute the layout of each unit, and choose the tiers of its states.
 
     Args:
-        budget: bytes that may be used of each memory, where the config leaves the tiers open; None: unlimited.
-        shares: this rank's shares of parameters that are split, or of which other ranks have copies.
+        budget: usable bytes of each memory, for tiers that are ``auto`` in the config; None: unlimited.
+        shares: this rank's shares of parameters that are split over ranks or copied on several ranks.
 
     Raises:
-        ConfigError: a parameter's kind is not supported, a pattern of the config matches nothing, or the states do not
-            fit into memory.
+        ConfigError: a kind of parameter is not supported, a pattern of the config matches no module, or the states do
+            not fit into memory.
     """
     zero = resolved.config.zero
     specs, entries = unit_entries(model, resolved, shares)
@@ -157,7 +157,7 @@ def plan_unit(
     """Return a unit with these segments; ``row`` returns the row of the table for each.
 
     Raises:
-        ConfigError: only some of its parameters are sharded, which cannot be unsharded together.
+        ConfigError: only some of its parameters are sharded: they cannot be unsharded in one operation.
     """
     segments = (PlannedSegment(layout, row(layout.encoding, layout.copies), mesh) for layout in layouts)
     unit = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))
@@ -172,8 +172,8 @@ def plan_unit(
     if odd is not None:
         names = [segment.layout.spans[0].fqn for segment in (unit.segments[0], odd)]
         raise ConfigError(
-            f"unit '{unit.name or 'root'}': only one of '{names[0]}' and '{names[1]}' is sharded, as they are held by "
-            "different ranks: name a module that contains one of them alone in zero.units"
+            f"unit '{unit.name or 'root'}': only one of '{names[0]}' and '{names[1]}' is sharded, since they are on "
+            "different ranks: name a module that contains only one of them in zero.units"
         )
     return unit
 
@@ -201,7 +201,7 @@ def _check(holdings: list[Holding], resolved: Resolved) -> None:
         if cast_unasked and holding.param.dtype == torch.float64:
             raise ConfigError(
                 f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
-                f"{resolved.compute_dtype}: call model.float() first, or ask for the cast by precision.compute: fp32"
+                f"{resolved.compute_dtype}: call model.float() first, or request the cast with precision.compute: fp32"
             )
     check_apart(holdings)
 
@@ -213,8 +213,8 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Sh
         share = shares.get(id(param)) or Share(Place(tuple(param.shape)), averaged=("tensor",))
         if share.place.shape != param.shape:
             raise ConfigError(
-                f"parameter '{holding.fqns[0]}' has the shape {tuple(param.shape)}, but its share is of one of shape "
-                f"{share.place.shape}: whoever applies an axis leaves parameters whole"
+                f"parameter '{holding.fqns[0]}' has the shape {tuple(param.shape)}, but its share is for shape "
+                f"{share.place.shape}: code that splits a parameter over an axis must keep its full shape"
             )
         copies = share.copies.on(resolved.mesh)
         trains, wider = param.requires_grad, param.is_floating_point() and param.itemsize > encoding.itemsize
@@ -223,7 +223,7 @@ def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Sh
 
 
 def compute_encoding(holding: Holding, resolved: Resolved, kept: FullPrecision) -> Encoding:
-    """Return the encoding in which a parameter is all-gathered and given to the model; ``kept``: what stays in fp32."""
+    """Return the encoding in which a parameter is all-gathered and used in forward; ``kept``: parameters in fp32."""
     if not holding.param.is_floating_point():
         return encoding_of(holding.param.dtype)
     return FP32 if id(holding.param) in kept.params else ENCODINGS[resolved.param_dtype]

@@ -1,4 +1,4 @@
-"""The memory budget of a rank: the bytes of each memory that its states and its working memory may use."""
+"""The memory budget of a rank: usable bytes of each memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from partita.plan.residence import Tier
 class MemoryBudget:
     """Bytes that a rank may use of each memory, for states and working memory.
 
-    ``one_memory``: the device is the host's own processor; states on either tier count towards ``device``.
+    ``one_memory``: the device is the CPU; states on the device and on the host both count towards ``device``.
     """
 
     device: int
@@ -20,17 +20,19 @@ class MemoryBudget:
     one_memory: bool = False
 
     def lacking(self, used: Counter[Tier]) -> list[Tier]:
-        """Return the memories of which ``used`` exceeds the budget."""
+        """Return the tiers in which ``used`` exceeds the budget."""
         if self.one_memory:
             used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})
         return [tier for tier in Tier if used[tier] > self.of(tier)]
 
     def of(self, tier: Tier) -> int:
+        """Return the usable bytes of a tier."""
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
 
     def shared(self, num_ranks: int) -> "MemoryBudget":
-        """Return the budget of one of ``num_ranks`` ranks on a node. They divide all memories evenly, except a device
-        that each rank has for itself.
+        """Return the budget of one of ``num_ranks`` ranks on a node.
+
+        Ranks divide all memories evenly, except that each rank has its own accelerator.
         """
         device = self.device // num_ranks if self.one_memory else self.device
         return MemoryBudget(device, self.host // num_ranks, self.disk // num_ranks, self.one_memory)

@@ -1,8 +1,8 @@
-"""Figures as a person reads them."""
+"""Numbers formatted for messages."""
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Decimal units, three digits: 812 MB, 1.57 GB."""
+    """Format bytes in decimal units with three digits: 812 MB, 1.57 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""The parts of a model that stay in fp32 while the rest computes in 16 bits."""
+"""The parameters and modules that stay in fp32 in 16-bit training."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ class FullPrecision:
     Attributes:
         params: parameters that are stored and sent in fp32.
         modules: modules that compute in fp32, with all their submodules.
-        batch_norms: batch norms of torch's own classes, whose kernels compute in fp32 whatever their input is.
+        batch_norms: batch norms of torch's own classes, whose kernels compute in fp32 for every input dtype.
     """
 
     params: frozenset[int]
@@ -32,12 +32,12 @@ class FullPrecision:
 
 
 def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
-    """Find the parts of a model that stay in fp32.
+    """Find the parameters and modules that stay in fp32.
 
     These are the modules that ``precision.keep_fp32`` names; batch norms; the modules that a transformers model lists
     in ``_keep_in_fp32_modules`` (fp16) and ``_keep_in_fp32_modules_strict`` (fp16 and bf16); and the fp32 parameters of
-    a model that is otherwise in 16 bits (a router). PEFT's adapters are not among them: PEFT creates them in fp32 for
-    the optimizer, which has fp32 master weights here.
+    a model whose other parameters are in 16 bits (a router). PEFT's adapters are excluded: PEFT creates them in fp32
+    for the optimizer, which has fp32 master weights here.
 
     Raises:
         ConfigError: a pattern of ``precision.keep_fp32`` matches no module.
@@ -62,8 +62,9 @@ def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
 
 
 def outermost(model: nn.Module, modules: frozenset[int]) -> list[nn.Module]:
-    """Return those of ``modules`` that are inside no other; in place of a ``ModuleList`` or ``ModuleDict``, which has
-    no forward, its children are searched.
+    """Return the outermost of ``modules``.
+
+    A ``ModuleList`` or ``ModuleDict`` has no forward, so its children are returned instead.
     """
 
     def search(module: nn.Module) -> Iterator[nn.Module]:
@@ -82,7 +83,7 @@ def _named(model: nn.Module, resolved: Resolved) -> Iterator[nn.Module]:
 
 
 def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iterator[Holding]:
-    """Yield the parameters whose names a transformers model lists as staying in fp32."""
+    """Yield the parameters that a transformers model lists to stay in fp32."""
     names = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if compute == "fp16":
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -95,7 +96,7 @@ def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iter
 
 def _left_in_fp32(model: nn.Module, holdings: Iterable[Holding]) -> Iterator[Holding]:
     """Yield the fp32 parameters, except adapters, of a model that also has parameters in 16 bits."""
-    with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also of what other stages hold
+    with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also for parameters of other stages
         if not any(holding.param.dtype in _HALF for holding in holdings):
             return
         adapters = {id(param) for param in _adapter_params(model)}

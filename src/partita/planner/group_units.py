@@ -16,7 +16,7 @@ from torch import nn
 from partita.errors import ConfigError
 from partita.planner.parameters import Holding, find_holdings, is_quantized
 
-# A layer outside the blocks is a unit of its own from this share of the largest block's bytes.
+# A layer outside the blocks with at least this share of the largest block's bytes is a separate unit.
 LEAF_SHARE = 0.5
 
 
@@ -42,10 +42,10 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     Raises:
         ConfigError: a given name or pattern matches no module.
     """
-    modules = _auto(model) if isinstance(choice, str) else _chosen(model, choice)
-    chosen = {id(model), *(id(module) for module in modules)}
-    units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in chosen}
-    at = {path: id(module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in chosen}
+    modules = _auto(model) if isinstance(choice, str) else _selected(model, choice)
+    selected = {id(model), *(id(module) for module in modules)}
+    units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in selected}
+    at = {path: id(module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in selected}
     for holding in find_holdings(model):
         around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in holding.fqns]
         shared = [unit for unit in around[0] if all(unit in others for others in around)]
@@ -61,15 +61,15 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
 def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     """Return the modules of class ``pattern``, and those whose full name matches it (``layers.*``, ``*.norm``).
 
-    A name match inside another one is left out: ``layers.*`` returns the layers, not their submodules.
+    A name match inside another match is not returned: ``layers.*`` returns the layers, not their submodules.
 
     Raises:
-        ConfigError: no module matches; ``key`` is the key of the config that the message names.
+        ConfigError: no module matches; the message names ``key``, the key of the config.
     """
     found, outer = list[nn.Module](), ""
     for name, module in model.named_modules():
-        inside = bool(outer) and _contains(outer, name)
-        if name and not inside and fnmatch.fnmatchcase(name, pattern):
+        is_inside = bool(outer) and _contains(outer, name)
+        if name and not is_inside and fnmatch.fnmatchcase(name, pattern):
             outer = name
             found.append(module)
         elif type(module).__name__ == pattern:
@@ -99,7 +99,7 @@ def _bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if not is_quantized(p))
 
 
-def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+def _selected(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
     for pattern in patterns:
         yield from modules_like(model, pattern, "zero.units")
 

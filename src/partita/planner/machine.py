@@ -1,4 +1,4 @@
-"""Machines on paper: the size of each memory, and how fast their GPUs compute, copy and send."""
+"""Descriptions of machines: the size of each memory, and the rates of computation, copies and messages."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,31 +15,32 @@ from partita.plan.mesh_shape import AXES, MeshShape, expand
 from partita.planner.budget import MemoryBudget
 from partita.planner.curve import Curve
 
-# What large matrix products, copies and messages reach of the rates on data sheets; what was measured reaches itself.
+# Share of the rates on data sheets that large matrix products, copies and messages reach. It is 1 for measured rates.
 REACHED = 0.6
-# Seconds until a message to a neighbour begins to arrive, and until a GPU's next operator runs.
+# Seconds of latency of a message to a neighbor, and of the launch of an operator on a GPU.
 LATENCY_S, LAUNCH_S = 10e-6, 5e-6
-# Kinds of jobs whose size is FLOPs. Libraries differ in how well they use a processor: convolutions are no products.
+# Kinds of jobs whose size is FLOPs. Convolutions are a separate kind: libraries run them at other rates than products.
 BY_FLOPS = ("product", "attention", "attention_backward", "convolution", "convolution_backward")
-# What stays free: on the GPU its context and what an allocator loses to rounding, on the host the operating system's.
+# Usable shares of the memories. The rest is for the GPU's context, fragmentation, and the operating system.
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.94, 0.9, 0.95
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node with ``gpus`` GPUs; a job may run on any number of such nodes. Sizes are in bytes, rates in bytes per
-    second of one direction.
+    """A node with ``gpus`` GPUs; a job may run on any number of such nodes.
+
+    Sizes are in bytes, rates in bytes per second in one direction.
 
     A GPU has ``memory``, ``tflops`` of 16-bit matrix products (``tflops_fp32``: of 32-bit ones), ``memory_rate`` of its
     memory, ``node_link`` to the node's other GPUs and ``host_link`` to its host. A node has ``host_memory``, ``disk``,
     ``network``, ``host_rate`` (of its memory) and ``disk_rate``. ``reached``: the share of all rates that training
-    reaches. ``one_memory``: the device is the host's own processor.
+    reaches. ``one_memory``: the device is the CPU.
 
     ``curves`` are the measurements of a machine: pairs of a kind of job and a :class:`~partita.planner.curve.Curve`.
     Sizes are FLOPs for the kinds in :data:`BY_FLOPS`; bytes read and written for an ``element`` operator, a
     ``function`` (an exponential, a norm, of each element), a ``batch_norm``, its backward, a ``pool`` and an
-    ``update``; bytes that a rank sends for a ``gather`` and a ``reduce``. Where there is a curve, it is used in place
-    of the rates above.
+    ``update``; bytes that a rank sends for a ``gather`` and a ``reduce``. A curve replaces the
+    rates above.
     """
 
     name: str
@@ -96,11 +97,10 @@ class Machine:
         return MemoryBudget(int(DEVICE_SHARE * self.memory), host, disk)
 
     def group_rate(self, axes: tuple[str, ...], mesh: MeshShape, num_gpus: int) -> float:
-        """Return the bytes per second that each rank of a group over ``axes`` can send, while all groups over them
-        send.
+        """Return the bytes per second that each rank of a group over ``axes`` can send if all such groups send.
 
-        Ranks are placed on nodes in the mesh's order, tensor innermost. In a ring over several nodes one rank of a
-        group sends from each node to the next; all groups that have ranks on a node share its network.
+        Ranks are placed on nodes in the mesh's order, tensor innermost. In a ring over several nodes, one rank of each
+        group sends from each node to the next. All groups with ranks on a node share its network.
         """
         on_node, members = self.gpus_on_node(num_gpus), set(expand(axes))
         span, inside, reach = 1, 1, 1
@@ -150,7 +150,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def plain_machine(machine: Machine) -> dict[str, dict[str, Any]]:
-    """Return all figures of a machine by its name: the content of a file of one machine."""
+    """Return the content of the file of a machine: all its values, by its name."""
     row = asdict(machine)
     name, row["from"] = row.pop("name"), row.pop("source")
     row["curves"] = {kind: [list(point) for point in curve.points] for kind, curve in machine.curves}
@@ -158,7 +158,7 @@ def plain_machine(machine: Machine) -> dict[str, dict[str, Any]]:
 
 
 def machine_of(plain: Mapping[str, Mapping[str, Any]]) -> Machine:
-    """Return the machine that :func:`plain_machine` was given."""
+    """Return the machine of a result of :func:`plain_machine`."""
     ((name, row),) = plain.items()
     return _machine(name, row)
 
@@ -176,11 +176,10 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def machine_named(name: str, **changed: float | None) -> Machine:
-    """Return one of :func:`machines`, or that of a file, with the given figures in place of its own: ``host_memory``,
-    ``disk``, ``network``, ...
+    """Return one of :func:`machines`, or that of a file, with some values changed: ``host_memory``, ``disk``, ...
 
     Raises:
-        ConfigError: there is no machine of that name, or a figure is out of range.
+        ConfigError: there is no machine of that name, or a value is out of range.
     """
     is_file = name.endswith((".yaml", ".yml"))
     found = read_machine(Path(name)) if is_file else machines().get(name.lower())

@@ -1,26 +1,27 @@
-"""Parameters that this rank does not hold because they belong to another pipeline stage."""
+"""Off-stage parameters: those of other pipeline stages, which this rank does not store."""
 
 import torch
 from torch import nn
 
 
 class Elsewhere(nn.Parameter):
-    """The class of a parameter that only other stages hold. It is in no unit and no optimizer of this rank.
+    """The class of a parameter that only other stages store. It is in no unit and no optimizer of this rank.
 
-    A parameter keeps its values when it is marked: when the engine is built, rank 0's values are sent to the ranks that
-    hold it. From then on it is on the ``meta`` device. Subclasses define what happens when it is computed with.
+    A parameter keeps its values when it gets this class: while the engine is built, rank 0 sends the values to the
+    ranks that store it. Afterwards it is on the ``meta`` device. Subclasses define its behavior in computations.
     """
 
 
 def is_elsewhere(param: torch.Tensor) -> bool:
+    """Return True if a parameter is stored only on other stages."""
     return isinstance(param, Elsewhere)
 
 
 def modules_here(model: nn.Module) -> set[str]:
-    """Return the names of the modules that this rank runs.
+    """Return the names of the modules that run on this rank.
 
-    This rank runs a module if it holds some of the module's parameters. A module without parameters runs where the
-    module around it runs.
+    A module runs on this rank if the rank stores some of its parameters. A module without parameters runs if its parent
+    module does.
     """
     here = set[str]()
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,6 +1,6 @@
-"""The collectives of a step, computed from the table: those of each segment and of each bucket, by phase.
+"""The collectives of a step for each segment and each bucket, computed from the state table.
 
-There is no other set of formulas: :mod:`~partita.planner.traffic` adds up the bytes, and predictions add up the time.
+These are the only formulas of traffic: :mod:`~partita.planner.traffic` adds up the bytes, predictions add up the time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class Operation:
         collective: its name in traffic reports.
         axes: the mesh axes of its process group.
         num_bytes: the bytes that the rank sends.
-        num_quantized: the number of elements that the rank quantizes for it, or dequantizes.
+        num_quantized: the number of elements that the rank quantizes or dequantizes for it.
     """
 
     collective: str
@@ -32,9 +32,9 @@ class Operation:
 
 
 def collectives(ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShape) -> Iterator[Operation]:
-    """Yield the collectives among ``ops`` on ``padded`` elements, which are stored as ``src`` at first.
+    """Yield the collectives among ``ops`` on ``padded`` elements that are initially stored as ``src``.
 
-    An all-reduce is a reduce-scatter, and an all-gather once the norm is known.
+    An all-reduce is a reduce-scatter, followed by an all-gather when the norm is known.
     """
     num_elements, encoding = src.num_elements(padded, mesh), src.encoding
     for op in in_phases(ops):
@@ -75,7 +75,7 @@ def reductions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
     """Yield the collectives that sum a bucket's gradients after a backward.
 
     Args:
-        phase: 0: in the warm-up; -1: in all later steps.
+        phase: 0: the warm-up; -1: all later steps.
     """
     sync = bucket.gradients.syncs[phase]
     yield from collectives(sync.sums, _gradients_before_sum(bucket.row), bucket.num_elements, bucket.mesh)
@@ -84,7 +84,7 @@ def reductions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
 
 
 def completions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
-    """Yield the collectives that a step needs on the sums: over copies, and gathers of what the optimizer reads.
+    """Yield the collectives on the sums at a step: sums over copies, and all-gathers of gradients for the optimizer.
 
     Args:
         phase: as for :func:`reductions`.
@@ -102,7 +102,7 @@ def publications(segment: PlannedSegment, phase: int = -1) -> Iterable[Operation
 
 
 def rounds(segment: PlannedSegment, *, is_warming_up: bool = False) -> Iterator[tuple[str, Operation]]:
-    """Yield (purpose, collective) for those at the end of a round, if replicas train separately."""
+    """Yield (purpose, collective) for the end of a round of replicas that train separately."""
     for transfer in segment.row.strategies.of_round(segment, is_warming_up=is_warming_up):
         for op in collectives(transfer.operations, transfer.source, segment.layout.padded, segment.mesh):
             yield transfer.purpose, op

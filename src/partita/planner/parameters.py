@@ -1,4 +1,4 @@
-"""The parameters of a model, each once, and the checks that they can be stored in flat buffers."""
+"""The distinct parameters of a model, and checks that they can be stored in flat buffers."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from partita.planner.off_stage import is_elsewhere
 
 @dataclass
 class Holding:
-    """One parameter: the object, every name it has, and every module (with the attribute) that holds it."""
+    """One parameter: the object, all its names, and all modules (with the attribute) that refer to it."""
 
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
@@ -21,48 +21,49 @@ class Holding:
 
 
 def find_holdings(model: nn.Module) -> list[Holding]:
-    """Return every parameter in units of this rank once, with its names and owners, in ``named_parameters``' order."""
+    """Return the distinct parameters in units of this rank, in the order of ``named_parameters``."""
     return [holding for holding in find_everywhere(model) if not is_elsewhere(holding.param)]
 
 
 def find_everywhere(model: nn.Module) -> list[Holding]:
-    """Return the parameters in units of any rank, including other stages', as :func:`find_holdings` does."""
+    """Return the distinct parameters in units of any rank, including other pipeline stages, in the same order."""
     return [holding for holding in _every_holding(model) if not is_quantized(holding.param)]
 
 
 def find_quantized(model: nn.Module) -> list[Holding]:
-    """Return the quantized parameters, which stay as they are outside units, in the same order."""
+    """Return the quantized parameters, which are in no unit, in the same order."""
     return [holding for holding in _every_holding(model) if is_quantized(holding.param)]
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Return whether a frozen parameter stores its values in a format of its class that cannot be split.
+    """Return True if a frozen parameter stores its values in a format of its own class, which cannot be split.
 
-    These are the parameters of bitsandbytes, which are bytes, and tensors that consist of several tensors (torchao).
+    Examples are the parameters of bitsandbytes, which are bytes, and tensors that consist of several tensors (torchao).
     """
     if param.requires_grad or nn.parameter.is_lazy(param) or is_elsewhere(param):
         return False
-    own_class = not type(param).__module__.startswith(("torch.", "partita."))  # as plain ones, and those at rest, have
+    # Plain parameters and sharded ones have classes of torch and partita.
+    own_class = not type(param).__module__.startswith(("torch.", "partita."))
     return own_class and (bool(inner_names(param)) or not param.is_floating_point())
 
 
 def inner_names(param: Tensor) -> list[str]:
-    """Return the attributes that hold the tensors which a tensor consists of; none for a plain tensor."""
+    """Return the attributes of the tensors that a tensor subclass consists of; none for a plain tensor."""
     flatten = getattr(param, "__tensor_flatten__", None)
     return [] if flatten is None else list(flatten()[0])
 
 
 def check_quantized(holdings: Sequence[Holding], device: torch.device) -> None:
-    """Check that quantized parameters are on the device that computes.
+    """Check that quantized parameters are on the compute device.
 
     Raises:
-        ConfigError: one is not; the message names the first.
+        ConfigError: a parameter is not; the message names the first one.
     """
     for holding in holdings:
         if holding.param.device != device:
             raise ConfigError(
                 f"parameter '{holding.fqns[0]}' is quantized ({type(holding.param).__name__}) and on "
-                f"'{holding.param.device}': quantized parameters stay where they are; load the model onto "
+                f"'{holding.param.device}': partita does not move quantized parameters; load the model onto "
                 f"'{device}' (from_pretrained(..., device_map={{'': '{device}'}})) before partita.initialize"
             )
 
@@ -84,7 +85,7 @@ def check_supported(holding: Holding) -> None:
     """Check that a parameter's memory can be a view of a flat buffer.
 
     Raises:
-        ConfigError: it cannot; the message names the parameter.
+        ConfigError: it cannot.
     """
     param, name = holding.param, holding.fqns[0]
     if nn.parameter.is_lazy(param):
@@ -93,36 +94,36 @@ def check_supported(holding: Holding) -> None:
     if not plain or type(param.data) is not Tensor:
         raise ConfigError(
             f"parameter '{name}' is a {type(param.data).__name__}: its memory cannot be split; "
-            "pass the model before it is distributed; of quantized parameters, freeze them (requires_grad_(False))"
+            "pass the model before it is distributed; freeze quantized parameters (requires_grad_(False))"
         )
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
     if param.is_complex() and param.requires_grad:
-        raise ConfigError(f"parameter '{name}' is complex; hold it as a real tensor of shape [..., 2] instead")
+        raise ConfigError(f"parameter '{name}' is complex; use a real tensor of shape [..., 2] instead")
 
 
 def check_apart(holdings: Sequence[Holding]) -> None:
-    """Check that no two parameters are separate objects over the same memory: each would be trained separately.
+    """Check that no two parameters share memory: each would be trained separately.
 
     Raises:
-        ConfigError: two are; the message names both.
+        ConfigError: two parameters share memory; the message names both.
     """
     by_storage = defaultdict[int, list[Holding]](list)
     for holding in holdings:
         if holding.param.numel():
             by_storage[holding.param.untyped_storage()._cdata].append(holding)
     for sharing in by_storage.values():
-        near = list[Holding]()  # that reach as far as the next begins
+        overlapping = list[Holding]()  # earlier parameters that end after the next one begins
         for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
-            near = [other for other in near if _reach(other.param).stop > _reach(holding.param).start]
-            for other in near:
+            overlapping = [other for other in overlapping if _reach(other.param).stop > _reach(holding.param).start]
+            for other in overlapping:
                 if _overlap(holding.param, other.param):
                     raise ConfigError(
                         f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
-                        "would be trained apart: tie them by assigning the Parameter itself (module.weight = "
+                        "would be trained separately: tie them by assigning the Parameter itself (module.weight = "
                         "other.weight), or give one its own memory (param.data = param.data.clone())"
                     )
-            near.append(holding)
+            overlapping.append(holding)
 
 
 def _reach(tensor: Tensor) -> range:
@@ -133,13 +134,14 @@ def _reach(tensor: Tensor) -> range:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors with overlapping ranges of memory share an element: strides may interleave. Tensors
-    with different element sizes are taken to do so.
+    """Return True if two tensors with overlapping ranges of memory share an element: strides may interleave.
+
+    Tensors with different element sizes are assumed to share one.
     """
     if one.element_size() != other.element_size():
         return True
     first = min(one.storage_offset(), other.storage_offset())
     num = max(_reach(one).stop, _reach(other).stop) // one.element_size() - first
-    taken = torch.zeros(num, dtype=torch.bool, device="cpu")
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+    is_used = torch.zeros(num, dtype=torch.bool, device="cpu")
+    is_used.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(is_used.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())

@@ -1,16 +1,16 @@
-"""The tiers of each unit's states: those that the config names, and for ``auto`` as much as fits in each memory.
+"""The tiers of each unit's states: those of the config, and for ``auto`` the fastest memories in which they fit.
 
-States get device memory in the order of the bytes that a step moves for each byte stored elsewhere. Parameters are read
-for forward and for backward of every micro-batch and written once; master weights and moments are read and written once
-at most (on the host they do not move at all: the update is computed there). So the parameters of all units come first,
-then the optimizer states of all units, together with their gradients.
+States get device memory in the order of the bytes that a step moves for each offloaded byte. Parameters are read for
+forward and for backward of every micro-batch and written once. Master weights and moments are read and written at most
+once; on the host they do not move at all, because the update is computed there. So the parameters of all units come
+first, then the optimizer states of all units, with their gradients.
 
-Among units, those that the model uses first come first: at the start of the next forward no computation hides the
-transfer of their states, while transfers for later units are hidden by the computation before them. The root unit
-contains all others and is in use throughout, so it is the very first.
+Units are in the order of the forward: at the start of the next forward no computation hides the transfer of the first
+units' states, while transfers for later units overlap with the computation of earlier ones. The root unit contains all
+other units and is in use throughout, so it is the first.
 
 Along this order tiers never get closer to the device. This leaves a gap at the end of a memory, but makes the placement
-monotone: more memory moves no state further away.
+monotone: additional memory never moves a state to a slower tier.
 """
 
 from collections import Counter
@@ -28,12 +28,12 @@ from partita.planner.memory import bytes_by_tier, model_state_bytes
 from partita.planner.working import most_working_bytes
 
 TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
-STATES = ("parameters", "optimizer")  # in the order in which they get the device
+STATES = ("parameters", "optimizer")  # in the order in which they get device memory
 SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimizer", "moments": "optimizer"}
 
 
 def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
-    """Return a unit's tiers: those that the config names, and those of ``auto`` where it leaves the choice."""
+    """Return a unit's tiers: those of the config, and those of ``auto`` for states that are ``auto`` in the config."""
     optimizer = TIERS.get(offload.optimizer, auto.optimizer)
     gradients = None
     if auto.gradients is not None:
@@ -42,15 +42,15 @@ def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
 
 
 def leaves_a_choice(offload: Offload) -> bool:
+    """Return True if the config has a tier that is ``auto``."""
     return "auto" in (offload.parameters, offload.optimizer)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The choice of tiers for a model's units.
+    """The choice of tiers for a model's units, with these ``names``.
 
-    ``planned(number, tiers)`` returns the unit of that number with its states in these tiers; ``names`` are the units'
-    names.
+    ``planned(number, tiers)`` returns the unit of that number with its states in these tiers.
     """
 
     names: Sequence[str]
@@ -72,29 +72,33 @@ class Placement:
         items = [(number, state) for state in wanted for number in order]
         every = range(len(items), -1, -1)
 
-        def fits(near: int, far: int, tier: Tier) -> bool:
-            states, working = self._needed(self._divided(items, near, far))
+        def fits(on_device: int, on_host_or_device: int, tier: Tier) -> bool:
+            states, working = self._needed(self._tiers_in_order(items, on_device, on_host_or_device))
             return tier not in budget.lacking(states + working)
 
-        # What the device holds does not depend on how the rest is divided, and the host and the disk need the less the
-        # more is nearer: so each prefix is found by itself.
-        near = next((num for num in every if fits(num, num, Tier.DEVICE)), 0)
-        far = near
+        # The bytes on the device do not depend on the tiers of the other states, and the host and the disk need less
+        # when faster tiers store more. So each prefix can be found separately.
+        on_device = next((num for num in every if fits(num, num, Tier.DEVICE)), 0)
+        on_host_or_device = on_device
         if not budget.one_memory:
-            far = next((num for num in every[: len(items) - near] if fits(near, num, Tier.HOST)), near)
-        tiers = self._divided(items, near, far)
+            on_host_or_device = next(
+                (num for num in every[: len(items) - on_device] if fits(on_device, num, Tier.HOST)), on_device
+            )
+        tiers = self._tiers_in_order(items, on_device, on_host_or_device)
         states, working = self._needed(tiers)
         if lacking := budget.lacking(states + working):
             raise _too_large(states, working, budget, lacking)
         return tiers
 
-    def _divided(self, items: Sequence[tuple[int, str]], near: int, far: int) -> list[Tiers]:
-        """Return each unit's tiers: the first ``near`` items are on the device, those before ``far`` on the host,
-        others on disk.
+    def _tiers_in_order(self, items: Sequence[tuple[int, str]], on_device: int, on_host_or_device: int) -> list[Tiers]:
+        """Return each unit's tiers.
+
+        The first ``on_device`` items are on the device, the next ones up to ``on_host_or_device`` on the host, the
+        remaining ones on disk.
         """
         chosen = [Tiers() for _ in self.names]
         for place, (number, state) in enumerate(items):
-            tier = Tier.DEVICE if place < near else Tier.HOST if place < far else Tier.DISK
+            tier = Tier.DEVICE if place < on_device else Tier.HOST if place < on_host_or_device else Tier.DISK
             chosen[number] = replace(chosen[number], **{state: tier})
         return [chosen_tiers(self.offload, tiers) for tiers in chosen]
 
@@ -135,7 +139,7 @@ def _too_large(
 
 
 def describe_placement(held: Mapping[tuple[str, str], int]) -> str:
-    """Describe in one line where a rank's states are stored, from the bytes that :func:`model_state_bytes` returns."""
+    """Describe in one line the tiers of a rank's states, from the bytes that :func:`model_state_bytes` returns."""
     sums = Counter[tuple[str, str]]()
     for (state, tier), num_bytes in held.items():
         sums[SHOWN[state], tier] += num_bytes

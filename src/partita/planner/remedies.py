@@ -1,6 +1,6 @@
-"""Changes to the config that free memory, ranked by the bytes that each frees per rank.
+"""Changes to the config that free memory, ranked by the freed bytes per rank.
 
-States are computed from the table before and after a change, together with the working memory of each.
+States and working memory are computed from the state table before and after each change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,17 +31,19 @@ class Remedy:
         return f"{self.change} (frees about {format_bytes(self.num_bytes)})"
 
 
-def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_bytes: int, most: int = 3) -> list[Remedy]:
+def find_remedies(
+    blueprint: Blueprint, exhausted: AbstractSet[Tier], activation_bytes: int, most: int = 3
+) -> list[Remedy]:
     """Return the best change of each kind, ranked by the bytes that it frees.
 
     Args:
-        short: the memories that ran out (on a CPU the device and the host are one).
-        activation_bytes: bytes that the forward kept for backward, as far as they are known.
+        exhausted: the tiers that ran out of memory (on a CPU, the device and the host are one memory).
+        activation_bytes: known bytes that the forward saved for backward.
     """
-    before = _held(blueprint.units, blueprint, short)
+    before = _needed_bytes(blueprint.units, blueprint, exhausted)
     best = list[Remedy]()
-    for kind in _kinds(blueprint, short):
-        freed = [Remedy(change, before - _held(units, blueprint, short)) for change, units in kind]
+    for kind in _changes_by_kind(blueprint, exhausted):
+        freed = [Remedy(change, before - _needed_bytes(units, blueprint, exhausted)) for change, units in kind]
         best += [max(freed, key=lambda remedy: remedy.num_bytes)] if freed else []
     best.append(Remedy(_smaller_batches(blueprint.config), activation_bytes // 2))
     useful = [remedy for remedy in best if remedy.num_bytes > 0]
@@ -49,16 +51,19 @@ def find_remedies(blueprint: Blueprint, short: AbstractSet[Tier], activation_byt
 
 
 def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -> list[str]:
-    """Return the changes of stage and tiers with which states and working memory fit, the smallest changes first. On
-    one rank all stages are the same, so none is suggested.
+    """Return the changes of stage and tiers with which states and working memory fit, the smallest changes first.
+
+    On one rank all stages are the same, so no stage is suggested.
     """
     name, offload = blueprint.units[0].row.name, blueprint.config.zero.offload
     splits = any(segment.mesh.num_ranks > 1 for unit in blueprint.units for segment in unit.segments)
     stages = [("", name), *((f"zero.stage: {stage}", further) for stage, further in further_stages(name) if splits)]
-    away = [tier.value for tier in (Tier.HOST, Tier.DISK) if not (budget.one_memory and tier is Tier.HOST)]
+    offload_tiers = [tier.value for tier in (Tier.HOST, Tier.DISK) if not (budget.one_memory and tier is Tier.HOST)]
     tiers: list[dict[str, str]] = [{}]
-    tiers += [{"optimizer": tier} for tier in away] + [{"optimizer": tier, "parameters": tier} for tier in away]
-    found = list[tuple[int, int, str]]()  # changes in all, and of tiers, which cost more than stages
+    tiers += [{"optimizer": tier} for tier in offload_tiers] + [
+        {"optimizer": tier, "parameters": tier} for tier in offload_tiers
+    ]
+    found = list[tuple[int, int, str]]()  # number of changes, and of changed tiers, which cost more than stages
     for change, further in stages:
         for states in tiers:
             units = changed_units(blueprint.units, further, offload.model_copy(update=states))
@@ -71,11 +76,10 @@ def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -
 
 
 def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
-    """Return a line that names a lower stage which sends fewer bytes in a step and needs less than half of the
-    ``budget``; the other half is for activations.
+    """Return a line that suggests a lower stage with less traffic.
 
-    None if there is no such stage, or if the choice depends on more than the stage: states off the device, compressed
-    communication, replicas that train separately.
+    The stage must need less than half of the ``budget``; the other half is for activations. Return None if there is no
+    such stage, or if offload, compressed communication or local steps are configured.
     """
     segments = [segment for unit in blueprint.units for segment in unit.segments]
     row, shape = blueprint.units[0].row, StepShape(blueprint.resolved.batch.accumulate)
@@ -106,16 +110,18 @@ def _sent(units: Sequence[PlannedUnit], shape: StepShape) -> int:
     return sum(count.sent_bytes for key, count in report.rows.items() if key.purpose != "control")
 
 
-def _held(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
+def _needed_bytes(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
     states = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
     working = blueprint.working_bytes(units)
     return sum((states + working)[tier] for tier in tiers)
 
 
-def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tuple[str, list[PlannedUnit]]]]:
-    """Yield the changes of each kind, as (text for the config, the changed units); of equals the cheaper is first.
+def _changes_by_kind(
+    blueprint: Blueprint, exhausted: AbstractSet[Tier]
+) -> Iterator[list[tuple[str, list[PlannedUnit]]]]:
+    """Yield the changes of each kind as (text for the config, changed units). Of equal changes, the cheaper is first.
 
-    Gradients that are stored with the optimizer states have no setting of their own.
+    Gradients that are stored with the optimizer states have no separate setting.
     """
     offload, name = blueprint.config.zero.offload, blueprint.units[0].row.name
     yield [
@@ -124,7 +130,7 @@ def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tupl
     ]
     states = ["optimizer", "parameters"] + ["gradients"] * (offload.gradients != "auto")
     for state in states:
-        tiers = [tier.value for tier in (Tier.HOST, Tier.DISK) if tier not in short]
+        tiers = [tier.value for tier in (Tier.HOST, Tier.DISK) if tier not in exhausted]
         changed = [(tier, offload.model_copy(update={state: tier})) for tier in tiers]
         yield [
             (f"zero.offload.{state}: {tier}", changed_units(blueprint.units, name, other)) for tier, other in changed
@@ -132,7 +138,7 @@ def _kinds(blueprint: Blueprint, short: AbstractSet[Tier]) -> Iterator[list[tupl
 
 
 def changed_units(units: Sequence[PlannedUnit], name: str, offload: Offload) -> list[PlannedUnit]:
-    """Return the units under the preset called ``name``, with the tiers of ``offload`` where it names them."""
+    """Return the units under the preset ``name``, with the tiers of ``offload`` that are not ``auto``."""
     changed = []
     for unit in units:
         segments = [

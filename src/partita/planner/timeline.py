@@ -1,8 +1,8 @@
-"""The predicted timeline of a training step on one rank: the jobs that overlap, and the waits of the device.
+"""The predicted timeline of a training step on one rank: overlapping jobs, and the waits of the device.
 
-Everything that does one job after the other is a resource with a clock: the device, the links to other ranks and to the
-host, the host's cores, the disk. The updates of a step are made in the order of the next forward, which waits for each
-unit's; in the long run a step takes as long as that forward, all other forwards and backwards, and the last reduction.
+A resource runs one job at a time: the device, the links to other ranks and to the host, the host's cores, the disk. The
+updates of a step run in the order of the next forward, which waits for the update of each unit. On average, a step
+takes as long as that forward, all other forwards and backwards, and the last reduction.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEVICE, RANKS, HOST_LINK, HOST, DISK = "device", "ranks", "host link", "host", "disk"
-# Micro-batches that are followed one by one: the first, one like all others, the last.
-FOLLOWED = 3
+# Number of micro-batches that are simulated: the first, one that represents all in the middle, and the last.
+SIMULATED_MICROS = 3
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,23 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: in total (``total_s``), of computation on the device, and of its waits by resource."""
+    """Seconds of a step: in total, of computation on the device, and of the device's waits by resource."""
 
     total_s: float
     compute_s: float
     waits_s: dict[str, float]
 
     def in_pipeline(self, waiting_per_work: float) -> "StepTime":
-        """Return the time of a stage that waits for other stages, by the waiting time relative to its own work."""
+        """Return the time of a pipeline stage, given its waits for other stages relative to its own time."""
         bubble = self.total_s * waiting_per_work
         return StepTime(self.total_s + bubble, self.compute_s, {**self.waits_s, "pipeline": bubble})
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job in the timeline: ``what`` a resource does for the ``unit`` of that number. Seconds count from the step's
-    start.
+    """A job in the timeline: ``what`` a resource does for the unit of number ``unit``.
+
+    Seconds count from the step's start.
     """
 
     what: str
@@ -82,7 +83,7 @@ class Job:
 
 
 class _Clocks:
-    """The time at which each resource is free, and the waits of the device. ``jobs``, if given, receives every job."""
+    """The time at which each resource becomes free, and the waits of the device. Every job is added to ``jobs``."""
 
     def __init__(self, ranks: str = RANKS, jobs: list[Job] | None = None) -> None:
         self.ranks = ranks
@@ -92,7 +93,7 @@ class _Clocks:
         self.busy = 0.0
 
     def run(self, job: tuple[str, int], resource: str, seconds: float, after: float = 0.0) -> float:
-        """Run a job (what, for which unit) on a resource, starting at ``after`` at the earliest; return its end."""
+        """Run a job (what, number of the unit) on a resource, not before the time ``after``; return its end."""
         if not seconds:
             return after
         start = max(self.free[resource], after)
@@ -105,11 +106,11 @@ class _Clocks:
             self._jobs.append(Job(*job, resource, start, stop))
 
     def compute(self, job: tuple[str, int], seconds: float, needed: Sequence[tuple[str, float]]) -> float:
-        """Run a job on the device once all inputs in ``needed``, (resource, arrival), are there; return its end."""
-        who, when = max(needed, key=lambda each: each[1], default=(DEVICE, 0.0))
+        """Run a job on the device when all inputs in ``needed``, (resource, arrival), are complete; return its end."""
+        resource_name, when = max(needed, key=lambda each: each[1], default=(DEVICE, 0.0))
         if when > self.free[DEVICE]:
-            self.waits[who] += when - self.free[DEVICE]
-            self._note((f"wait for {who}", job[1]), DEVICE, self.free[DEVICE], when)
+            self.waits[resource_name] += when - self.free[DEVICE]
+            self._note((f"wait for {resource_name}", job[1]), DEVICE, self.free[DEVICE], when)
             self.free[DEVICE] = when
         self._note(job, DEVICE, self.free[DEVICE], self.free[DEVICE] + seconds)
         self.free[DEVICE] += seconds
@@ -128,36 +129,37 @@ def simulate_step(
     """Simulate a step of ``num_micros`` micro-batches through the units, in their order.
 
     Args:
-        reduces_each: gradients are reduced after each micro-batch; otherwise after the last.
+        reduces_each: gradients are reduced after each micro-batch instead of after the last one.
         ranks: the resource that sends and receives.
-        jobs: receives the jobs of the micro-batches that are simulated one by one.
+        jobs: the jobs of the simulated micro-batches are appended to it.
     """
     clocks = _Clocks(ranks, jobs)
     updated = [_update(clocks, number, unit) for number, unit in enumerate(units)]
-    followed = min(num_micros, FOLLOWED)
+    num_simulated = min(num_micros, SIMULATED_MICROS)
     ends, end = list[dict[str, float]](), 0.0
-    for micro in range(followed):
-        is_last = micro == followed - 1
+    for micro in range(num_simulated):
+        is_last = micro == num_simulated - 1
         _pass(clocks, units, updated if micro == 0 else None, backward=False)
         end = _pass(clocks, units, None, backward=True, reduces=reduces_each or is_last)
         ends.append(dict(clocks.free))
     total = max(end, clocks.free[DEVICE])
     if total > clocks.free[DEVICE]:
         clocks.waits[RANKS] += total - clocks.free[DEVICE]
-    more = num_micros - followed
+    more = num_micros - num_simulated
     if more:
-        middle = max(ends[1][who] - ends[0].get(who, 0.0) for who in ends[1])  # of whoever is the slowest
+        # One micro-batch takes as long as its slowest resource.
+        middle = max(ends[1][resource_name] - ends[0].get(resource_name, 0.0) for resource_name in ends[1])
         busy = sum(unit.forward + unit.backward for unit in units)
         total += more * middle
         clocks.busy += more * busy
         waited = sum(clocks.waits.values())
-        for who in clocks.waits if waited else ():
-            clocks.waits[who] *= 1 + more * max(0.0, middle - busy) / waited
+        for resource_name in clocks.waits if waited else ():
+            clocks.waits[resource_name] *= 1 + more * max(0.0, middle - busy) / waited
     return StepTime(total, clocks.busy, dict(clocks.waits))
 
 
 def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
-    """Run the jobs of a unit's update; return the resource of the last one, and its end."""
+    """Run the jobs of a unit's update; return the resource and the end of the last one."""
     jobs = (
         ("reduce", clocks.ranks, unit.complete),
         ("update", unit.updated_by, unit.update),
@@ -165,11 +167,11 @@ def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
         ("copy", HOST_LINK, unit.bring),
         ("publish", clocks.ranks, unit.publish),
     )
-    who, end = unit.updated_by, 0.0
+    resource_name, end = unit.updated_by, 0.0
     for what, resource, seconds in jobs:
         if seconds:
-            who, end = resource, clocks.run((what, number), resource, seconds, end)
-    return who, end
+            resource_name, end = resource, clocks.run((what, number), resource, seconds, end)
+    return resource_name, end
 
 
 def _pass(
@@ -180,8 +182,9 @@ def _pass(
     backward: bool,
     reduces: bool = False,
 ) -> float:
-    """Run one forward or backward; return the time at which the last gradient is stored. Transfers for a unit start at
-    the earliest with the computation of the unit before it.
+    """Run one forward or backward; return the time at which the last gradient is stored.
+
+    Transfers for a unit start with the computation of the previous unit, or later.
     """
     order = range(len(units) - 1, -1, -1) if backward else range(len(units))
     begun, end = [clocks.free[DEVICE]] * 2, 0.0

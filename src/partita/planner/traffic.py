@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step, computed from the table: what the traffic report will count.
+"""Predicted traffic report: the bytes that a rank sends in a step, computed from the state table.
 
 With P the padded bytes of the parameters on N ranks, data parallelism sends 2P (N-1)/N per rank and step, and so do
 stages 1 and 2; stage 3 sends 3P (N-1)/N, or 2P (N-1)/N where parameters stay unsharded between forward and backward
@@ -24,9 +24,9 @@ from partita.planner.operations import (
     unshards_for_backward,
 )
 
-# Bytes of a number in a control message: a count of gathers or of waves, a share of the norm, a loss.
+# Bytes of a number in a control message: a count of all-gathers or of reduce passes, a part of the norm, a loss.
 WORD_BYTES = 8
-# Of the loss that the last stage tells the others.
+# Bytes of the loss that the last pipeline stage sends to the other stages.
 LOSS_BYTES = 4
 
 
@@ -36,14 +36,14 @@ class StepShape:
 
     Attributes:
         accumulate: micro-batches, each a forward and a backward of every unit.
-        num_reduced: the number of backwards after which sharded gradients are reduced (if 0, they are reduced at the
-            step); None: all of them, as without ``no_sync``.
-        returns_loss: the mean loss over the ranks is computed, as ``train_batch`` does; the ranks then also exchange
-            the numbers of micro-batches that they have drawn.
-        announced: a unit's number is exchanged with each all-gather, as on accelerators.
-        ends_round: replicas that train separately average their weights.
+        num_reduced: the number of backwards after which sharded gradients are reduced (0: only at the step); None: all
+            backwards, as without ``no_sync``.
+        returns_loss: the mean loss over the ranks is computed, as in ``train_batch``; the ranks then also exchange
+            the number of micro-batches that each has read.
+        announced: the number of the unit is exchanged with each all-gather, as on accelerators.
+        ends_round: replicas that train separately average their weights in this step.
         is_warming_up: the step belongs to the warm-up.
-        chunks: stages of a pipeline that a rank has; each runs its own forwards and backwards.
+        chunks: pipeline stages per rank; each runs its own forwards and backwards.
     """
 
     accumulate: int = 1
@@ -61,17 +61,17 @@ class StepShape:
 
 
 def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
-    """Return the traffic of a rank in a step in which every trained parameter gets a gradient. It is equal on all
-    ranks.
+    """Return the traffic of a rank in a step in which every trained parameter gets a gradient.
 
-    Buffers that the forward changes (running statistics) are not included: they are not part of the plan.
+    It is equal on all ranks. Buffers that the forward changes (running statistics) are not in the plan, and not
+    included.
     """
     phase = 0 if shape.is_warming_up else -1
-    sent = _Sent(units[0].segments[0].mesh)
-    around = {"", *(name for unit in units for name in unit.inside)}  # whose forward all chunks run
+    sent = _TrafficCounter(units[0].segments[0].mesh)
+    enclosing = {"", *(name for unit in units for name in unit.inside)}  # units whose forward runs in all chunks
     for unit in units:
         if not unit.always_unsharded:
-            sent.gathers(unit, shape, shape.chunks if unit.name in around else 1)
+            sent.gathers(unit, shape, shape.chunks if unit.name in enclosing else 1)
     segments = reduction_order(units)
     buckets = share_buckets(segments)
     num_reduced = shape.num_backwards if shape.num_reduced is None else max(1, shape.num_reduced)
@@ -89,21 +89,21 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for segment in segments:
         copied[segment.row.copies.axes] += len(segment.layout.spans)
     for axes, num in copied.items():
-        sent.messages(axes, num)  # what was used by those that have copies
-    # Waves, what was written, the gradients' scale; what was used, and what is left to reduce.
+        sent.messages(axes, num)  # used parameters, over the copies
+    # Number of reduce passes, written gradients, the gradients' scale; used parameters, and unreduced buckets.
     summed_axes = units[0].row.mean_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
     if all(segment.row.gradients_rest for segment in segments):
-        sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, whether something was written
+        sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, a flag of written gradients
     if shape.returns_loss:
-        sent.messages(AXES, WORD_BYTES)  # what was drawn
+        sent.messages(AXES, WORD_BYTES)  # the number of micro-batches
         sent.messages(PIPELINE_AXES, LOSS_BYTES)
         sent.messages(BATCH_AXES, WORD_BYTES)  # the loss
     return sent.meter.report()
 
 
-class _Sent:
-    """Adds up what a rank sends."""
+class _TrafficCounter:
+    """Counter of the bytes that a rank sends."""
 
     def __init__(self, mesh: MeshShape) -> None:
         self.meter = TrafficMeter()
@@ -115,13 +115,16 @@ class _Sent:
         if shape.announced:
             self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
-            num_near = num_gathers - 1 if segment.has_secondary else 0  # the second part lasts from forward to the step
-            self.count(unshards(segment), "parameters", num_gathers - num_near)
-            self.count(unshards_for_backward(segment), "parameters", num_near)
+            # The secondary shard is stored from forward to the step.
+            num_secondary = num_gathers - 1 if segment.has_secondary else 0
+            self.count(unshards(segment), "parameters", num_gathers - num_secondary)
+            self.count(unshards_for_backward(segment), "parameters", num_secondary)
 
     def reductions(self, bucket: PlannedBucket, num_reduced: int, phase: int) -> None:
-        """Add the reductions of one bucket: after a micro-batch, if gradients are stored in parts until the step, else
-        at the step. For gradients that are not stored, norms and the flags of used parameters are summed there, too.
+        """Add the reductions of one bucket.
+
+        They run after each micro-batch if gradients are stored in shards until the step; if not, at the step. For
+        gradients that are not stored, norms and flags of used parameters are also summed.
         """
         row = bucket.row
         calls = 1 if self._mesh.active(row.grad_between.partial_axes) else num_reduced
@@ -133,7 +136,7 @@ class _Sent:
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 
     def messages(self, axes: tuple[str, ...], num_bytes: int, calls: int = 1) -> None:
-        """Add messages of ``num_bytes`` that every rank of a group sends to every other."""
+        """Add messages of ``num_bytes`` that each rank of a group sends to all other ranks."""
         if named := self._mesh.named(axes):
             num = self._mesh.group_size(named)
             self.meter.add(TrafficKey("all_gather", named, "control"), calls * (num - 1) * num_bytes, calls)

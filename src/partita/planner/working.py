@@ -1,6 +1,6 @@
-"""Working memory: an upper bound of the bytes for slots, staging and transfers that a rank needs besides its states.
+"""Working memory: an upper bound of the bytes for slots, staging and transfers that a rank needs in addition to states.
 
-Activations that autograd keeps for backward are not included.
+Activations that autograd saves for backward are not included.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ from partita.plan.slots import (
     unshard_scratch_bytes,
 )
 
-# Tensors of one kind that are on their way between disk and host at a time: of a unit that is updated, of the one that
-# is read ahead, and of one whose last request is still under way.
-STAGED = 3
-# Gradients are only read by the update, and given back with it.
-STAGED_GRADIENTS = 2
+# Number of tensors of one kind that move between disk and host at a time: of the unit that is updated, of the one that
+# is prefetched, and of one that is being written.
+STAGING_SLOTS = 3
+# The update only reads gradients, and frees them.
+GRADIENT_STAGING_SLOTS = 2
 
 
 def working_bytes(
@@ -34,45 +34,46 @@ def working_bytes(
 
     Args:
         prefetch: ``zero.prefetch_bytes``.
-        on_host: the host's processors compute.
+        on_host: training computes on the CPU.
     """
     pools = bucket_pools(share_buckets(reduction_order(units)), in_pieces=on_host)
-    passing = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
-    passing[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
-    return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
+    buffers = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
+    buffers[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
+    return buffers + _other_buffers(units, prefetch, num_moments, on_host=on_host)
 
 
 def most_working_bytes(
     units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
 ) -> Counter[Tier]:
-    """Return an upper bound of :func:`working_bytes` that does not depend on which small gradients share a bucket:
-    moving a unit to another tier does not change the share of the other units.
+    """Return an upper bound of :func:`working_bytes` that does not depend on the buckets of small gradients.
+
+    So a change of one unit's tier does not change the bytes of the other units.
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
-    passing = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
+    buffers = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
     sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.pass_through]
     received = [PlannedBucket((segment,)).scratch_bytes(in_pieces=on_host) for segment in trained]
-    passing[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
-    return passing + _beside_gradients(units, prefetch, num_moments, on_host=on_host)
+    buffers[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
+    return buffers + _other_buffers(units, prefetch, num_moments, on_host=on_host)
 
 
-def _beside_gradients(
+def _other_buffers(
     units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
 ) -> Counter[Tier]:
     """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + unshard_scratch_bytes(units)
-    device += _held_bytes(trained) + (0 if on_host else _publish_bytes(trained))
+    device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained))
     return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units)})
 
 
-def _held_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """Return the device memory that a reduction needs for states of its sync that are stored in another tier."""
+def _sync_bytes(trained: Sequence[PlannedSegment]) -> int:
+    """Return the device memory that a reduction needs for offloaded states of its gradient sync."""
     return max((segment.gradients.sync.working_bytes(segment.gradients) for segment in trained), default=0)
 
 
 def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the bytes of the largest unit's gradients as autograd leaves them, without those that stay there."""
+    """Return the bytes of the largest unit's gradients in ``param.grad``, without those that stay there."""
     moved = (
         sum(
             segment.layout.padded * segment.row.grad_arrival.encoding.itemsize
@@ -86,16 +87,18 @@ def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
 
 def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
     """Return the bytes of the slots for reduced gradients that are not stored."""
-    passing = [segment for segment in trained if segment.gradients.sums_tier is tier]
-    if not passing:
+    buffers = [segment for segment in trained if segment.gradients.sums_tier is tier]
+    if not buffers:
         return 0
-    num_shards = passing[0].num_shards(passing[0].row.grad_step)
-    return _shared_slots([segment.gradients.num_bytes for segment in passing], SUMMED) // num_shards
+    num_shards = buffers[0].num_shards(buffers[0].row.grad_step)
+    return _shared_slots([segment.gradients.num_bytes for segment in buffers], SUMMED) // num_shards
 
 
 def _shared_slots(sizes: Sequence[int], depth: int) -> int:
-    """Return the bytes of the slots for the buckets of segments of these sizes. However small segments share buckets, a
-    bucket of theirs has at most ``BUCKET_BYTES``, and the size classes of such buckets are a falling geometric series.
+    """Return the bytes of the slots for the buckets of segments of these sizes.
+
+    A bucket of small segments has at most ``BUCKET_BYTES``. The size classes of such buckets are a falling geometric
+    series.
     """
     large = tuple(size for size in sizes if size > BUCKET_BYTES)
     small = sum(size for size in sizes if size <= BUCKET_BYTES)
@@ -104,7 +107,7 @@ def _shared_slots(sizes: Sequence[int], depth: int) -> int:
 
 
 def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """Return the bytes of the largest segment that is all-gathered on the device and then stored in another tier."""
+    """Return the bytes of the largest offloaded segment whose update is all-gathered on the device."""
     return max(
         (
             segment.held_bytes(segment.row.param_rest)
@@ -116,10 +119,10 @@ def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
 
 
 def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
-    """Return the host memory that states on disk pass through.
+    """Return the host memory for staging states on disk.
 
-    Staging memory grows on demand, so sizes that are close to each other may all get slots. A unit's update reads the
-    full bucket that holds its gradients, including those of other units.
+    Staging memory grows on demand, so similar sizes may all get slots. A unit's update reads the full bucket of its
+    gradients, including those of other units.
     """
     parameters = Counter[int]()
     gradients = Counter[int]()
@@ -139,10 +142,10 @@ def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
             optimizer[segment.held_bytes(row.master)] += 1
             optimizer[segment.held_bytes(row.moments)] += num_moments
     return (
-        _slots_of_each(parameters, STAGED)
-        + _slots_of_each(gradients, STAGED_GRADIENTS)
-        + _slots_of_each(optimizer, STAGED * (1 + num_moments))
-        + STAGED_GRADIENTS * min(small, int(BUCKET_BYTES / (1 - CLASS_SHARE)))
+        _slots_of_each(parameters, STAGING_SLOTS)
+        + _slots_of_each(gradients, GRADIENT_STAGING_SLOTS)
+        + _slots_of_each(optimizer, STAGING_SLOTS * (1 + num_moments))
+        + GRADIENT_STAGING_SLOTS * min(small, int(BUCKET_BYTES / (1 - CLASS_SHARE)))
     )
 
 
@@ -151,10 +154,10 @@ def _slots_of_each(sizes: Counter[int], depth: int) -> int:
 
 
 def _update_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the bytes of the largest unit's gradients in the optimizer's form, of units updated off the device."""
-    away = (
+    """Return the bytes of the largest unit's gradients in the optimizer's dtype, among units updated on the host."""
+    off_device = (
         sum(segment.held_bytes(segment.row.master) for segment in unit.segments if segment.trains)
         for unit in units
         if not unit.row.updates_on_device
     )
-    return max(away, default=0)
+    return max(off_device, default=0)

@@ -1,1 +1,1 @@
-"""Simulation of a cluster with the real engine: the memory that a rank holds, and the messages that it sends."""
+"""Simulation of a cluster with the real engine: the memory and the traffic of each rank."""

@@ -1,4 +1,4 @@
-"""Simulation of a cluster: one rank of each role, one after the other."""
+"""Simulation of a cluster: one rank of each role, in sequence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of ``num_ranks`` processes, ``ranks_per_node`` of them on a node, each with a device of a ``kind``."""
+    """A cluster of ``num_ranks`` processes, ``ranks_per_node`` on each node, each with a device of type ``kind``."""
 
     num_ranks: int
     kind: str = accelerator.USUAL_KIND
@@ -31,7 +31,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The resolved config of a simulation, and a report of each role."""
+    """The result of a simulation: the resolved config, and a report for each simulated rank."""
 
     resolved: Resolved
     ranks: tuple[RankReport, ...]
@@ -47,11 +47,12 @@ def simulate(
 
     Args:
         config: the config, as for :func:`partita.initialize`.
-        ranks: the ranks to simulate; None: an example of each distinct role.
+        ranks: the ranks to simulate; None: one rank of each distinct role.
 
     Raises:
-        ConfigError: the configuration does not fit the cluster, or leaves the placement open; there is no such rank.
-        PartitaError: the model's forward reads values.
+        ConfigError: the configuration is invalid for the cluster, or has tiers that are ``auto``; there is no such
+            rank.
+        PartitaError: the model's forward reads the values of tensors.
     """
     settings = load_config(config)
     _check_kind(cluster.kind)
@@ -73,18 +74,18 @@ def _check_kind(kind: str) -> None:
         torch.device(kind)
     except RuntimeError:
         raise ConfigError(
-            f"device: expected a kind of device in PyTorch's words (cpu, {accelerator.USUAL_KIND}); got '{kind}'"
+            f"device: expected a device type of PyTorch (cpu, {accelerator.USUAL_KIND}); got '{kind}'"
         ) from None
 
 
 def _check_placed(settings: Config) -> None:
     if leaves_a_choice(settings.zero.offload):
         raise ConfigError(
-            "zero.offload: auto follows from what is free where training runs, which is not here: name a tier (none, "
-            "host, disk) for each state to simulate it"
+            "zero.offload: auto depends on the free memory of the machine that trains, and cannot be simulated: name a "
+            "tier (none, host, disk) for each state"
         )
     if settings.activations.keep_bytes == "auto":
         raise ConfigError(
-            "activations.keep_bytes: auto follows from what is free where training runs, which is not here: name a "
-            "number of bytes, or none, to simulate it"
+            "activations.keep_bytes: auto depends on the free memory of the machine that trains, and cannot be "
+            "simulated: name a number of bytes, or none"
         )

@@ -1,4 +1,4 @@
-"""Memory that autograd and the model's operators hold on a simulated device."""
+"""Memory of autograd and of the model's operators on a simulated device."""
 
 import weakref
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes that operators have allocated and not freed since this mode was entered (``now``), and their ``peak``.
 
-    Memory that existed before is not counted, even if a new tensor is laid over it. Memory that a kernel takes within a
-    call is not counted, either: oneDNN's copies of a convolution's arguments, in blocks of channels, depend on the
-    processor and on the number of threads that train, which are not those of a simulation.
+    Memory that existed before is not counted, even if a new tensor is a view of it. Memory that a kernel allocates
+    within a call is not counted either: oneDNN's blocked copies of a convolution's arguments depend on the processor
+    and the number of threads of the training, which a simulation does not know.
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = None
+        inputs = None
         for storage in _storages(result):
             if storage._cdata not in self._known:
-                given = {each._cdata for each in _storages((args, kwargs))} if given is None else given
-                if storage._cdata not in given and func.overloadpacket is not torch.ops.aten.set_:
+                inputs = {each._cdata for each in _storages((args, kwargs))} if inputs is None else inputs
+                if storage._cdata not in inputs and func.overloadpacket is not torch.ops.aten.set_:
                     self._add(storage)
         return result
 
     def _add(self, storage: UntypedStorage) -> None:
         self._known[storage._cdata] = storage.nbytes()
-        weakref.finalize(storage, self._gone, storage._cdata)
+        weakref.finalize(storage, self._freed, storage._cdata)
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key)
 
 

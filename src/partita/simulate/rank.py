@@ -1,4 +1,4 @@
-"""A few training steps of the real engine as one rank, on tensors without values."""
+"""Training steps of the real engine as one rank, on tensors without values."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ LossFn = Callable[[Any, Any], Tensor] | None
 class Subject:
     """The training to simulate.
 
-    ``build`` makes the model, ``batch`` a micro-batch of that many samples, both on the ``meta`` device. ``loss_fn`` is
-    as for :func:`partita.initialize`.
+    ``build()`` makes the model, ``batch(samples)`` a micro-batch, both on the ``meta`` device. ``loss_fn`` is as for
+    :func:`partita.initialize`.
     """
 
     build: Callable[[], nn.Module]
@@ -53,11 +53,10 @@ class Collective:
 class RankReport:
     """The memory and the traffic of one rank.
 
-    ``memory`` is the ledger's report after a step. ``activation_bytes``: the peak of what autograd and the model's
-    operators held in a step that is not in the ledger (in the memory that the model computes in). ``traffic`` is that
-    of a step, and ``collectives`` are its calls in their order. ``planned_bytes`` and ``planned_traffic`` are the
-    closed forms of the model states (:mod:`partita.planner`), without the activations that are exchanged along axes
-    other than data.
+    ``memory``: the ledger's report after a step. ``activation_bytes``: peak device memory of autograd and of the
+    model's operators in a step, without memory in the ledger. ``traffic``: that of a step; ``collectives``: its calls
+    in order. ``planned_bytes`` and ``planned_traffic``: the closed forms for the model states (:mod:`partita.planner`),
+    without the activations that are exchanged along axes other than data.
     """
 
     role: Role
@@ -76,32 +75,32 @@ class RankReport:
         return {tier: num for tier, num in found.items() if num}
 
 
-class _Listener(Watcher):
-    """Watcher that records the messages that are sent."""
+class _CollectiveRecorder(Watcher):
+    """Watcher that records the collectives."""
 
     def __init__(self) -> None:
-        self.heard = list[Collective]()
+        self.calls = list[Collective]()
 
     def span(self, what: str, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def sent(self, key: TrafficKey, num_bytes: int) -> None:
-        self.heard.append(Collective(key, num_bytes))
+        self.calls.append(Collective(key, num_bytes))
 
 
 def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
-    """Build the engine as this rank on devices of a ``kind`` (``cpu``, ``cuda``), and train two steps.
+    """Build the engine as this rank on devices of type ``kind`` (``cpu``, ``cuda``), and train two steps.
 
-    In the first step, optimizers allocate their states and the order of gathers is learned. The second step is like all
-    later ones; the report is of that one.
+    In the first step, optimizers allocate their states, and the order of all-gathers is recorded. The second step is
+    equal to all later ones, and is reported.
 
     Args:
-        requests: those of stages that were simulated before (:class:`~partita.comm.simulated.SimulatedRanks`).
+        requests: the requests of the stages simulated before (:class:`~partita.comm.simulated.SimulatedRanks`).
 
     Raises:
-        PartitaError: the engine raised it, or the model reads values.
+        PartitaError: the engine raises it, or the model reads the values of tensors.
     """
-    with accelerator.simulating(kind), _quietly(), _values_refused():
+    with accelerator.simulating(kind), _ignore_warnings(), _explain_value_reads():
         with accelerator.SIMULATED:
             model = subject.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
@@ -111,36 +110,36 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
             _train(engine, subject)
-            listener, before = _Listener(), engine.traffic_report()
-            with watched_by(listener), LiveBytes() as live:
+            recorder, before = _CollectiveRecorder(), engine.traffic_report()
+            with watched_by(recorder), LiveBytes() as live:
                 _train(engine, subject)
-            return _report(engine, role, live.peak, before, listener.heard)
+            return _report(engine, role, live.peak, before, recorder.calls)
 
 
 def _train(engine: Engine, subject: Subject) -> None:
     batch = engine.blueprint.resolved.batch
     with accelerator.SIMULATED:
-        drawn = [subject.batch(batch.micro) for _ in range(batch.accumulate)]
-    engine.train().train_batch(drawn)
+        batches = [subject.batch(batch.micro) for _ in range(batch.accumulate)]
+    engine.train().train_batch(batches)
 
 
-def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, heard: list[Collective]) -> RankReport:
+def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, calls: list[Collective]) -> RankReport:
     resolved = engine.blueprint.resolved
     shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.chunks)
     announced = not accelerator.is_host(engine.mesh.device)
     return RankReport(
         role,
         engine.memory_report(),
-        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # the ledger has these, too
+        max(live_bytes - gradient_bytes_in_place(engine.units, role.rank), 0),  # these are also in the ledger
         engine.traffic_report().since(before),
-        tuple(heard),
+        tuple(calls),
         engine.planned_bytes,
         step_traffic(engine.units, replace(shape, announced=announced)),
     )
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     """Suppress warnings, which do not apply to a simulated run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,7 +147,7 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _values_refused() -> Iterator[None]:
+def _explain_value_reads() -> Iterator[None]:
     """Raise PartitaError if the model reads a tensor's values."""
     try:
         yield
@@ -156,6 +155,6 @@ def _values_refused() -> Iterator[None]:
         if isinstance(error, PartitaError) or "meta" not in str(error).lower():
             raise
         raise PartitaError(
-            "simulate: the model's forward asks for the values of a tensor (.item(), a branch on a tensor, a shape "
-            f"that depends on data), and there are none: {str(error).partition(chr(10))[0]}"
+            "simulate: the model's forward reads the values of a tensor (.item(), a branch on a tensor, a shape that "
+            f"depends on data), but simulated tensors have none: {str(error).partition(chr(10))[0]}"
         ) from error

@@ -1,4 +1,4 @@
-"""The ranks of a mesh that may differ in what they hold and send."""
+"""The ranks of a mesh whose memory or traffic may differ."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from partita.plan.mesh_shape import AXES, STATE_AXES, MeshShape
 
 @dataclass(frozen=True)
 class Role:
-    """A ``rank``, and its ``place``: its coordinates on the axes that have several ranks."""
+    """A ``rank``, and a text with its coordinates on the axes with several ranks."""
 
     rank: int
     place: str
@@ -19,21 +19,21 @@ def role_of(rank: int, mesh: MeshShape) -> Role:
     Raises:
         ConfigError: there is no such rank.
     """
-    places = [f"{axis} {mesh.coordinate(rank, axis)}" for axis in AXES if mesh.size(axis) > 1]
-    return Role(rank, ", ".join(places) or "the only rank")
+    labels = [f"{axis} {mesh.coordinate(rank, axis)}" for axis in AXES if mesh.size(axis) > 1]
+    return Role(rank, ", ".join(labels) or "the only rank")
 
 
 def distinct_roles(mesh: MeshShape) -> list[Role]:
-    """Return the roles of ranks that may differ.
+    """Return one role for each group of ranks with equal memory and traffic.
 
     For each stage of the pipeline, and for the first and the last tensor coordinate, these are the first and the last
-    of the ranks that share the states. Ranks between them hold the same as the first; the last may hold less.
+    of the ranks over which states are sharded. The ranks between them equal the first; the last may store less.
     """
-    shares = mesh.group_size(STATE_AXES)
+    num_shards = mesh.group_size(STATE_AXES)
     ranks = [
-        (stage * shares + share) * mesh.tensor + part
+        (stage * num_shards + shard) * mesh.tensor + tensor
         for stage in range(mesh.pipeline)
-        for part in sorted({0, mesh.tensor - 1})
-        for share in sorted({0, shares - 1})
+        for tensor in sorted({0, mesh.tensor - 1})
+        for shard in sorted({0, num_shards - 1})
     ]
     return [role_of(rank, mesh) for rank in ranks]

@@ -1,4 +1,4 @@
-"""A simulation as rows for a table, and as plain data."""
+"""A simulation as rows for a table, and as a dictionary."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,16 +7,16 @@ from partita.plan.residence import Tier
 from partita.simulate.cluster import Simulation
 from partita.simulate.rank import Collective, RankReport
 
-# The longest series of calls whose repetitions are found: a gather with its announcement, and a sum between them.
+# Maximal length of a series of calls whose repetitions are found: all-gathers with their unit numbers, and a reduction.
 LONGEST_CYCLE = 6
 
 Row = tuple[str, ...]
 
 
 def bytes_rows(simulation: Simulation) -> Iterator[tuple[Row, list[int]]]:
-    """Yield the rank and place of each role, with its bytes.
+    """Yield (rank, coordinates) of each role, with its bytes.
 
-    The bytes are: on the device, on the host, on disk, those of activations among them, and those sent in a step.
+    These are the bytes on the device, on the host, on disk, those of activations among them, and those sent in a step.
     """
     for rank in simulation.ranks:
         found = rank.bytes_by_tier
@@ -35,7 +35,7 @@ def state_rows(rank: RankReport) -> Iterator[tuple[Row, int]]:
 
 
 def sequence(calls: Sequence[Collective]) -> Iterator[tuple[int, tuple[Collective, ...]]]:
-    """Yield the calls in their order as (repetitions, calls): calls that repeat in a row are yielded once."""
+    """Yield the calls in order as (repetitions, calls): a series of calls that repeats is yielded once."""
     at = 0
     while at < len(calls):
         length, times = max(
@@ -59,16 +59,16 @@ def plain(simulation: Simulation) -> dict[str, Any]:
     """Return the simulation as numbers, strings, lists and mappings."""
     mesh = simulation.resolved.mesh
     axes = {axis: mesh.size(axis) for axis in ("pipeline", "data", "sequence", "tensor")}
-    return {"mesh": axes, "ranks": [_plain_rank(rank) for rank in simulation.ranks]}
+    return {"mesh": axes, "ranks": [_rank_dict(rank) for rank in simulation.ranks]}
 
 
-def _plain_rank(rank: RankReport) -> dict[str, Any]:
+def _rank_dict(rank: RankReport) -> dict[str, Any]:
     traffic = [
-        {**_plain_key(key.collective, key.axes, key.purpose), "calls": count.calls, "sent_bytes": count.sent_bytes}
+        {**_key_dict(key.collective, key.axes, key.purpose), "calls": count.calls, "sent_bytes": count.sent_bytes}
         for key, count in rank.traffic.rows.items()
     ]
     calls = [
-        {**_plain_key(call.key.collective, call.key.axes, call.key.purpose), "sent_bytes": call.sent_bytes}
+        {**_key_dict(call.key.collective, call.key.axes, call.key.purpose), "sent_bytes": call.sent_bytes}
         for call in rank.collectives
     ]
     return {
@@ -83,5 +83,5 @@ def _plain_rank(rank: RankReport) -> dict[str, Any]:
     }
 
 
-def _plain_key(collective: str, axes: Sequence[str], purpose: str) -> dict[str, Any]:
+def _key_dict(collective: str, axes: Sequence[str], purpose: str) -> dict[str, Any]:
     return {"collective": collective, "axes": list(axes), "purpose": purpose}

@@ -11,14 +11,14 @@ from partita.simulate.rank import RankReport
 def collective_rows(rank: RankReport, mesh: MeshShape, rates: Rates) -> list[dict[str, Any]]:
     """Return the calls as trace rows, one row for each combination of axes.
 
-    The calls follow each other as if the rank did nothing else. The plan's trace shows what they overlap with.
+    The calls follow each other without pauses. The plan's trace shows their overlap with computation.
     """
     spans, start_ns = list[Span](), 0
     for call in rank.collectives:
         key = call.key
         stop_ns = start_ns + int(1e9 * rates.collective(key.collective, key.axes, mesh, call.sent_bytes))
-        said = f"{key.purpose}, {call.sent_bytes} bytes"
-        spans.append(Span(key.collective, said, ", ".join(key.axes), start_ns, stop_ns))
+        label = f"{key.purpose}, {call.sent_bytes} bytes"
+        spans.append(Span(key.collective, label, ", ".join(key.axes), start_ns, stop_ns))
         start_ns = stop_ns
     title = f"simulated collectives of rank {rank.role.rank} ({rank.role.place})"
     return rows(spans, 0, title, COLLECTIVES)

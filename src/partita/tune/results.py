@@ -1,4 +1,4 @@
-"""Results of trials in a file of JSON lines: the first line says what was tuned, each further line is one trial."""
+"""Results of trials in a file of JSON lines: the first line has the tuned settings, each further line one trial."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from partita.tune.space import key_of
 from partita.tune.trial import Outcome
 
 # Keys of the first line, and their names in messages.
-_WHAT = {
+_KEY_NAMES = {
     "model": "the model",
     "parameters": "its parameters",
     "tokens": "tokens of a sample",
@@ -28,22 +28,22 @@ _WHAT = {
 class Results:
     """The outcomes so far, by config.
 
-    ``path``: the file; None: outcomes are kept in memory only. ``machine``: the one that predictions were made for.
+    ``path``: the file; None: outcomes are stored only in memory. ``machine``: the machine of the predictions.
     """
 
     path: Path | None
-    subject: dict[str, Any]
+    tuned_settings: dict[str, Any]
     machine: Machine | None = None
     _found: dict[str, Outcome] = field(default_factory=dict)
 
     @staticmethod
-    def open(path: Path | None, subject: Mapping[str, Any]) -> "Results":
+    def open(path: Path | None, tuned_settings: Mapping[str, Any]) -> "Results":
         """Read the results of an earlier run, if the file exists. A truncated last line is ignored.
 
         Raises:
-            ConfigError: the file is of another ``subject``, or cannot be read.
+            ConfigError: the file has other ``tuned_settings``, or cannot be read.
         """
-        results = Results(path, json.loads(json.dumps(dict(subject))))
+        results = Results(path, json.loads(json.dumps(dict(tuned_settings))))
         if path is None or not path.exists():
             return results
         try:
@@ -63,28 +63,29 @@ class Results:
         return results
 
     def _check(self, found: object) -> None:
-        if not isinstance(found, dict) or found.keys() != self.subject.keys():
+        if not isinstance(found, dict) or found.keys() != self.tuned_settings.keys():
             raise ConfigError(f"results '{self.path}' is no file of partita tune; name another file")
-        for key, what in _WHAT.items():
-            if found[key] != self.subject[key]:
+        for key, what in _KEY_NAMES.items():
+            if found[key] != self.tuned_settings[key]:
                 raise ConfigError(
-                    f"results '{self.path}': they are of another tuning: {what}: expected {shown(self.subject[key])}, "
-                    f"got {shown(found[key])}; name another file (--out FILE.jsonl), or remove this one"
+                    f"results '{self.path}': they are from another tuning: {what}: expected "
+                    f"{shown(self.tuned_settings[key])}, got {shown(found[key])}; name another file (--out FILE.jsonl) "
+                    "or remove this one"
                 )
 
     def begin(self, machine: Machine) -> None:
-        """Write the file anew: the first line, and the outcomes that were read.
+        """Rewrite the file: the first line, and the outcomes that were read.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         self.machine = machine
-        rows: list[dict[str, Any]] = [{"of": self.subject, "machine": plain_machine(machine)}]
+        rows: list[dict[str, Any]] = [{"of": self.tuned_settings, "machine": plain_machine(machine)}]
         rows += [{"config": json.loads(key), "outcome": asdict(outcome)} for key, outcome in self._found.items()]
         self._write("".join(json.dumps(row) + "\n" for row in rows), anew=True)
 
     def of(self, config: dict[str, Any]) -> Outcome | None:
-        """Return the outcome of a trial of this config, if there was one."""
+        """Return the outcome of a trial of this config; None if there is none."""
         return self._found.get(key_of(config))
 
     def add(self, config: dict[str, Any], outcome: Outcome) -> None:
@@ -97,15 +98,15 @@ class Results:
         self._write(json.dumps({"config": config, "outcome": asdict(outcome)}) + "\n", anew=False)
 
     def _write(self, text: str, *, anew: bool) -> None:
-        """Append ``text`` to the file. With ``anew``, ``text`` replaces the file once all of it is written."""
+        """Append ``text`` to the file. With ``anew``, ``text`` replaces the file when it is completely written."""
         if self.path is None:
             return
-        part = self.path.with_name(self.path.name + ".part")
+        temporary = self.path.with_name(self.path.name + ".part")
         try:
-            with (part if anew else self.path).open("w" if anew else "a", encoding="utf-8") as file:
+            with (temporary if anew else self.path).open("w" if anew else "a", encoding="utf-8") as file:
                 file.write(text)
             if anew:
-                part.replace(self.path)
+                temporary.replace(self.path)
         except OSError as error:
             raise ConfigError(f"results '{self.path}' cannot be written: {error.strerror}; name another file") from None
 

@@ -18,9 +18,9 @@ from partita.plan.state_plan import neighbouring_stages
 from partita.planner.group_units import find_blocks
 from partita.planner.machine import Machine
 
-# A candidate whose predicted step takes this many times as long is not tried: predictions are within a fourth.
-HOPELESS = 1.5
-# Settings that every trial sets: their values in a config are only where the search may begin.
+# Candidates with a predicted step this many times as long are not tried: predictions are accurate to a fourth.
+MAX_SLOWDOWN = 1.5
+# Settings that every trial sets. Their values in the user's config only determine the start of the search.
 _SEARCHED = {"batch": ("micro", "accumulate", "total"), "activations": ("checkpoint", "offload")}
 _SEARCHED_ZERO = ("stage", "units", "prefetch_bytes", "keep_gathered")
 _SEARCHED_TIERS = ("parameters", "optimizer", "gradients")
@@ -28,18 +28,19 @@ _SEARCHED_TIERS = ("parameters", "optimizer", "gradients")
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that a plan leaves open: prefetching, keeping parameters gathered, and units.
+    """Settings that are not part of a plan: prefetching, keeping parameters gathered, and units.
 
     They are ``zero.prefetch_bytes``, ``zero.keep_gathered`` and ``zero.units`` (empty: auto).
     """
 
     prefetch: int | str = "auto"
-    keeps: bool = False
+    keep_gathered: bool = False
     units: tuple[str, ...] = ()
 
     def zero(self) -> dict[str, Any]:
+        """Return the keys of the config section ``zero``."""
         found: dict[str, Any] = {} if self.prefetch == "auto" else {"prefetch_bytes": self.prefetch}
-        found |= {"keep_gathered": True} if self.keeps else {}
+        found |= {"keep_gathered": True} if self.keep_gathered else {}
         return found | ({"units": list(self.units)} if self.units else {})
 
 
@@ -47,7 +48,7 @@ class Variant:
 class Candidate:
     """A plan with a variant, the ``config`` of both, and its forecast.
 
-    ``move`` says how it differs from the candidate that it was made from.
+    ``move`` describes the difference from the candidate that it was made from.
     """
 
     choice: Choice
@@ -58,7 +59,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """A string that is the same for the same config."""
+        """The config as a string."""
         return key_of(self.config)
 
     @property
@@ -76,9 +77,9 @@ def key_of(config: dict[str, Any]) -> str:
 class Space:
     """The search space for ``source`` on ``num_ranks`` devices of a ``kind`` of ``machine``.
 
-    ``base`` is the user's config. The ``samples`` of a step stay the same, and so does the precision: a leaner
-    precision of the states is tried if no more exact one fits. ``refused``: the last error of a plan that is no valid
-    config together with ``base``.
+    ``base`` is the user's config. The ``samples`` of a step and the precision are constant; only if no plan fits
+    with the most exact precision of the states is the next one tried. ``refused``: the last error of a plan whose
+    config conflicts with ``base``.
     """
 
     source: Source
@@ -92,7 +93,8 @@ class Space:
     _searches: dict[Variant, Search] = field(default_factory=dict)
 
     @cached_property
-    def given(self) -> Resolved:
+    def resolved(self) -> Resolved:
+        """The user's config, resolved."""
         return resolve(self.base, self.num_ranks, self.kind, self.num_ranks)
 
     @cached_property
@@ -106,10 +108,9 @@ class Space:
         return () if isinstance(units, str) else tuple(units)
 
     def starts(self) -> list[Candidate]:
-        """Return plans that fit, those with the fastest prediction first, in the most exact precision that any of them
-        has.
+        """Return plans that fit in the most exact precision that fits, the fastest predictions first.
 
-        There is one for each mesh and setting of the states, because the others are moves away from it.
+        There is one for each mesh and setting of the states: the remaining plans differ from it by single settings.
         """
         fitting = [each for each in self.forecasts if each.fits and each.time is not None]
         order = [form.name for form in forms(self._search(Variant(units=self._units)).dtype)]
@@ -117,10 +118,10 @@ class Space:
         found = dict[tuple[MeshShape, StateSettings], Candidate]()
         variant = Variant(units=self._units)
         for each in sorted(fitting, key=lambda each: each.rank):
-            place = each.choice.mesh, each.choice.state_settings
-            if each.choice.state_settings.form.name == order[best] and place not in found:
+            group = each.choice.mesh, each.choice.state_settings
+            if each.choice.state_settings.form.name == order[best] and group not in found:
                 candidate = self._candidate(each.choice, variant, each)
-                found |= {} if candidate is None else {place: candidate}
+                found |= {} if candidate is None else {group: candidate}
         return list(found.values())
 
     def as_given(self) -> Candidate | None:
@@ -130,27 +131,27 @@ class Space:
         or if it is predicted not to fit.
         """
         zero, checkpoint = self.base.zero, self.base.activations.checkpoint
-        says = self.base.model_fields_set & {"zero", "batch", "activations"}
+        has_settings = self.base.model_fields_set & {"zero", "batch", "activations"}
         tiers = zero.offload
-        if not says or tiers.gradients != "auto" or "auto" in (tiers.parameters, tiers.optimizer):
+        if not has_settings or tiers.gradients != "auto" or "auto" in (tiers.parameters, tiers.optimizer):
             return None
         if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINTS:
             return None
-        form, batch = forms(self.given.compute_dtype)[0], self.given.batch
+        form, batch = forms(self.resolved.compute_dtype)[0], self.resolved.batch
         state_settings = StateSettings(zero.stage, tiers.parameters, tiers.optimizer, form)
         inputs = self.base.activations.offload
-        choice = Choice(self.given.mesh, state_settings, batch.micro, batch.accumulate, checkpoint, inputs)
+        choice = Choice(self.resolved.mesh, state_settings, batch.micro, batch.accumulate, checkpoint, inputs)
         variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
-        return self._candidate(choice, variant, None, "as the config says")
+        return self._candidate(choice, variant, None, "as in the config")
 
     def moves(self, origin: Candidate) -> list[Candidate]:
         """Return candidates that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
         found = dict[str, Candidate]()
-        for move, choice, variant in self._neighbours(origin):
+        for move, choice, variant in self._changes(origin):
             candidate = self._candidate(choice, variant, None, move)
             if candidate is None or candidate.key == origin.key:
                 continue
-            if candidate.seconds < HOPELESS * origin.seconds:
+            if candidate.seconds < MAX_SLOWDOWN * origin.seconds:
                 found.setdefault(candidate.key, candidate)
         return sorted(found.values(), key=lambda each: each.seconds)
 
@@ -166,7 +167,7 @@ class Space:
         return self._candidate(half, origin.variant, None, "micro-batch halved")
 
     def config(self, choice: Choice, variant: Variant) -> dict[str, Any]:
-        """Return the config for :func:`partita.initialize`, with all other settings of the user."""
+        """Return the config for :func:`partita.initialize`, including all other settings of the user."""
         found = {
             name: value
             for name, value in self.base.model_dump(mode="json", exclude_unset=True).items()
@@ -181,10 +182,10 @@ class Space:
         found["zero"] = {**zero, **sections.pop("zero"), **variant.zero(), **({"offload": offload} if offload else {})}
         for name, values in sections.items():
             found[name] = {**found.get(name, {}), **values}
-        found["precision"] = {"compute": self.given.compute_dtype, **found.get("precision", {})}
+        found["precision"] = {"compute": self.resolved.compute_dtype, **found.get("precision", {})}
         return {name: value for name, value in found.items() if value != {}}
 
-    # ----------------------------------------------------------------------------------------------------- in detail
+    # ------------------------------------------------------------------------------------------------------- private
 
     def _candidate(
         self, choice: Choice, variant: Variant, forecast: Forecast | None, move: str = ""
@@ -192,8 +193,7 @@ class Space:
         """Return a candidate; None if its config is invalid, or if it is predicted not to fit."""
         config = self.config(choice, variant)
         try:
-            settings = Config.model_validate(config)
-            resolve(settings, self.num_ranks, self.kind, self.num_ranks)
+            resolve(Config.model_validate(config), self.num_ranks, self.kind, self.num_ranks)
             found = self._search(variant).forecast(choice) if forecast is None else forecast
         except ConfigError as error:
             self.refused = str(error)
@@ -203,20 +203,23 @@ class Space:
     def _search(self, variant: Variant) -> Search:
         """Return the search for a variant. Variants with the same units share the traces of the model."""
         if variant not in self._searches:
-            alike = next((each for known, each in self._searches.items() if known.units == variant.units), None)
+            shared = next((each for known, each in self._searches.items() if known.units == variant.units), None)
             given = self.base.model_dump(exclude_unset=True)
             zero = {key: value for key, value in given.get("zero", {}).items() if key not in _SEARCHED_ZERO}
             tiers = {key: value for key, value in zero.pop("offload", {}).items() if key not in _SEARCHED_TIERS}
             config = Config.model_validate({**given, "zero": {**zero, **variant.zero(), "offload": tiers}})
-            self._searches[variant] = self._new_search(config) if alike is None else alike.with_config(config)
+            self._searches[variant] = self._new_search(config) if shared is None else shared.with_config(config)
         return self._searches[variant]
 
     def _new_search(self, config: Config) -> Search:
         """Return a search over the parallel axes that the config names, if it names any."""
-        dtype, only = self.given.compute_dtype, self.given.mesh if "parallel" in self.base.model_fields_set else None
+        dtype, only = (
+            self.resolved.compute_dtype,
+            self.resolved.mesh if "parallel" in self.base.model_fields_set else None,
+        )
         return Search(self.source, self.machine, self.num_ranks, self.samples, config, self.num_moments, dtype, only)
 
-    def _neighbours(self, origin: Candidate) -> Iterator[tuple[str, Choice, Variant]]:
+    def _changes(self, origin: Candidate) -> Iterator[tuple[str, Choice, Variant]]:
         choice, variant = origin.choice, origin.variant
         if choice.accumulate % 2 == 0:
             double = replace(choice, micro=2 * choice.micro, accumulate=choice.accumulate // 2)
@@ -225,11 +228,11 @@ class Space:
             half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
             yield "micro-batch halved", half, variant
         for stage in neighbouring_stages(choice.state_settings.stage) if choice.mesh.data > 1 else ():
-            plain = replace(variant, prefetch="auto", keeps=False)
+            default = replace(variant, prefetch="auto", keep_gathered=False)
             yield (
                 f"stage {stage}",
                 replace(choice, state_settings=replace(choice.state_settings, stage=stage)),
-                plain,
+                default,
             )
         for checkpoint in self._search(variant).sized(choice.mesh).traces:
             if isinstance(checkpoint, str):
@@ -251,31 +254,31 @@ class Space:
         yield from ((move, choice, other) for move, other in self._variants(origin))
 
     def _variants(self, origin: Candidate) -> Iterator[tuple[str, Variant]]:
-        """Yield variants that gather parameters differently: none if all parameters are stored unsharded."""
+        """Yield variants with other settings of all-gathers. There are none if all parameters are stored unsharded."""
         choice, variant = origin.choice, origin.variant
         search = self._search(variant)
         units = [unit for of_stage in search.planned(choice.mesh, choice.state_settings).values() for unit in of_stage]
         if all(unit.always_unsharded for unit in units):
             return
         yield (
-            ("released after forward" if variant.keeps else "kept after forward"),
-            replace(variant, keeps=not variant.keeps, prefetch="auto"),
+            ("released after forward" if variant.keep_gathered else "kept after forward"),
+            replace(variant, keep_gathered=not variant.keep_gathered, prefetch="auto"),
         )
-        if not variant.keeps:
+        if not variant.keep_gathered:
             ahead = bytes_ahead(units, variant.prefetch)
             for size in (2 * ahead, ahead // 2 if variant.prefetch != "auto" else 0):
                 yield f"prefetch {size} bytes", replace(variant, prefetch=size)
         if not variant.units and (finer := self._finer()):
             yield f"units {', '.join(finer)}", replace(variant, units=finer)
         elif variant.units and variant.units != self._units:
-            yield "units of whole blocks", replace(variant, units=())
+            yield "units of blocks", replace(variant, units=())
 
     def _finer(self) -> tuple[str, ...]:
-        """Return the classes of the modules that blocks consist of, except those with few parameters."""
+        """Return the classes of the children of blocks, except those with few parameters."""
         found = dict[str, None]()
         for _, block in find_blocks(self.source.model):
-            whole = sum(param.numel() for param in block.parameters())
+            total = sum(param.numel() for param in block.parameters())
             for child in block.children():
-                if 4 * sum(param.numel() for param in child.parameters()) >= whole:
+                if 4 * sum(param.numel() for param in child.parameters()) >= total:
                     found[type(child).__name__] = None
         return tuple(found)

@@ -1,4 +1,4 @@
-"""The target of a tuning: a model as ``partita plan`` names it, or a job of the ready-made trainer."""
+"""The target of a tuning: a model, as in ``partita plan``, or a job of ``partita train``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from partita.forecast.source import Source, read_source
 from partita.train.job import Job, load_job
 from partita.train.models import build_model
 
-# Standard deviation of the weights: small, so that nothing overflows. The results do not matter.
+# Standard deviation of the weights. It is small, so that nothing overflows; the results do not matter.
 _DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
 class Target:
-    """All that a process needs to build the model that is tuned.
+    """The model or job that is tuned.
 
-    ``text`` names the model or the job's file; ``overrides`` are of the job's keys, or of the config's.
+    ``text`` names the model or the job's file; ``overrides`` change keys of the job, or of the config.
     """
 
     text: str
@@ -45,12 +45,14 @@ class Target:
         """Return the job; None if a model is named.
 
         Raises:
-            ConfigError: the file is not that of a job, or ``tokens`` are given in addition to a job.
+            ConfigError: the file is not a job, or ``tokens`` are given in addition to a job.
         """
         if not self.is_job:
             return None
         if self.tokens is not None:
-            raise ConfigError(f"--tokens: a job's samples have data.sequence tokens; --set data.sequence={self.tokens}")
+            raise ConfigError(
+                f"--tokens: the tokens of a job's samples are data.sequence; use --set data.sequence={self.tokens}"
+            )
         return load_job(self.text, self.overrides)
 
     def source(self) -> Source:
@@ -73,7 +75,7 @@ class Target:
             return load_config(given, self.overrides)
         if given is not None:
             raise ConfigError(
-                f"--config: the engine's settings are those of the job '{self.text}'; change them there, or by "
+                f"--config: the job '{self.text}' has the engine's settings; change them there, or with "
                 "--set engine.KEY=VALUE"
             )
         return job.engine
@@ -91,7 +93,7 @@ def _of_job(name: str, job: Job) -> Source:
 
 
 def give_values(model: nn.Module) -> None:
-    """Make every module fill its tensors when the engine materializes them, even if its class cannot."""
+    """Give every module a ``reset_parameters`` that fills its tensors when the engine materializes them."""
     for module in model.modules():
         if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             module.reset_parameters = _filling(module)  # type: ignore[assignment]  # modules may have attributes

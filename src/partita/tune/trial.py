@@ -1,4 +1,4 @@
-"""A trial: a few measured steps of one config, in processes of their own. However they end, it is an outcome."""
+"""A trial: a few measured steps of one config in separate processes. Failures are outcomes, too."""
 
 import json
 import signal
@@ -40,9 +40,8 @@ class Task:
 class Outcome:
     """The result of a trial.
 
-    ``step_s``: the median of the steps of the slowest rank. ``peak_bytes``: the most bytes that a rank held on its
-    device. Both are None if the trial failed: ``failed`` says how, and ``lacks_memory`` whether it was for lack of
-    memory.
+    ``step_s``: the median step time of the slowest rank. ``peak_bytes``: the maximum over the ranks of the peak bytes
+    on the device. Both are None if the trial failed. ``failed``: the error. ``lacks_memory``: True if memory ran out.
     """
 
     step_s: float | None = None
@@ -61,12 +60,12 @@ class Trials:
     timeout_s: float
 
     def run(self, config: dict[str, Any]) -> Outcome:
-        """Run a trial of one config, and return its outcome. Nothing that a trial does ends this process."""
+        """Run a trial of one config in other processes, and return its outcome."""
         port, threads = _free_port(), max(1, usable_cores() // self.ranks)
         tasks = [Task(self.target, config, r, self.ranks, port, threads, self.steps).text() for r in range(self.ranks)]
         with tempfile.TemporaryDirectory(prefix="partita-") as folder:
             ended = run_ranks("partita.tune.trial_rank", tasks, Path(folder), self.timeout_s)
-        return Outcome(failed=f"no end within {self.timeout_s:g} s") if ended is None else _outcome(ended)
+        return Outcome(failed=f"did not end within {self.timeout_s:g} s") if ended is None else _result_of(ended)
 
 
 def _free_port() -> int:
@@ -75,17 +74,17 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _outcome(ended: Sequence[Ended]) -> Outcome:
-    """Return the outcome of all ranks.
+def _result_of(ended: Sequence[Ended]) -> Outcome:
+    """Return the outcome of a trial from the results of its ranks.
 
-    A rank that was ended by a signal, or lacks memory, makes the others fail, and is reported before them.
+    If a rank was ended by a signal, or lacks memory, the other ranks fail as a consequence. So it is reported first.
     """
     found: list[dict[str, Any]] = [each.result or {} for each in ended]
     if all("step_s" in each for each in found):
         return Outcome(max(each["step_s"] for each in found), max(each["peak_bytes"] for each in found))
     for rank, each in enumerate(ended):
         if each.code is not None and each.code < 0:
-            return _killed(rank, -each.code)
+            return _result_of_signal(rank, -each.code)
     errors = [(not each["lacks_memory"], rank, each["error"]) for rank, each in enumerate(found) if "error" in each]
     if errors:
         other, rank, error = min(errors)
@@ -95,7 +94,7 @@ def _outcome(ended: Sequence[Ended]) -> Outcome:
     return Outcome(failed=f"rank {rank} ended with exit code {failed.code}: {last}")
 
 
-def _killed(rank: int, number: int) -> Outcome:
+def _result_of_signal(rank: int, number: int) -> Outcome:
     is_kill = number == signal.SIGKILL
-    hint = "; the system kills a process so when memory runs out" if is_kill else ""
+    hint = "; Linux sends it when memory runs out" if is_kill else ""
     return Outcome(failed=f"rank {rank} was ended by {signal.Signals(number).name}{hint}", lacks_memory=is_kill)

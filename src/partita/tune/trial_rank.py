@@ -1,6 +1,6 @@
-"""One rank of a trial: ``python -m partita.tune.trial_rank TASK FILE``, TASK a :class:`~partita.tune.trial.Task`.
+"""One rank of a trial: ``python -m partita.tune.trial_rank TASK FILE``.
 
-Both are JSON; the measurement, or the error, is written to FILE.
+TASK is a :class:`~partita.tune.trial.Task` as JSON. The measurement, or the error, is written to FILE as JSON.
 """
 
 import json
@@ -28,10 +28,10 @@ from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
 from partita.tune.trial import Task
 
-# Steps in which optimizers allocate their states, and the order of gathers is learned.
+# Steps in which optimizers allocate their states, and the order of all-gathers is recorded.
 WARM_UP = 2
-# The value of oom_score_adj with which Linux ends this process first when memory runs out.
-_FIRST_TO_END = "1000"
+# The maximal value of oom_score_adj: Linux ends this process first when memory runs out.
+_MAX_OOM_SCORE = "1000"
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def measure(task: Task) -> dict[str, Any]:
     torch.set_num_threads(task.threads)
     source = task.target.source()
     give_values(source.model)
-    # Models that partita knows have the loss of training; others have the loss that a plan assumes.
+    # Models that partita builds return the loss of training; for others, the loss of predictions is used.
     loss_fn = (lambda output, _: loss_of(output)) if source.context is None else None
     with initialize(source.model, task.config, loss_fn=loss_fn) as engine:
         device, resolved = engine.mesh.device, engine.blueprint.resolved
@@ -78,9 +78,9 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
 
 
 def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
-    """Return the peak bytes in a step of memory from PyTorch's CPU allocator that is not in the ledger.
+    """Return the peak bytes from PyTorch's CPU allocator in a step, without memory that is in the ledger.
 
-    This is all memory of autograd and of operators, except for gradients that stay where autograd makes them.
+    This is the memory of autograd and of operators, except gradients that stay in ``param.grad``.
     """
     with profile(profile_memory=True) as profiled:
         step()
@@ -94,10 +94,10 @@ def main(text: str, file: Path) -> int:
     """Measure, write the result or the error to ``file``, and return the exit code."""
     try:
         found = measure(Task.of(text))
-    except Exception as error:  # any error is an outcome of the trial
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        short = is_shortage(error) or any(is_shortage(each) for each in _causes(error))
-        found = {"error": f"{type(error).__name__}: {said}", "lacks_memory": short}
+    except Exception as error:  # all errors are outcomes of the trial
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        lacks_memory = is_shortage(error) or any(is_shortage(each) for each in _causes(error))
+        found = {"error": f"{type(error).__name__}: {message}", "lacks_memory": lacks_memory}
     written = file.with_suffix(".part")
     written.write_text(json.dumps(found))
     written.replace(file)
@@ -110,7 +110,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _end_with_parent() -> None:
-    """End this process once the process that started it is gone, which closes the pipe."""
+    """End this process when the parent process has ended, which closes the pipe."""
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -119,17 +119,17 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _go_first() -> None:
-    """Make the system end this process, rather than the one that started it, when memory runs out."""
+def _end_first_without_memory() -> None:
+    """Make Linux end this process, and not its parent, when memory runs out."""
     try:
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_END)
+        Path("/proc/self/oom_score_adj").write_text(_MAX_OOM_SCORE)
     except OSError:  # another system
         return
 
 
 if __name__ == "__main__":
     _end_with_parent()
-    _go_first()
+    _end_first_without_memory()
     code = main(sys.argv[1], Path(sys.argv[2]))
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""``partita.tune``: the best plan for a model on this machine, by short measured trials."""
+"""``partita.tune``: find the best plan for a model on this machine with short measured trials."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,10 +28,10 @@ from partita.tune.space import Candidate, Space
 from partita.tune.target import Target
 from partita.tune.trial import Outcome, Trials
 
-# Before settings are changed, plans are measured whose predicted times are within NEAR times the best one's.
-NEAR, MOST_STARTS = 1.25, 3
-# The least share of a step that a change must gain: less is noise.
-GAIN = 0.02
+# Plans whose predicted time is at most NEAR_BEST times the best one are measured first, MAX_STARTS that train.
+NEAR_BEST, MAX_STARTS = 1.25, 3
+# Minimal share of the step time that a change must save. Smaller differences are noise.
+MIN_GAIN = 0.02
 NUM_TRIALS, NUM_STEPS, TIMEOUT_S = 12, 5, 600.0
 THIS = "this"
 
@@ -51,9 +51,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The ``trials``, in their order, and the ``best`` of them.
+    """The ``trials`` in order, and the ``best`` of them.
 
-    ``complete``: no change of the best was left to try; otherwise the limit of trials was reached.
+    ``complete``: True if all changes of the best were tried; False if the limit of trials was reached before.
     """
 
     target: Target
@@ -71,7 +71,7 @@ class Tuned:
         return dict(self.best.candidate.config)
 
     def write(self, path: str | Path) -> None:
-        """Write :meth:`config` as YAML. For a job, write all of it, with this as its engine section.
+        """Write :meth:`config` as YAML. For a job, write the full job with this engine section.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -87,7 +87,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits of a tuning: the number of ``trials``, and of each trial the ``steps`` and the time ``timeout_s``."""
+    """Limits of a tuning: the number of ``trials``, and the ``steps`` and the timeout of each trial."""
 
     trials: int = NUM_TRIALS
     steps: int = NUM_STEPS
@@ -112,22 +112,22 @@ def tune(
 ) -> Tuned:
     """Find the fastest config on this machine.
 
-    Plans are measured in the order of their predicted times, then changes of the best one by one setting at a time,
-    each in processes of its own. The samples of a step and the precision stay the same.
+    First, plans are measured in the order of their predicted times; then changes of the best plan in a single setting.
+    Each trial runs in separate processes. The samples of a step and the precision are constant.
 
     Args:
         model: a model as in :func:`partita.plan`, or the file of a job of ``partita train``.
         processes: number of processes on this machine; None: one for each GPU, or one.
-        machine: the machine that predictions are made for; None: this one, measured (or read from ``results``).
-        config: settings of every trial; for settings that are searched, the values to try first.
+        machine: the machine that predictions are made for; None: this machine, measured (or read from ``results``).
+        config: settings of every trial; for searched settings, the values to try first.
         samples: samples of an optimizer step, over all ranks; None: the config's, or those of :func:`partita.plan`.
         effort: limits of the trials.
-        results: a file that outcomes are added to; trials whose outcomes it has are not run again.
-        tell: called with each trial.
+        results: a file to which outcomes are added; trials with outcomes in the file are not repeated.
+        tell: called with each trial when it has ended.
 
     Raises:
-        ConfigError: there is no such model; nothing fits; ``results`` are of another model, machine or config; no trial
-            trained.
+        ConfigError: there is no such model; no plan fits; ``results`` are from another model, machine or config; all
+            trials failed.
     """
     if launch_environment().world_size > 1:
         raise ConfigError("tune starts the processes of each trial itself: call it in one process, without a launcher")
@@ -136,13 +136,13 @@ def tune(
     num_ranks = max(1, accelerator.count()) if processes is None else processes
     _check_processes(num_ranks)
     kind = accelerator.device_type()
-    given = resolve(base, num_ranks, kind, num_ranks)
-    says = target.is_job or bool({"micro", "accumulate", "total"} & base.batch.model_fields_set)
+    resolved = resolve(base, num_ranks, kind, num_ranks)
+    sets_batch = target.is_job or bool({"micro", "accumulate", "total"} & base.batch.model_fields_set)
     if samples is None:
-        samples = given.batch.total if says else default_samples(source, num_ranks)
+        samples = resolved.batch.total if sets_batch else default_samples(source, num_ranks)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
-    subject = {
+    tuned_settings = {
         "model": source.name,
         "parameters": source.num_params,
         "tokens": source.context,
@@ -151,7 +151,7 @@ def tune(
         "device": _device(),
         "config": base.model_dump(mode="json", exclude_unset=True),
     }
-    kept = Results.open(None if results is None else Path(results), subject)
+    kept = Results.open(None if results is None else Path(results), tuned_settings)
     on = _machine(machine, kept, num_ranks)
     kept.begin(on)
     space = Space(source, on, num_ranks, base, samples, kind, _num_moments(base))
@@ -161,21 +161,23 @@ def tune(
 
 
 class _Tuning:
-    """A tuning from plan to plan. Trials that were measured before count as tried, but take no time."""
+    """A search for the fastest config. Trials with stored outcomes count as trials, but are not repeated."""
 
-    def __init__(self, space: Space, trials: Trials, kept: Results, most: int, tell: Callable[[Trial], None]) -> None:
+    def __init__(
+        self, space: Space, trials: Trials, kept: Results, most: int, on_trial: Callable[[Trial], None]
+    ) -> None:
         self._space = space
         self._trials = trials
         self._kept = kept
         self._most = most
-        self._tell = tell
+        self._on_trial = on_trial
         self._done = dict[str, Trial]()
 
     def run(self) -> tuple[tuple[Trial, ...], bool]:
-        """Return the trials, and whether nothing was left to try.
+        """Return the trials, and True if all changes of the best were tried.
 
         Raises:
-            ConfigError: nothing fits, or no trial trained.
+            ConfigError: no plan fits, or all trials failed.
         """
         self._start()
         trained = [trial for trial in self._done.values() if trial.outcome.step_s is not None]
@@ -184,65 +186,68 @@ class _Tuning:
                 f"  {trial.candidate.choice.state_settings.name}: {trial.outcome.failed}"
                 for trial in self._done.values()
             ]
-            raise ConfigError("\n".join([f"tune: none of {len(lines)} trials has trained:", *lines]))
+            raise ConfigError("\n".join([f"tune: all {len(lines)} trials failed:", *lines]))
         best = min(trained, key=lambda trial: trial.seconds)
         complete = False
-        while not complete and self._has_left:
+        while not complete and self._may_run_more:
             best, complete = self._step(best)
         return tuple(self._done.values()), complete
 
     @property
-    def _has_left(self) -> bool:
+    def _may_run_more(self) -> bool:
         return len(self._done) < self._most
 
     def _start(self) -> None:
-        """Try the user's config, and the plans with about the fastest predictions.
+        """Try the user's config, and the plans with the fastest predictions.
 
-        After a plan that lacks memory, the next is the same with micro-batches of half the size.
+        A plan that lacks memory is tried again with micro-batches of half the size.
         """
         space, given = self._space, self._space.as_given()
         starts = space.starts()
         if not starts and given is None:
             if any(each.fits for each in space.forecasts):
-                raise ConfigError(f"tune: no plan that fits is a config with what yours says: {space.refused}")
+                raise ConfigError(f"tune: every plan that fits conflicts with the config: {space.refused}")
             if not space.forecasts:
-                raise ConfigError(f"tune: no plan has the parallel axes of the config, {space.given.mesh}; name others")
+                raise ConfigError(
+                    f"tune: no plan has the parallel axes of the config, {space.resolved.mesh}; change them"
+                )
             plan = Plan(space.source, space.machine, space.num_ranks, space.samples, tuple(space.forecasts))
             raise ConfigError(plan.why_not())
         if given is not None:
             self._try(given)
-        waiting, num_trained = deque(starts), 0
-        while waiting and self._has_left:
-            candidate = waiting.popleft()
-            if num_trained and (num_trained == MOST_STARTS or candidate.seconds > NEAR * starts[0].seconds):
+        queue, num_trained = deque(starts), 0
+        while queue and self._may_run_more:
+            candidate = queue.popleft()
+            if num_trained and (num_trained == MAX_STARTS or candidate.seconds > NEAR_BEST * starts[0].seconds):
                 break
             outcome = self._try(candidate).outcome
             num_trained += outcome.step_s is not None
             if outcome.lacks_memory and (smaller := space.smaller(candidate)) is not None:
-                waiting.appendleft(smaller)
+                queue.appendleft(smaller)
 
     def _step(self, best: Trial) -> tuple[Trial, bool]:
-        """Return the first change of ``best`` that is faster, and False; or ``best``, and whether all changes were
-        tried.
+        """Try the changes of ``best``, and return the first that is faster, and False.
+
+        If there is none, return ``best``, and True if all changes were tried.
         """
         for candidate in self._space.moves(best.candidate):
-            if candidate.key in self._done or self._is_larger_than_memory(candidate):
+            if candidate.key in self._done or self._is_known_not_to_fit(candidate):
                 continue
-            if not self._has_left:
+            if not self._may_run_more:
                 return best, False
             trial = self._try(candidate)
-            if trial.seconds < (1 - GAIN) * best.seconds:
+            if trial.seconds < (1 - MIN_GAIN) * best.seconds:
                 return trial, False
         return best, True
 
-    def _is_larger_than_memory(self, candidate: Candidate) -> bool:
-        """Return whether the same plan lacked memory with micro-batches of this size or a smaller one."""
+    def _is_known_not_to_fit(self, candidate: Candidate) -> bool:
+        """Return True if the same plan lacked memory with micro-batches of this size or a smaller one."""
         choice = candidate.choice
         for trial in self._done.values():
             other = trial.candidate.choice
-            alike = replace(other, micro=choice.micro, accumulate=choice.accumulate) == choice
-            alike = alike and trial.candidate.variant == candidate.variant
-            if trial.outcome.lacks_memory and alike and other.micro <= choice.micro:
+            is_equal = replace(other, micro=choice.micro, accumulate=choice.accumulate) == choice
+            is_equal = is_equal and trial.candidate.variant == candidate.variant
+            if trial.outcome.lacks_memory and is_equal and other.micro <= choice.micro:
                 return True
         return False
 
@@ -255,7 +260,7 @@ class _Tuning:
             self._kept.add(candidate.config, outcome)
         trial = Trial(candidate, outcome)
         self._done[candidate.key] = trial
-        self._tell(trial)
+        self._on_trial(trial)
         return trial
 
 
@@ -264,7 +269,7 @@ def _check_processes(num: int) -> None:
     most = usable_cores() if on_cpu else accelerator.count()
     if not 1 <= num <= most:
         what = "cores" if on_cpu else "devices"
-        raise ConfigError(f"--processes: {num} cannot be measured here, where there are {most} {what}")
+        raise ConfigError(f"--processes: expected 1 to {most}, as this machine has {most} {what}; got {num}")
 
 
 def _machine(given: str | Machine | None, kept: Results, num_ranks: int) -> Machine:
@@ -276,7 +281,7 @@ def _machine(given: str | Machine | None, kept: Results, num_ranks: int) -> Mach
 
 
 def _device() -> str:
-    """Return a description of the devices, cores and memory, which distinguishes results of different machines."""
+    """Describe the devices, cores and memory, to distinguish the results of different machines."""
     kinds = sorted({name for name, _ in accelerator.installed()}) if accelerator.count() else []
     memory = format_bytes(host_memory()[0])
     return f"{', '.join(kinds) or accelerator.HOST.type}, {usable_cores()} cores, {memory} of memory"

@@ -39,7 +39,7 @@ class Pipeline:
     Args:
         parallel: the cut of the model, and the changes to its modules.
         schedule: of a training batch.
-        early_output: tells the model's hooks what a forward that ends early hands on.
+        early_output: gives the model's hooks the output of a forward that ends early.
 
     Attributes:
         weights: the deferred weight gradients; None if the backward computes them.

@@ -326,7 +326,9 @@ def modules_changed_in_one_package(source: Source) -> Iterator[str]:
                 pass
             case ast.Call(ast.Name("setattr" | "delattr"), [_, ast.Constant(name), *_]):
                 pass
-            case ast.Call(ast.Attribute(_, "pop" | "setdefault" | "__setattr__"), [ast.Constant(name), *_]):
+            case ast.Call(ast.Attribute(_, "__setattr__"), [_, ast.Constant(name), *_]):
+                pass
+            case ast.Call(ast.Attribute(_, "pop" | "setdefault"), [ast.Constant(name), *_]):
                 pass
             case _:
                 continue
@@ -456,6 +458,7 @@ BAD = [
     (modules_changed_in_one_package, "engine.py", "del module.forward"),
     (modules_changed_in_one_package, "engine.py", "setattr(module, 'forward', run)"),
     (modules_changed_in_one_package, "engine.py", "delattr(module, '_compiled_call_impl')"),
+    (modules_changed_in_one_package, "engine.py", "object.__setattr__(module, 'forward', run)"),
     (modules_changed_in_one_package, "engine.py", "vars(module)['forward'] = run"),
     (modules_changed_in_one_package, "engine.py", "module.__dict__.pop('forward')"),
     (modules_changed_in_one_package, "sharding/a.py", "type(module).__call__ = run"),

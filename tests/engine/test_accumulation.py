@@ -13,7 +13,7 @@ from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix
 from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
-from tests.kit.training import ADAMW, rank, small_buckets, whole_weights, world
+from tests.kit.training import ADAMW, rank, small_buckets, train_module, whole_weights, world
 
 NUM_STEPS, NUM_PARTS = 2, 4
 
@@ -21,19 +21,8 @@ NUM_STEPS, NUM_PARTS = 2, 4
 def plain_training() -> tuple[list[float], dict[str, Tensor]]:
     """One process on every micro-batch of every rank: the mean loss of each step, and the weights."""
     seeds.start()
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    losses = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for part in range(NUM_PARTS):
-            loss = model(micro_batch(step, part)).square().mean() / NUM_PARTS
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = train_module(Stack(), square_loss, NUM_STEPS, num_data=NUM_PARTS, own=None)
+    return found.losses, found.weights
 
 
 def micro_batch(step: int, part: int) -> Tensor:

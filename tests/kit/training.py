@@ -133,9 +133,8 @@ def train(
 
 def train_reference(case: Case, *, steps: int = 3, num_data: int | None = None) -> Trained:
     """Train a case with plain PyTorch, in one process, on the samples of all ranks or of ``num_data`` data ranks."""
-    optimizer = functools.partial(torch.optim.AdamW, **ADAMW)
     own = rank() if num_data is None else None
-    return train_module(case.build(), loss_of(case), steps, num_data=num_data or world(), own=own, optimizer=optimizer)
+    return train_module(case.build(), loss_of(case), steps, num_data=num_data or world(), own=own)
 
 
 # -- any engine, any module --------------------------------------------------------------------------------------------
@@ -187,16 +186,18 @@ def train_module(
     *,
     num_data: int,
     own: int | None,
-    optimizer: Callable[[Any], torch.optim.Optimizer],
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     clip: float | None = None,
     keep: Container[int] | None = None,
     before_step: Callable[[Any, int], None] = lambda module, step: None,
 ) -> Trained:
     """Train with plain PyTorch on the samples of ``num_data`` data ranks: the mean of their gradients.
 
-    ``own``: the data rank whose losses are recorded, or None for the mean of all. Norms are recorded with ``clip``.
+    ``own``: the data rank whose losses are recorded, or None for the mean of all. Norms are recorded with ``clip``. The
+    optimizer is by default AdamW, as `train` has it.
     """
-    result, chosen = Trained(), optimizer(model.parameters())
+    result, params = Trained(), model.parameters()
+    chosen = torch.optim.AdamW(params, **ADAMW) if optimizer is None else optimizer(params)
     for step in range(num_steps):
         before_step(model, step)
         chosen.zero_grad()
@@ -265,7 +266,6 @@ def train_plain(recipe: Recipe) -> Trained:
         recipe.num_steps,
         num_data=world(),
         own=rank(),
-        optimizer=functools.partial(torch.optim.AdamW, **ADAMW),
         before_step=recipe.before_step,
     )
 

@@ -69,7 +69,7 @@ def linked(text: str, document: str) -> str:
 
 
 def reference() -> Iterator[str]:
-    """Markdown: a table of the keys of each section."""
+    """Yield Markdown: a table of the keys of each section."""
     yield from _table(Config, "")
     yield from _sections(Config, "")
 
@@ -95,13 +95,13 @@ def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def deepspeed_keys() -> Iterator[str]:
-    """Markdown: what becomes of each key of DeepSpeed's configuration."""
+    """Yield Markdown: a table of DeepSpeed's keys and how each is converted."""
     yield from ("| key | here | |", "|---|---|---|")
     for key, rule in RULES.items():
         yield f"| `{key}` | {rule.kind} | {rule.text} |"
 
 
-# What stands in a page for a table that is made.
+# Marks in pages, and the tables that replace them.
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "<!-- every key -->": reference,
     "<!-- every key of DeepSpeed -->": deepspeed_keys,

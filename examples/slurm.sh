@@ -1,5 +1,5 @@
 #!/bin/bash
-# A job of Slurm's: one process for each GPU of two nodes; srun tells each its rank, and partita reads it there.
+# A Slurm job: one process per GPU on two nodes. srun sets the rank of each process, and partita reads it.
 #   sbatch examples/slurm.sh [JOB] [--set key=value ...]
 #SBATCH --job-name=partita
 #SBATCH --nodes=2
@@ -7,12 +7,12 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
-# Two minutes before its time is up every process is told to stop: the run is saved, and the job queued again.
+# Two minutes before the time limit, every process gets SIGTERM: the run saves a checkpoint, and Slurm requeues the job.
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 set -euo pipefail
 
 job="${1:-examples/train_stdlib.yaml}"
 
-# The folder is one that all nodes see. A run that finds a checkpoint there goes on from it.
+# Use a folder that all nodes share. A run resumes from the newest checkpoint in it.
 srun partita train "$job" --set engine.checkpoint.dir="${CHECKPOINTS:-runs/slurm}" "${@:2}"

@@ -228,7 +228,7 @@ def ours(folder: str, work: Work) -> Row:
             dist.barrier()
             save(number)
         engine.wait_for_checkpoint()
-        states = [unit.segments[0].rest.lend().tensor for unit in engine._parts.runtime.units]
+        states = [unit.segments[0].stored.lease().tensor for unit in engine._parts.runtime.units]
         states += [value for state in engine.optimizer.state.values() for key, value in state.items() if key != "step"]
         row["copy s"] = plain_copy(states)
     return row | {"first stall s": stalls[0], "stall s": min(stalls[1:])}

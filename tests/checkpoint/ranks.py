@@ -21,9 +21,9 @@ from partita.plan.place import Place, even
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
 from partita.plan.share import Share
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import Encodings, Tiers, preset
-from partita.planner.parameters import Holding
+from partita.planner.parameters import ParameterInfo
 from partita.sharding.buckets import SyncStates
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
@@ -62,7 +62,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     entries = [Entry(name, SHAPES[name], FP32, True, of.place, of.copies.on(mesh)) for name, of in shares.items()]
     memory = StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
     segments, members = [], []
-    for layout in lay_out(entries, mesh.data, lambda copies: mesh.group_size(copies.axes)):
+    for layout in build_layout(entries, mesh.data, lambda copies: mesh.group_size(copies.axes)):
         row = preset(stage, Encodings(), Tiers(), mesh, layout.copies)
         segment = Segment(PlannedSegment(layout, row, mesh), number)
         segment.full = torch.zeros(layout.padded)
@@ -70,7 +70,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
             local = held[span.fqn]
             if span.fqn == "images" and not span.place.is_part:
                 local = local.contiguous(memory_format=torch.channels_last)
-            members.append(Member(Holding(nn.Parameter(local), [span.fqn]), span, segment))
+            members.append(Member(ParameterInfo(nn.Parameter(local), [span.fqn]), span, segment))
             segment.full[span.offset :][: span.num_elements] = members[-1].flat(local)
         segment.keep_stored(memory)
         segments.append(segment)
@@ -90,7 +90,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     for member in members:
         model.register_parameter(member.fqn, member.param)
     runtime: Any = SimpleNamespace(units=[unit], model=model, collectives=collectives)
-    runtime.unsharder = SimpleNamespace(hold=lambda units: None, let_go=lambda units: None)
+    runtime.unsharder = SimpleNamespace(hold=lambda units: None, release_hold=lambda units: None)
     runtime.gradient_group = SimpleNamespace(index=mesh.group_index(number, ("data",)))
     runtime.gradient_group.size = mesh.data
     runtime.runs_all = True

@@ -55,8 +55,8 @@ def test_whole_tensors_are_put_together() -> None:
         runtime.collectives.all_ranks.all_reduce = lambda flat: (
             sent.append(flat.clone()) if number else flat.add_(next(received))
         )
-        for holding, weight in Whole(runtime, rank.content.updater).weights(master=False):
-            found[holding.fqns[0]] = weight.clone()
+        for info, weight in Whole(runtime, rank.content.updater).weights(master=False):
+            found[info.fqns[0]] = weight.clone()
     assert found.keys() == SHAPES.keys()
     assert all(torch.equal(found[name], values[name]) for name in SHAPES)
     assert len(sent) == len(BY_ROWS)

@@ -41,7 +41,7 @@ def rests(engine: partita.Engine) -> Tensor:
     """What rests on this rank of all parameters."""
     engine._parts.updater.wait_for_updates()
     units = engine._parts.runtime.units
-    return torch.cat([segment.rest.load().float() for unit in units for segment in unit.segments])
+    return torch.cat([segment.stored.load().float() for unit in units for segment in unit.segments])
 
 
 def masters(engine: partita.Engine) -> Tensor:
@@ -55,7 +55,7 @@ def own_rests(engine: partita.Engine) -> Tensor:
     """What rests of the parameters whose master weights are this rank's."""
     engine._parts.updater.wait_for_updates()
     segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
-    return torch.cat([segment.part_of_stored(segment.rest.load()).float() for segment in segments])
+    return torch.cat([segment.slice_for_master(segment.stored.load()).float() for segment in segments])
 
 
 def assert_nodes_alike(engine: partita.Engine, per_node: int) -> None:

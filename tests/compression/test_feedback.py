@@ -63,7 +63,7 @@ def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
     for segment in (segment for unit in runtime.units for segment in unit.trained if segment.is_first_copy):
         own = runtime.reducer.sync_states.saved(segment)
         assert own is not None
-        for span in segment.layout.part(segment.part_index):
+        for span in segment.layout.part(segment.shard_index):
             sums[span.fqn][span.start : span.stop] += own[span.offset : span.offset + span.num_elements]
     for total in sums.values():
         dist.all_reduce(total)
@@ -172,7 +172,7 @@ def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[fl
                 assert all(torch.equal(whole, other) for other in every), "replicas drift"
                 assert segment.master is not None
                 own = segment.part(whole, segment.plan.master)
-                change = max(change, float((own - segment.master.lend().tensor).abs().max()))
+                change = max(change, float((own - segment.master.lease().tensor).abs().max()))
         assert 0 < change < 0.05, change  # the steps are of 0.01
     return losses
 

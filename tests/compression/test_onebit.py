@@ -9,7 +9,7 @@ from torch import Tensor
 
 import partita
 from partita.planner.memory import model_state_bytes
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from tests.compression.lossless import lossless
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, sampled
@@ -137,7 +137,7 @@ def tied(parallel: dict[str, int], asked: dict[str, Any], folder: Path | None = 
             if step == STEPS - 3 and folder is not None:
                 engine.save(folder)
         with engine.gathered():
-            held = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not is_elsewhere(p)}
+            held = {name: p.detach().clone() for name, p in engine.module.named_parameters() if not is_off_stage(p)}
         return held | {"losses": torch.stack(losses)}
 
 

@@ -76,7 +76,7 @@ def differs(name: str, odd: int) -> tuple[str, int]:
         engine._parts.updater.wait_for_updates()
         if rank() == odd:
             unit = next(unit for unit in engine._parts.runtime.units if unit.name == "blocks.1")
-            unit.segments[0].rest.lend().wait()[-1] += 1.0
+            unit.segments[0].stored.lease().wait()[-1] += 1.0
         with pytest.raises(PartitaError) as raised:
             for number in range(1, 4):
                 step(engine, number)

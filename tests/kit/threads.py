@@ -88,7 +88,7 @@ class FakeTransport(Transport):
     must be the same.
     """
 
-    keeps_tags_apart = True
+    separates_tags = True
 
     def __init__(self, network: Network, ranks: list[int], index: int, axes: tuple[str, ...] = ()) -> None:
         self._axes = axes

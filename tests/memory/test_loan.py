@@ -29,12 +29,12 @@ def parameter(storage: torch.UntypedStorage) -> nn.Parameter:
 def test_a_view_is_a_view_whenever_there_is_memory(swap: bool) -> None:
     loan, storage = Loan(swap), torch.UntypedStorage(0)
     first, second = slots(loan, 2)
-    loan.lend(storage, first)
+    loan.attach(storage, first)
     view = parameter(storage)
     loan.take_back(storage, first)
     for slot, value in ((second, 1.0), (first, 2.0), (second, 3.0)):
         assert storage.nbytes() == 0, "at rest there is no memory"
-        loan.lend(storage, slot)
+        loan.attach(storage, slot)
         assert storage.nbytes() == NUM_BYTES
         torch.empty(0).set_(storage, 0, (16,)).fill_(value)
         assert view.tolist() == [value] * 16
@@ -47,14 +47,14 @@ def test_what_autograd_saved_stays_an_alias(swap: bool) -> None:
     """Between forward and backward the values go to another place and come back in a third."""
     loan, storage = Loan(swap), torch.UntypedStorage(0)
     first, second = slots(loan, 2)
-    loan.lend(storage, first)
+    loan.attach(storage, first)
     weight = parameter(storage)
     with torch.no_grad():
         weight.copy_(torch.arange(16.0))
     version = weight._version
     loss = weight.square().sum()
     loan.take_back(storage, first)
-    loan.lend(storage, second)
+    loan.attach(storage, second)
     torch.empty(0).set_(storage, 0, (16,)).copy_(torch.arange(16.0))
     assert weight._version == version
     loss.backward()
@@ -70,7 +70,7 @@ def test_swapping_moves_nothing() -> None:
     (slot,) = slots(loan, 1)
     address, storage = slot.storage.data_ptr(), torch.UntypedStorage(0)
     torch.empty(0).set_(slot.storage, 0, (16,)).fill_(7.0)
-    loan.lend(storage, slot)
+    loan.attach(storage, slot)
     assert (storage.data_ptr(), slot.storage.nbytes()) == (address, 0)
     assert torch.empty(0).set_(storage, 0, (16,)).tolist() == [7.0] * 16
     loan.take_back(storage, slot)
@@ -90,7 +90,7 @@ def test_the_event_is_kept_by_the_slot(swap: bool) -> None:
     loan, event = Loan(swap), Event()
     made = BufferPool("buffer_pool", PlannedPool((NUM_BYTES,), 1), Ledger(), CPU, backed=loan.swap)
     slot, storage = made.borrow(NUM_BYTES), torch.UntypedStorage(0)
-    loan.lend(storage, slot)
+    loan.attach(storage, slot)
     loan.take_back(storage, slot)
     made.give_back(slot, event)
     assert made.borrow(NUM_BYTES).last_use is event

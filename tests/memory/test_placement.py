@@ -62,7 +62,7 @@ def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK, model: nn
     except ConfigError:
         return []
     rows = [unit.row for unit in blueprint.units]
-    return [Tiers(row.param_rest.tier, row.grad_step.tier, row.master.tier) for row in rows]
+    return [Tiers(row.param_stored.tier, row.grad_step.tier, row.master.tier) for row in rows]
 
 
 def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[MemoryBudget]:
@@ -214,7 +214,7 @@ def of_different_ranks() -> list[Tiers]:
         with partita.initialize(Stack(5), {"zero": {"stage": 3, "offload": AUTO}}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
-            placed = [Tiers(row.param_rest.tier, row.grad_step.tier, row.master.tier) for row in engine.plan.values()]
+            placed = [Tiers(row.param_stored.tier, row.grad_step.tier, row.master.tier) for row in engine.plan.values()]
     assert placed == tiers_of("3", small)
     return placed
 

@@ -119,7 +119,7 @@ def whole(parts: Made, member: Member) -> Tensor:
         return member.param.detach()
     parts.unsharder.hold([unit])
     values = member.param.detach().clone()
-    parts.unsharder.let_go([unit])
+    parts.unsharder.release_hold([unit])
     return values
 
 

@@ -13,7 +13,7 @@ import partita
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.simulate import simulate
 from partita.planner.memory import model_state_bytes
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.ranks import on_ranks
 from tests.parallel import stages
@@ -49,7 +49,7 @@ def held(orders: tuple[str, ...]) -> Held:
             report = engine.memory_report().held
             params = list(engine.module.parameters())
             away = sum(bytes_elsewhere(param) for param in params)
-            own = sum(param.nbytes for param in params if not is_elsewhere(param))
+            own = sum(param.nbytes for param in params if not is_off_stage(param))
             planned = model_state_bytes(engine.units, engine.mesh.rank)
     states = [key for key, num in planned.items() if num and key[0] != "gradients"]  # which a step has used up
     payload = 4 * stages.WIDTH * batch["input_ids"].numel()
@@ -59,7 +59,7 @@ def held(orders: tuple[str, ...]) -> Held:
 def bytes_elsewhere(param: torch.Tensor) -> int:
     """What the memory of a parameter takes here that other stages hold."""
     with torch._C.DisableTorchFunctionSubclass():
-        return 0 if not is_elsewhere(param) or param.is_meta else param.untyped_storage().nbytes()
+        return 0 if not is_off_stage(param) or param.is_meta else param.untyped_storage().nbytes()
 
 
 def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int:

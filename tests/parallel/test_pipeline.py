@@ -17,7 +17,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.weights import Left
 from partita.plan.traffic import TrafficCount
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from tests.kit import plans
 from tests.kit.plans import matrix, sampled
 from tests.kit.ranks import on_ranks
@@ -67,7 +67,7 @@ def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], comp
             found.norms.append(engine.last_step.grad_norm)
         found.evaluated = engine.eval_batch([stages.batch(name, 7 + micro) for micro in range(3)]).item()
         assert engine.module.training
-        found.held = {key for key, param in engine.module.named_parameters() if not is_elsewhere(param)}
+        found.held = {key for key, param in engine.module.named_parameters() if not is_off_stage(param)}
         found.weights = whole_weights(engine)
     return found
 

@@ -16,8 +16,8 @@ from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import arrived, send_away
 from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.parallel.pipeline.stage import Stages, bypasses
-from partita.planner.off_stage import is_elsewhere
-from partita.planner.parameters import find_everywhere
+from partita.planner.off_stage import is_off_stage
+from partita.planner.parameters import find_all_parameters
 from partita.sharding.hooks import EarlyOutput
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit.plans import matrix
@@ -39,12 +39,12 @@ class Stage:
         self.model = copy.deepcopy(model)
         self.transforms = ModuleTransforms()
         self.cut: Cut = cut(self.model, num_stages, None, CPU)
-        for holding in find_everywhere(self.model):
-            if number not in self.cut.stages[id(holding.param)]:
-                send_away(holding.param, holding.fqns[0], CPU)
+        for info in find_all_parameters(self.model):
+            if number not in self.cut.stages[id(info.param)]:
+                send_away(info.param, info.fqns[0], CPU)
                 with torch._C.DisableTorchFunctionSubclass():
-                    holding.param.untyped_storage().resize_(0)
-        held = {id(param) for param in self.model.parameters() if not is_elsewhere(param)}
+                    info.param.untyped_storage().resize_(0)
+        held = {id(param) for param in self.model.parameters() if not is_off_stage(param)}
         around = dict(outside(self.model, self.cut.blocks, held))
         self.stages = Stages(
             self.model, self.cut.blocks, around, _stand_in, EarlyExit(EarlyOutput()), self.transforms.at(Order.STAGE)
@@ -70,14 +70,14 @@ class Stage:
 
     def gradients(self) -> dict[str, Tensor]:
         named = self.model.named_parameters()
-        return {name: param.grad for name, param in named if not is_elsewhere(param) and param.grad is not None}
+        return {name: param.grad for name, param in named if not is_off_stage(param) and param.grad is not None}
 
 
 @matrix(name=stages.BUILD, num_stages=(2, 3))
 def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
     model = stages.build(name)
     whole = [Stage(model, number, num_stages) for number in range(num_stages)]
-    assert sum(not is_elsewhere(param) for param in whole[0].model.parameters()) < len(list(model.parameters()))
+    assert sum(not is_off_stage(param) for param in whole[0].model.parameters()) < len(list(model.parameters()))
     for number in range(2):  # of other lengths
         batch = stages.batch(name, number)
         loss = stages.loss_of(model(**batch) if isinstance(batch, dict) else model(batch))

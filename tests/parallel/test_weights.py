@@ -65,7 +65,7 @@ def at_weights() -> Level:
     return ModuleTransforms().at(Order.WEIGHT_GRADIENT)
 
 
-def aside(model: nn.Module, left: Left) -> None:
+def gradient_sink(model: nn.Module, left: Left) -> None:
     """What the engine's reducer does: gradients that came already are added later, too."""
     for param in model.parameters():
         if param.grad is not None:
@@ -96,7 +96,7 @@ def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: t
         came = {id(param) for param in apart.parameters() if param.grad is not None}
         assert number or not came & products
         if not number:
-            aside(apart, left)
+            gradient_sink(apart, left)
         weights.take(number).run()
         for (key, param), other in zip(plain.named_parameters(), apart.parameters(), strict=True):
             assert torch.equal(param.grad, other.grad), key

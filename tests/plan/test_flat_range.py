@@ -23,7 +23,7 @@ def ranges(draw: st.DrawFn) -> FlatRange:
         cuts = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2)) | {0, shape[dim]})
         parts = draw(st.permutations(list(pairwise(cuts))))
         place = Place(shape, dim, tuple(parts[: draw(st.integers(1, len(parts)))]))
-        if place.is_apart:
+        if place.has_several_ranges:
             order = (dim, *(other for other in order if other != dim))
     start, stop = sorted(draw(st.integers(0, place.num_elements)) for _ in range(2))
     return FlatRange(place, order, start, stop)

@@ -12,7 +12,7 @@ from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.plan.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
 from partita.plan.residence import BF16, FP32, Encoding, Tier
 from partita.plan.slots import bytes_ahead, unit_pool
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import Copy, ReduceScatter
 from partita.plan.strategies import SyncPlan
@@ -65,9 +65,9 @@ def test_gradients(name: str) -> None:
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
             segment = planned(2048, mesh, name, encodings, tiers)
-            assert (segment.gradients.in_place, segment.gradients.rest_whole) == (False, always_unsharded)
+            assert (segment.gradients.in_place, segment.gradients.is_resident) == (False, always_unsharded)
             num_reductions = 2 if name in ("hsdp", "hierarchical-changes") and mesh is NODES else 1
-            assert segment.gradients.pass_through != always_unsharded
+            assert segment.gradients.is_pooled != always_unsharded
             assert len(segment.gradients.reductions) == num_reductions
             assert isinstance(segment.gradients.exact.sums[0], ReduceScatter), "they are collected in fp32"
             assert bool(segment.gradients.exact.gathers) == (name == "ddp")
@@ -76,35 +76,35 @@ def test_gradients(name: str) -> None:
             assert PlannedBucket((segment,)).scratch_bytes(in_pieces=True) == (num_ranks - 1) * part
             assert PlannedBucket((segment,)).scratch_bytes(in_pieces=False) == part
         nowhere = planned(2048, mesh, name, tiers=Tiers(gradients=None))
-        assert (nowhere.gradients.rest_whole, nowhere.gradients.pass_through) == (False, True)
+        assert (nowhere.gradients.is_resident, nowhere.gradients.is_pooled) == (False, True)
     alone = planned(2048, MeshShape(), name)
-    assert (alone.gradients.move, alone.gradients.in_place, alone.gradients.pass_through) == (False, True, False)
-    assert (alone.gradients.rest_whole, alone.gradients.reductions) == (False, ())
+    assert (alone.gradients.move, alone.gradients.in_place, alone.gradients.is_pooled) == (False, True, False)
+    assert (alone.gradients.is_resident, alone.gradients.reductions) == (False, ())
     encoded = planned(2048, MeshShape(), name, MIXED)
-    assert (encoded.gradients.move, encoded.gradients.in_place, encoded.gradients.rest_whole) == (True, False, True)
+    assert (encoded.gradients.move, encoded.gradients.in_place, encoded.gradients.is_resident) == (True, False, True)
     assert encoded.gradients.exact == SyncPlan((), ())
     away = planned(2048, MeshShape(), name, tiers=Tiers(gradients=Tier.HOST))
-    assert (away.gradients.pass_through, away.gradients.exact) == (True, SyncPlan((Copy(Tier.HOST),), ()))
+    assert (away.gradients.is_pooled, away.gradients.exact) == (True, SyncPlan((Copy(Tier.HOST),), ()))
     nowhere = planned(2048, MeshShape(), name, tiers=Tiers(gradients=None))
-    assert (nowhere.gradients.in_place, nowhere.gradients.pass_through) == (False, True)
+    assert (nowhere.gradients.in_place, nowhere.gradients.is_pooled) == (False, True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.sampled_from([FP32, BF16])), min_size=1), st.integers(1, 5))
-def test_bytes_of_a_unit(sizes: list[tuple[int, Encoding]], num_parts: int) -> None:
+def test_bytes_of_a_unit(sizes: list[tuple[int, Encoding]], num_shards: int) -> None:
     entries = [Entry(str(number), (size,), encoding, True) for number, (size, encoding) in enumerate(sizes)]
-    mesh = MeshShape(data=num_parts)
+    mesh = MeshShape(data=num_shards)
     segments = tuple(
         PlannedSegment(layout, preset("zero3", Encodings(layout.encoding)), mesh)
-        for layout in lay_out(entries, num_parts)
+        for layout in build_layout(entries, num_shards)
     )
-    padded = [segment.layout.num_parts * segment.layout.part_elements for segment in segments]
+    padded = [segment.layout.num_shards * segment.layout.shard_elements for segment in segments]
     itemsizes = [segment.layout.encoding.itemsize for segment in segments]
     assert PlannedUnit("unit", segments).num_bytes == sum(map(mul, padded, itemsizes))
     for segment in segments:
-        held = [segment.spans_of(segment.row.master, rank) for rank in range(num_parts)]
-        assert held == [segment.layout.part(rank) for rank in range(num_parts)]
+        held = [segment.spans_of(segment.row.master, rank) for rank in range(num_shards)]
+        assert held == [segment.layout.part(rank) for rank in range(num_shards)]
         assert segment.spans_of(segment.row.param_compute, 0) == segment.layout.spans
-        assert segment.held_bytes(segment.row.param_rest) == segment.layout.num_bytes // num_parts
+        assert segment.held_bytes(segment.row.param_stored) == segment.layout.num_bytes // num_shards
 
 
 # --------------------------------------------------------------------------------------------------- the pool of units

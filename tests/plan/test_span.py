@@ -12,7 +12,7 @@ from partita.plan.box import Box
 from partita.plan.place import Place
 from partita.plan.residence import BF16, FP32, Encoding
 from partita.plan.share import NO_COPIES, Copies
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, lay_out
+from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
 
 Label = tuple[str, int] | None
 
@@ -38,8 +38,8 @@ def labels(segment: SegmentLayout) -> list[Label]:
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_every_element_lies_once(entries: list[Entry], num_parts: int) -> None:
-    layout = lay_out(entries, num_parts)
+def test_every_element_lies_once(entries: list[Entry], num_shards: int) -> None:
+    layout = build_layout(entries, num_shards)
     lying = Counter(label for segment in layout for label in labels(segment) if label is not None)
     expected = {(entry.fqn, element) for entry in entries for element in range(math.prod(entry.shape))}
     assert set(lying) == expected
@@ -47,39 +47,39 @@ def test_every_element_lies_once(entries: list[Entry], num_parts: int) -> None:
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_starts_and_cuts_are_multiples_of_the_quantum(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out(entries, num_parts):
-        assert segment.part_elements % QUANTUM == 0
-        assert segment.num_parts == num_parts
-        assert segment.padded == num_parts * segment.part_elements
+def test_starts_and_cuts_are_multiples_of_the_quantum(entries: list[Entry], num_shards: int) -> None:
+    for segment in build_layout(entries, num_shards):
+        assert segment.shard_elements % QUANTUM == 0
+        assert segment.num_shards == num_shards
+        assert segment.padded == num_shards * segment.shard_elements
         assert all(span.offset % QUANTUM == 0 for span in segment.spans)
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_padding_is_less_than_a_quantum_a_parameter_and_a_part(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out(entries, num_parts):
+def test_padding_is_less_than_a_quantum_a_parameter_and_a_part(entries: list[Entry], num_shards: int) -> None:
+    for segment in build_layout(entries, num_shards):
         num_elements = sum(span.num_elements for span in segment.spans)
-        most = len(segment.spans) * (QUANTUM - 1) + num_parts * QUANTUM - 1
+        most = len(segment.spans) * (QUANTUM - 1) + num_shards * QUANTUM - 1
         assert 0 <= segment.padded - num_elements <= most
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_parts: int) -> None:
-    for segment in lay_out(entries, num_parts):
+def test_a_part_is_what_lies_between_its_cuts(entries: list[Entry], num_shards: int) -> None:
+    for segment in build_layout(entries, num_shards):
         whole = labels(segment)
-        for index in range(num_parts):
-            mine: list[Label] = [None] * segment.part_elements
+        for index in range(num_shards):
+            mine: list[Label] = [None] * segment.shard_elements
             for span in segment.part(index):
                 assert span.num_elements > 0
                 assert span.place == next(other.place for other in segment.spans if other.fqn == span.fqn)
                 for place in range(span.num_elements):
                     mine[span.offset + place] = (span.fqn, span.start + place)
-            assert mine == whole[index * segment.part_elements : (index + 1) * segment.part_elements]
+            assert mine == whole[index * segment.shard_elements : (index + 1) * segment.shard_elements]
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], num_parts: int) -> None:
-    layout = lay_out(entries, num_parts)
+def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], num_shards: int) -> None:
+    layout = build_layout(entries, num_shards)
     kinds = [(segment.trainable, segment.encoding) for segment in layout]
     assert kinds == list(dict.fromkeys((entry.trainable, entry.encoding) for entry in entries))
     for segment, kind in zip(layout, kinds, strict=True):
@@ -90,34 +90,34 @@ def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], n
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_a_parameter_may_be_a_part_of_a_larger_one(entries: list[Entry], num_parts: int) -> None:
+def test_a_parameter_may_be_a_part_of_a_larger_one(entries: list[Entry], num_shards: int) -> None:
     """Every span says where in the global parameter its local tensor lies; where values lie does not change."""
     entries = [entry for entry in entries if entry.shape and entry.shape[0]]
     places = {e.fqn: Place((3 * e.shape[0], *e.shape[1:]), 0, ((e.shape[0], 2 * e.shape[0]),)) for e in entries}
-    placed = lay_out([replace(e, shape=places[e.fqn].shape, place=places[e.fqn]) for e in entries], num_parts)
-    for segment, whole in zip(placed, lay_out(entries, num_parts), strict=True):
+    placed = build_layout([replace(e, shape=places[e.fqn].shape, place=places[e.fqn]) for e in entries], num_shards)
+    for segment, whole in zip(placed, build_layout(entries, num_shards), strict=True):
         assert [replace(s, place=Place(s.place.sizes)) for s in segment.spans] == list(whole.spans)
-        for index in range(num_parts):
+        for index in range(num_shards):
             assert all(span.place == places[span.fqn] for span in segment.part(index))
 
 
 @given(ENTRIES, NUM_PARTS)
-def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_parts: int) -> None:
+def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_shards: int) -> None:
     """And cut so that the ranks that have copies can divide each part; what other stages have is alone."""
     copies, tied = Copies(averaged=("tensor",)), Copies(summed=("pipeline:0,1",))
     chosen = [(NO_COPIES, copies, tied)[number % 3] for number in range(len(entries))]
     marked = [replace(entry, copies=of) for entry, of in zip(entries, chosen, strict=True)]
-    for segment in lay_out(marked, num_parts, lambda of: 3 if of == copies else 1):
+    for segment in build_layout(marked, num_shards, lambda of: 3 if of == copies else 1):
         assert {entry.copies for entry in marked if entry.fqn in {s.fqn for s in segment.spans}} == {segment.copies}
         assert len(segment.spans) == 1 or not segment.copies.is_tied
-        assert segment.copies != copies or segment.part_elements % (3 * QUANTUM) == 0
+        assert segment.copies != copies or segment.shard_elements % (3 * QUANTUM) == 0
 
 
 @given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
-def test_parts_put_together_are_parts(entries: list[Entry], num_parts: int, times: int) -> None:
+def test_parts_put_together_are_parts(entries: list[Entry], num_shards: int, times: int) -> None:
     """A coarser division (a node's shards of data shards) cuts where the finer one does."""
-    for segment in lay_out(entries, num_parts * times):
-        assert segment.padded // num_parts == times * segment.part_elements
+    for segment in build_layout(entries, num_shards * times):
+        assert segment.padded // num_shards == times * segment.shard_elements
 
 
 def test_an_example() -> None:
@@ -136,7 +136,7 @@ def test_an_example() -> None:
         768,
     )
     second = SegmentLayout(BF16, True, (Span("b.weight", b, 0, 10, 0),), 2, 256)
-    layout = lay_out(entries, 2)
+    layout = build_layout(entries, 2)
     assert layout == (first, second)
     assert first.part(0) == (Span("a.weight", a, 0, 300, 0), Span("a.bias", bias, 0, 3, 512))
     assert first.part(1) == (Span("c.weight", c, 0, 600, 0),)

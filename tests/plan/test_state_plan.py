@@ -48,7 +48,7 @@ def test_row(name: str) -> None:
     rest, compute, between, grad_between, grad_step, states = (WORDS[cell] for cell in ROWS[name])
     assert row == StatePlan(
         name=name,
-        param_rest=Residence(*rest, BF16),
+        param_stored=Residence(*rest, BF16),
         param_compute=Residence(*compute, BF16),
         param_between=Residence(*between, BF16),
         grad_arrival=Residence((), ("data", "sequence"), BF16),
@@ -94,7 +94,7 @@ def test_preset_name(choice: dict[str, Any], name: str) -> None:
 
 def state_bytes(row: StatePlan, num_elements: int, mesh: MeshShape) -> int:
     """Bytes of the model states between steps, with two moments."""
-    held = (row.param_rest, row.grad_between, row.master, row.moments, row.moments)
+    held = (row.param_stored, row.grad_between, row.master, row.moments, row.moments)
     return sum(residence.num_bytes(num_elements, mesh) for residence in held)
 
 
@@ -119,17 +119,17 @@ def test_bytes_of_the_papers(num_ranks: int) -> None:
 def test_every_node_has_the_states_of_the_replicated_row() -> None:
     row, mesh = preset("hsdp", MIXED), MeshShape(data=16, node=4)
     assert state_bytes(row, 8000, mesh) == 16 * 8000 // 4
-    assert (row.part_axes, row.replica_axes) == (("local", "sequence"), ("node",))
+    assert (row.gradient_shard_axes, row.gradient_replica_axes) == (("local", "sequence"), ("node",))
     assert steps(row.grad_arrival, row.grad_between, mesh) == (ReduceScatter(("local",)), AllReduce(("node",)))
 
 
 def test_a_rank_updates_a_part_of_what_it_has_of_the_node() -> None:
     row, mesh = preset("hierarchical-changes", MIXED), MeshShape(data=16, node=4)
-    assert row.param_rest.num_bytes(8000, mesh) == 2 * 8000 // 4
+    assert row.param_stored.num_bytes(8000, mesh) == 2 * 8000 // 4
     assert row.master.num_bytes(8000, mesh) == 4 * 8000 // 16
-    assert (row.part_axes, row.replica_axes) == (("local", "sequence", "node"), ())
+    assert (row.gradient_shard_axes, row.gradient_replica_axes) == (("local", "sequence", "node"), ())
     assert steps(row.grad_arrival, row.grad_step, mesh) == (ReduceScatter(("local",)), ReduceScatter(("node",)))
-    assert steps(row.master, replace(row.param_rest, encoding=FP32), mesh) == (AllGather(("node",)),)
+    assert steps(row.master, replace(row.param_stored, encoding=FP32), mesh) == (AllGather(("node",)),)
     assert steps(row.master, replace(row.master, shard_axes=()), mesh) == (AllGather(("node",)), AllGather(("local",)))
 
 
@@ -149,7 +149,7 @@ def test_the_second_shard_of_the_hierarchical_row() -> None:
     """Between forward and backward the node's shard: 2 bytes per parameter, over its ranks (ZeRO++, section 3.2)."""
     row, mesh = preset("hierarchical", MIXED), MeshShape(data=16, node=4)
     assert row.param_between.num_bytes(8000, mesh) == 2 * 8000 // 4
-    assert row.param_rest.num_bytes(8000, mesh) == 2 * 8000 // 16
+    assert row.param_stored.num_bytes(8000, mesh) == 2 * 8000 // 16
 
 
 # ----------------------------------------------------------------------------------------------------------- traffic
@@ -173,11 +173,11 @@ def sent(ops: tuple[Step, ...], held: int, mesh: MeshShape) -> int:
 def moves_of_a_step(row: StatePlan) -> list[tuple[Residence, Residence]]:
     """Forward, between forward and backward, backward, reduction, and the new weights."""
     return [
-        (row.param_rest, row.param_compute),
+        (row.param_stored, row.param_compute),
         (row.param_compute, row.param_between),
         (row.param_between, row.param_compute),
         (row.grad_arrival, row.grad_step),
-        (row.master, row.param_rest),
+        (row.master, row.param_stored),
     ]
 
 

@@ -112,7 +112,7 @@ def test_units_and_encodings() -> None:
     assert found["frozen.bias"] == ("bf16", False)
     assert found["index"] == ("int64", False)
     row = next(unit.row for unit in blueprint.units if unit.name == "blocks.0.0")
-    assert (row.param_rest.encoding, row.grad_step.encoding) == (BF16, FP32)
+    assert (row.param_stored.encoding, row.grad_step.encoding) == (BF16, FP32)
     assert (row.master.encoding, row.moments.encoding) == (SPLIT, INT8)
 
 

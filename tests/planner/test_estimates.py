@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Encoding, Residence
-from partita.plan.span import QUANTUM, Entry, lay_out
+from partita.plan.span import QUANTUM, Entry, build_layout
 from partita.plan.state_plan import PRESETS, Encodings, preset
 from partita.plan.steps import Encode, steps
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
@@ -43,7 +43,7 @@ def plan(
     for number, shapes_of_unit in enumerate(units):
         trains = number not in frozen
         entries = [Entry(f"{number}.{i}", shape, used.compute, trains) for i, shape in enumerate(shapes_of_unit)]
-        layouts = lay_out(entries, mesh.data)
+        layouts = build_layout(entries, mesh.data)
         segments = tuple(PlannedSegment(layout, preset(name, used), mesh) for layout in layouts)
         planned.append(PlannedUnit(str(number), segments))
     return planned
@@ -105,7 +105,7 @@ def test_ranks_together_hold_what_the_table_says(
         return mesh.data // mesh.group_size(residence.shard_axes)
 
     second = copies(row.param_between) if 1 < mesh.size("local") < mesh.data and name == "hierarchical" else 0
-    assert over_ranks("parameters") == padded * used.compute.itemsize * (copies(row.param_rest) + second)
+    assert over_ranks("parameters") == padded * used.compute.itemsize * (copies(row.param_stored) + second)
     assert over_ranks("master") == (0 if used.compute == FP32 else padded * 4 * copies(row.master))
     assert over_ranks("moments") == num * 4 * num_moments * copies(row.moments)
     in_place = mesh.data == 1 and used.compute == used.gradients
@@ -157,7 +157,7 @@ def test_accumulation_repeats_what_is_not_whole(
 ) -> None:
     planned, row = plan(units, name, mesh, used), preset(name, used)
     once, often = step_traffic(planned), step_traffic(planned, StepShape(accumulate))
-    num_gathers = accumulate if row.param_rest.shard_axes else 1
+    num_gathers = accumulate if row.param_stored.shard_axes else 1
     num_reductions = accumulate if row.grad_between.shard_axes else 1
     assert often.sent_bytes("parameters") == num_gathers * once.sent_bytes("parameters")
     assert often.sent_bytes("gradients") == num_reductions * once.sent_bytes("gradients")

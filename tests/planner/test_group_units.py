@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError
 from partita.planner.group_units import LEAF_SHARE, UnitSpec, group_units, modules_like
-from partita.planner.parameters import find_holdings
+from partita.planner.parameters import find_stage_parameters
 from tests.kit.models import CASES
 
 
@@ -18,13 +18,13 @@ def names(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[str]:
 
 
 def unit_of(units: list[UnitSpec], fqn: str) -> str:
-    (found,) = [unit.name for unit in units for holding in unit.holdings if fqn in holding.fqns]
+    (found,) = [unit.name for unit in units for info in unit.infos if fqn in info.fqns]
     return found
 
 
 def check(model: nn.Module, units: list[UnitSpec]) -> None:
     """Every parameter is in one unit, whose module contains it; units and parameters are in the model's order."""
-    params = [id(holding.param) for unit in units for holding in unit.holdings]
+    params = [id(info.param) for unit in units for info in unit.infos]
     assert sorted(params) == sorted(id(param) for param in model.parameters())
     position = {name: number for number, (name, _) in enumerate(model.named_modules())}
     order = {id(param): number for number, param in enumerate(model.parameters())}
@@ -32,15 +32,15 @@ def check(model: nn.Module, units: list[UnitSpec]) -> None:
     for unit in units:
         assert model.get_submodule(unit.name) is unit.module
         mine = {id(param) for param in unit.module.parameters()}
-        places = [order[id(holding.param)] for holding in unit.holdings]
+        places = [order[id(info.param)] for info in unit.infos]
         assert places
         assert places == sorted(places)
-        for holding in unit.holdings:
-            assert id(holding.param) in mine
-            for fqn in holding.fqns:
-                assert model.get_parameter(fqn) is holding.param
-            for owner, attribute in holding.owners:
-                assert owner._parameters[attribute] is holding.param
+        for info in unit.infos:
+            assert id(info.param) in mine
+            for fqn in info.fqns:
+                assert model.get_parameter(fqn) is info.param
+            for owner, attribute in info.owners:
+                assert owner._parameters[attribute] is info.param
 
 
 # ------------------------------------------------------------------------------------------------------------ the zoo
@@ -86,9 +86,9 @@ def test_every_choice_covers_the_zoo(name: str) -> None:
     ],
 )
 def test_tied_parameters_of_the_zoo(name: str, tied: list[str]) -> None:
-    (holding,) = [h for h in find_holdings(CASES[name].build(device="meta")) if tied[0] in h.fqns]
-    assert holding.fqns == tied
-    assert len(holding.owners) == 2
+    (info,) = [h for h in find_stage_parameters(CASES[name].build(device="meta")) if tied[0] in h.fqns]
+    assert info.fqns == tied
+    assert len(info.owners) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- what is a block
@@ -122,7 +122,7 @@ def blocks(num: int = 2) -> nn.ModuleList:
 def test_small_layers_outside_the_blocks_belong_to_the_root() -> None:
     units = group_units(Model(4, blocks()))
     assert [unit.name for unit in units] == ["", "blocks.0", "blocks.1"]
-    assert [h.fqns[0] for h in units[0].holdings] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
+    assert [h.fqns[0] for h in units[0].infos] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
 
 
 def test_a_large_embedding_and_head_are_units_in_their_place() -> None:
@@ -195,8 +195,8 @@ def test_a_shared_block_is_a_unit() -> None:
     model = Model(4, nn.ModuleList([first, second, first, second]))
     units = group_units(model)
     assert [unit.name for unit in units] == ["", "blocks.0", "blocks.1"]
-    assert units[1].holdings[0].fqns == ["blocks.0.mix.weight", "blocks.2.mix.weight"]
-    assert units[1].holdings[0].owners == [(first.mix, "weight")]
+    assert units[1].infos[0].fqns == ["blocks.0.mix.weight", "blocks.2.mix.weight"]
+    assert units[1].infos[0].owners == [(first.mix, "weight")]
     check(model, units)
 
 
@@ -219,15 +219,15 @@ def test_a_parameter_tied_inside_a_block_stays_in_it() -> None:
 def test_a_parameter_under_two_names_of_one_module() -> None:
     layer = nn.Linear(3, 3)
     layer.register_parameter("again", layer.weight)
-    (holding,) = [h for h in find_holdings(layer) if "weight" in h.fqns]
-    assert holding.fqns == ["weight", "again"]
-    assert holding.owners == [(layer, "weight"), (layer, "again")]
+    (info,) = [h for h in find_stage_parameters(layer) if "weight" in h.fqns]
+    assert info.fqns == ["weight", "again"]
+    assert info.owners == [(layer, "weight"), (layer, "again")]
 
 
 def test_holdings_are_in_the_order_of_named_parameters() -> None:
     model = Model(4, blocks())
     model.head.weight = model.embedding.weight
-    assert [h.fqns[0] for h in find_holdings(model)] == [name for name, _ in model.named_parameters()]
+    assert [h.fqns[0] for h in find_stage_parameters(model)] == [name for name, _ in model.named_parameters()]
 
 
 # ------------------------------------------------------------------------------------------------- chosen by the user
@@ -256,7 +256,7 @@ def test_chosen(choice: list[str], expected: list[str]) -> None:
 
 def test_units_inside_units_hold_their_own_parameters() -> None:
     units = group_units(Model(4, blocks(1)), ["blocks.0", "Linear"])
-    held = {unit.name: [holding.fqns[0] for holding in unit.holdings] for unit in units}
+    held = {unit.name: [info.fqns[0] for info in unit.infos] for unit in units}
     assert held["blocks.0"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
     assert held["blocks.0.mix"] == ["blocks.0.mix.weight", "blocks.0.mix.bias"]
 

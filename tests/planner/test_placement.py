@@ -13,7 +13,7 @@ from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, FP32, Tier
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.budget import MemoryBudget
 from partita.planner.memory import model_state_bytes
@@ -50,7 +50,7 @@ def placement(
         entries = [
             Entry(f"{number}.{i}", shape, used.compute, number not in frozen) for i, shape in enumerate(shapes_of_unit)
         ]
-        layouts.append(lay_out(entries, mesh.data))
+        layouts.append(build_layout(entries, mesh.data))
     names = [f"blocks.{number}" if number else "" for number in range(len(units))]
 
     def planned(number: int, tiers: Tiers) -> PlannedUnit:

@@ -16,7 +16,7 @@ from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.plan.residence import FP32
 from partita.plan.slots import PlannedPool
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import Tiers, preset
 from partita.sharding.assemble import make_units
 from partita.sharding.buckets import Bucket
@@ -51,7 +51,7 @@ def planned_units(model: nn.Sequential, name: str, mesh: MeshShape, tiers: Tiers
     row = preset(name, tiers=tiers, mesh=mesh)
     for number, layer in enumerate(model):
         entries = [Entry(f"{number}.{name}", tuple(p.shape), FP32, True) for name, p in layer.named_parameters()]
-        layouts = lay_out(entries, mesh.group_size(row.summed_axes))
+        layouts = build_layout(entries, mesh.group_size(row.summed_axes))
         units.append(PlannedUnit(str(number), tuple(PlannedSegment(layout, row, mesh) for layout in layouts)))
     return units
 
@@ -142,7 +142,7 @@ def made(
     for unit in units:
         unit.allocate()
         for member in unit.members:
-            unit.adopt(member)
+            unit.move_to_buffer(member)
             claim(member.param, member.fqn, result)
         for segment in unit.segments:
             segment.keep_stored(memory)

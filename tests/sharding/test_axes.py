@@ -17,7 +17,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place
 from partita.plan.share import Share
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from partita.planner.traffic import StepShape, step_traffic
 from tests.kit.plans import matrix, sampled
 from tests.sharding.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
@@ -142,7 +142,7 @@ def _double(param: Tensor) -> None:
 def test_closing_gives_whole_parameters_back(mesh: str) -> None:
     def look(engine: Engine, collectives: Collectives) -> dict[str, Tensor]:
         engine.close(whole=True)
-        assert not any(map(is_elsewhere, engine.module.parameters()))
+        assert not any(map(is_off_stage, engine.module.parameters()))
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
     for course in train(MESHES[mesh], Recipe({"stage": 3}), look=look):

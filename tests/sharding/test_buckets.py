@@ -19,10 +19,10 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.plan.planned_bucket import BUCKET_BYTES, share_buckets
 from partita.plan.residence import BF16, FP32, Tier
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.plan.steps import AllGather, Copy, ReduceScatter
-from partita.planner.parameters import Holding
+from partita.planner.parameters import ParameterInfo
 from partita.sharding.buckets import Bucket
 from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, ResidentBuffer
 from partita.sharding.parameter import Member
@@ -57,10 +57,10 @@ def segment_of(
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     row = preset(name, encodings, tiers, mesh)
-    layout = lay_out(entries, mesh.group_size(row.part_axes), lambda _: mesh.group_size(row.replica_axes))[0]
+    layout = build_layout(entries, mesh.group_size(row.gradient_shard_axes), lambda _: mesh.group_size(row.gradient_replica_axes))[0]
     segment = Segment(PlannedSegment(layout, row, mesh), rank)
     members = [
-        Member(Holding(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment) for span in layout.spans
+        Member(ParameterInfo(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment) for span in layout.spans
     ]
     return segment, members
 
@@ -99,9 +99,9 @@ def allocated(bucket: Bucket) -> int:
 
 def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
     """Row and column of each element of a member, from the layout alone."""
-    sizes = [segment.layout.part_elements for segment in bucket.segments]
+    sizes = [segment.layout.shard_elements for segment in bucket.segments]
     first = [0, *accumulate(sizes)][next(i for i, s in enumerate(bucket.segments) if s is member.segment)]
-    cut = member.segment.layout.part_elements
+    cut = member.segment.layout.shard_elements
     found = []
     for element in range(member.span.num_elements):
         row, column = divmod(member.span.offset + element, cut)
@@ -140,7 +140,7 @@ def with_room(bucket: Bucket) -> Tensor:
 def test_pieces_are_where_the_layout_says(shapes: Shapes, num_ranks: int, name: str) -> None:
     bucket = bucket_of(shapes, MeshShape(data=num_ranks), name)
     assert bucket.layout.num_rows == num_ranks
-    assert bucket.layout.num_columns == sum(segment.layout.part_elements for segment in bucket.segments)
+    assert bucket.layout.num_columns == sum(segment.layout.shard_elements for segment in bucket.segments)
     assert bucket.layout.num_elements == sum(segment.layout.padded for segment in bucket.segments)
     for member in bucket.members:
         lying = [
@@ -181,8 +181,8 @@ def test_what_rests(name: str) -> None:
         assert [type(op) for op in sums] == [ReduceScatter, *further * two_sums]
         assert [type(op) for op in gathers] == ([AllGather] if name == "ddp" else [])
         num_bytes = allocated(bucket)
-        num_parts = mesh.size("local") if name == "hsdp" else mesh.data
-        assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else num_parts)
+        num_shards = mesh.size("local") if name == "hsdp" else mesh.data
+        assert num_bytes == bucket.num_bytes // (1 if name in WHOLE else num_shards)
         assert num_bytes == sum(s.plan.grad_between.num_bytes(s.layout.padded, mesh) for s in bucket.segments)
         assert bucket.shard is not None
         assert bucket.shard.load().shape == (bucket.layout.num_columns,)
@@ -262,9 +262,9 @@ def test_gradients_take_the_encoding_of_the_row(divisor: int) -> None:
 
 def test_a_gradient_of_other_strides() -> None:
     values = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    layout = lay_out([Entry("w", (4, 3, 2, 2), FP32, True)], 2)[0]
+    layout = build_layout([Entry("w", (4, 3, 2, 2), FP32, True)], 2)[0]
     segment = Segment(PlannedSegment(layout, preset("zero2"), MeshShape(data=2)), 0)
-    member = Member(Holding(nn.Parameter(values), ["w"]), layout.spans[0], segment)
+    member = Member(ParameterInfo(nn.Parameter(values), ["w"]), layout.spans[0], segment)
     bucket = new_bucket([segment], [member], MeshShape(data=2))
     whole = with_room(bucket)
     grad = torch.randn(4, 3, 2, 2)
@@ -301,7 +301,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
             member = bucket.members[number]
             assert bucket.shard is not None
             shard = bucket.shard.load()
-            piece, seen = bucket.owned_of(member, shard), bucket.grad_of(member, shard)
+            piece, seen = bucket.owned_slice(member, shard), bucket.optimizer_grad(member, shard)
             owned += [] if piece is None else [piece]
             if name == "ddp":
                 assert seen is not None
@@ -315,7 +315,7 @@ def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> N
 def test_a_gradient_in_place_is_autograds_own() -> None:
     bucket = bucket_of([[(3, 4)]], MeshShape(), "zero3")
     grads, (member,) = filled(bucket), bucket.members
-    assert bucket.owned_of(member, None) is bucket.grad_of(member, None) is member.param.grad
+    assert bucket.owned_slice(member, None) is bucket.optimizer_grad(member, None) is member.param.grad
     assert member.param.grad is not None
     assert torch.equal(member.param.grad, grads[id(member)])
 
@@ -329,7 +329,7 @@ def test_buckets_of_a_model(name: str) -> None:
     for number, shapes in enumerate([[(3,)], [(large,)], [(20,), (5,)], [(10,)]]):
         segment, members = segment_of(number, shapes, mesh, name)
         planned = PlannedUnit(str(number), (segment.planned,))
-        units.append(Unit(planned, nn.Module(), {member.fqn: member.holding for member in members}, number, 0, unused))
+        units.append(Unit(planned, nn.Module(), {member.fqn: member.info for member in members}, number, 0, unused))
     buckets = make_buckets(share_buckets(reduction_order([unit.planned for unit in units])), units, 3, Ledger())
     assert {bucket.divisor for bucket in buckets} == {2 * 3}
     expected = (

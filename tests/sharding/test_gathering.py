@@ -87,7 +87,7 @@ def test_updated_weights_come_to_rest(name: str) -> None:
     def work(made: Made) -> None:
         for segment in (segment for unit in made.units for segment in unit.segments):
             assert segment.master is not None
-            segment.master.lend().wait().add_(1.0)
+            segment.master.lease().wait().add_(1.0)
         made.publisher.publish(made.units)
         for unit in made.units:
             if unit.state is SHARDED:
@@ -195,7 +195,7 @@ def test_holding_units_takes_memory_beyond_the_pools() -> None:
         before = sum(made.memory.ledger.report(torch.device("cpu")).held.values())
         unsharder.hold(made.units)  # without the warning of a pool that grows
         assert_whole(*made.units)
-        unsharder.let_go(made.units)
+        unsharder.release_hold(made.units)
         assert {unit.state for unit in made.units} == {SHARDED}
         assert sum(made.memory.ledger.report(torch.device("cpu")).held.values()) == before
 

@@ -50,8 +50,8 @@ def moves(name: str, encodings: Encodings, tiers: Tiers, mesh: MeshShape) -> lis
     """The ways of a row's states that take steps."""
     row = preset(name, encodings, tiers, mesh)
     collected = Residence((), row.grad_arrival.partial_axes, row.grad_step.encoding)
-    parameters = [(row.param_rest, row.param_compute), (row.param_compute, row.param_between)]
-    back = [(row.param_between, row.param_compute), (row.master, row.param_rest)]
+    parameters = [(row.param_stored, row.param_compute), (row.param_compute, row.param_between)]
+    back = [(row.param_between, row.param_compute), (row.master, row.param_stored)]
     gradients = [(collected, row.grad_step), (row.grad_arrival, row.grad_step)]
     return [(src, dst) for src, dst in (*parameters, *back, *gradients) if steps(src, dst, mesh)]
 

@@ -13,19 +13,19 @@ from partita.errors import ConfigError
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import FP32
-from partita.plan.span import Entry, lay_out
+from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import PRESETS, preset
-from partita.planner.parameters import Holding, check_supported
+from partita.planner.parameters import ParameterInfo, check_supported
 from partita.sharding.parameter import Member, dense_stride
 from partita.sharding.segment import Segment
 
 
 def member(values: Tensor) -> Member:
     """A unit's only parameter, with these values and strides."""
-    holding = Holding(nn.Parameter(values), ["weight"])
-    layout = lay_out([Entry("weight", tuple(values.shape), FP32, True)], 1)[0]
+    info = ParameterInfo(nn.Parameter(values), ["weight"])
+    layout = build_layout([Entry("weight", tuple(values.shape), FP32, True)], 1)[0]
     segment = Segment(PlannedSegment(layout, preset("ddp"), MeshShape()), 0)
-    return Member(holding, layout.spans[0], segment)
+    return Member(info, layout.spans[0], segment)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -125,7 +125,7 @@ def test_names_and_kind() -> None:
 
     held = member(numbers(3))
     assert (held.fqn, held.kind, held.shape) == ("weight", nn.Parameter, (3,))
-    held = Member(Holding(Special(numbers(3)), ["first", "second"]), held.span, held.segment)
+    held = Member(ParameterInfo(Special(numbers(3)), ["first", "second"]), held.span, held.segment)
     assert (held.fqn, held.kind) == ("first", Special)
 
 
@@ -137,14 +137,14 @@ def test_names_and_kind() -> None:
 def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
     entries = [Entry("a", (700,), FP32, True), Entry("b", (5, 100), FP32, True), Entry("c", (), FP32, True)]
     row = preset(name)
-    num_parts, num_replicas = mesh.group_size(row.part_axes), mesh.group_size(row.replica_axes)
-    layout = lay_out(entries, num_parts, lambda _: num_replicas)[0]
-    assert layout.padded == lay_out(entries, mesh.data)[0].padded
+    num_shards, num_replicas = mesh.group_size(row.gradient_shard_axes), mesh.group_size(row.gradient_replica_axes)
+    layout = build_layout(entries, num_shards, lambda _: num_replicas)[0]
+    assert layout.padded == build_layout(entries, mesh.data)[0].padded
     whole = torch.arange(layout.padded)
     planned = PlannedSegment(layout, row, mesh)
     for rank in range(mesh.num_ranks):
         segment = Segment(planned, rank)
-        for residence in (row.param_rest, row.param_compute, row.param_between, row.master):
+        for residence in (row.param_stored, row.param_compute, row.param_between, row.master):
             size = layout.padded // mesh.group_size(residence.shard_axes)
             index = mesh.group_index(rank, residence.shard_axes)
             assert segment.part(whole, residence).tolist() == list(range(index * size, (index + 1) * size))
@@ -153,7 +153,7 @@ def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
             original = next(other for other in layout.spans if other.fqn == span.fqn)
             values = mine[span.offset : span.offset + span.num_elements]
             assert values[0] == original.offset + span.start
-        assert segment.holds_whole_master == (len(mine) == layout.padded)
+        assert segment.has_full_master == (len(mine) == layout.padded)
     covered = [span for rank in range(mesh.data) for span in Segment(planned, rank).master_spans]
     times = mesh.data // mesh.group_size(row.master.shard_axes)
     assert sum(span.num_elements for span in covered) == times * (700 + 500 + 1)
@@ -173,7 +173,7 @@ def test_parameters_that_cannot_be_split_are_refused_by_name() -> None:
     }
     for message, param in refused.items():
         with pytest.raises(ConfigError, match=rf"parameter 'layer.weight' .*{message}"):
-            check_supported(Holding(param, ["layer.weight"]))
+            check_supported(ParameterInfo(param, ["layer.weight"]))
 
 
 def test_parameters_that_can_be_split() -> None:
@@ -187,4 +187,4 @@ def test_parameters_that_can_be_split() -> None:
         nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False),
         nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False),
     ):
-        check_supported(Holding(param, ["weight"]))
+        check_supported(ParameterInfo(param, ["weight"]))

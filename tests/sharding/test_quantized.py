@@ -108,7 +108,7 @@ def with_engine(kind: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
     """The same by an engine, of a model that other ranks have built otherwise."""
     model = build(kind, seed=rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    quantized = [holding.fqns[0] for holding in find_quantized(model)]
+    quantized = [info.fqns[0] for info in find_quantized(model)]
     assert len(quantized) == 4
     with partita.initialize(model, {"zero": {"stage": stage}}, optimizer=optimizer) as engine:
         held = [span.fqn for unit in engine.units for s in unit.segments for span in s.layout.spans]

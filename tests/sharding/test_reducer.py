@@ -47,7 +47,7 @@ def reduced(parts: Made, reducer: GradientReducer, member: Member) -> Tensor:
     bucket = reducer.bucket_of(member)
     assert bucket is not None
     reducer.drain()
-    return bucket.held_of(member, torch.device("cpu"), is_first=True)
+    return bucket.gradient_term(member, torch.device("cpu"), is_first=True)
 
 
 def mean(member: Member) -> Tensor:
@@ -90,7 +90,7 @@ def test_what_the_optimizer_sees(name: str) -> None:
             bucket = reducer.bucket_of(member)
             assert bucket is not None
             assert bucket.shard is not None
-            seen = bucket.grad_of(member, bucket.shard.load())
+            seen = bucket.optimizer_grad(member, bucket.shard.load())
             if name == "ddp":
                 assert seen is not None
                 assert torch.equal(seen.flatten(), mean(member))

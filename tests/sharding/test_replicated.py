@@ -56,7 +56,7 @@ def the_same_on_every_node(config: dict[str, Any]) -> None:
             engine.backward(square_loss(engine, rank(), step).float())
             engine.step()
         engine.memory_report()  # waits for updates under way
-        states = [segment.rest.load() for unit in engine._parts.runtime.units for segment in unit.segments]
+        states = [segment.stored.load() for unit in engine._parts.runtime.units for segment in unit.segments]
         mine = torch.cat([state.float().view(-1) for state in states])
         every = [torch.empty_like(mine) for _ in range(4)]
         dist.all_gather(every, mine)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from partita.sharding.squared_norm import square, sum_of_squares
+from partita.sharding.squared_norm import square, total_squared_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,4 +31,4 @@ def test_the_order_is_that_of_memory() -> None:
 
 def test_several_tensors_at_once() -> None:
     grads = [torch.randn(shape) for shape in [(1000,), (0,), (256,), (7, 300), (3,)]]
-    assert sum_of_squares(grads).item() == pytest.approx(sum(square(grad).item() for grad in grads), rel=1e-14)
+    assert total_squared_norm(grads).item() == pytest.approx(sum(square(grad).item() for grad in grads), rel=1e-14)

@@ -227,7 +227,7 @@ class Moved:
 
         def copy() -> None:
             computed.wait()
-            lease = buffer.lend(read=False)
+            lease = buffer.lease(read=False)
             lease.wait()[: own.numel()].copy_(own, non_blocking=True)
             lease.end(changed=True)
 
@@ -258,7 +258,7 @@ class Moved:
 
         def copy() -> None:
             free.wait()
-            lease, own = buffer.lend(), parts.own(whole)
+            lease, own = buffer.lease(), parts.own(whole)
             own.copy_(lease.wait()[: own.numel()], non_blocking=True)
             lease.end(changed=False)
             parts.complete(whole)

@@ -132,7 +132,7 @@ class TiledHead:
         assert hidden is not None
         dtype, around = hidden.dtype, cast(Callable[[], AbstractContextManager[Any]], nullcontext)
         if (in_fp32 := find(module, InFp32)) is not None:
-            dtype, around = torch.float32, in_fp32.mode.around_fp32
+            dtype, around = torch.float32, in_fp32.mode.fp32_context
         elif (narrow := autocast_dtype(hidden.device)) is not None:
             dtype, around = narrow, partial(autocast, hidden.device, narrow, torch.is_autocast_cache_enabled())
         call = Call(self, own, hidden, around)

@@ -26,7 +26,7 @@ from partita.plan.box import Box
 from partita.plan.flat_range import FlatRange
 from partita.plan.residence import BLOCK, FP32, SPLIT
 from partita.plan.span import Span
-from partita.planner.parameters import find_everywhere
+from partita.planner.parameters import find_all_parameters
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
@@ -112,9 +112,9 @@ class Content:
     def aliases(self) -> dict[str, list[str]]:
         """Return the further names of tied parameters, by key."""
         return {
-            MODEL + holding.fqns[0]: [MODEL + name for name in holding.fqns[1:]]
-            for holding in find_everywhere(self.runtime.model)
-            if len(holding.fqns) > 1
+            MODEL + info.fqns[0]: [MODEL + name for name in info.fqns[1:]]
+            for info in find_all_parameters(self.runtime.model)
+            if len(info.fqns) > 1
         }
 
     def forget(self) -> None:
@@ -183,8 +183,8 @@ class Content:
         dtype = torch.float32 if is_master else segment.dtype
         if not segment.is_first_copy:
             return  # another rank saves the same
-        spans = segment.layout.part(segment.part_index)
-        if segment.part_index == 0:  # a parameter without elements is in no rank's shard
+        spans = segment.layout.part(segment.shard_index)
+        if segment.shard_index == 0:  # a parameter without elements is in no rank's shard
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
         additional = self.beside(segment)
         for span in spans:
@@ -230,7 +230,7 @@ class Content:
                 return state[first // BLOCK : num_blocks(first + span.num_elements)]
             if not state.dim() or _has_own_shape(view, state):
                 return state.contiguous().view(-1)
-            flat = view.member.flat(state) if view.member.segment.holds_whole_master else state
+            flat = view.member.flat(state) if view.member.segment.has_full_master else state
             return flat[first : first + span.num_elements]
 
         return take
@@ -239,10 +239,10 @@ class Content:
     def _loaded(self, segment: Segment) -> Iterator[Tensor]:
         """Yield this rank's shard of a segment's weights, while the segment's optimizer states are in the optimizer."""
         on_disk = self.updater.states.on_disk(segment)
-        leases = on_disk.lend() if on_disk is not None else {}
-        params = segment.rest.lend()
+        leases = on_disk.lease() if on_disk is not None else {}
+        params = segment.stored.lease()
         separate = None if segment.master_is_parameter else segment.master
-        master = separate.lend() if separate is not None else None
+        master = separate.lease() if separate is not None else None
         try:
             weights = self._shard(segment, params.wait())
             if separate is not None and master is not None:
@@ -259,8 +259,8 @@ class Content:
 
     def _shard(self, segment: Segment, values: Tensor) -> Tensor:
         """Return this rank's shard of ``values``, which may contain several shards."""
-        shards = values.view(-1, segment.layout.part_elements)
-        return shards[segment.part_index % len(shards)]
+        shards = values.view(-1, segment.layout.shard_elements)
+        return shards[segment.shard_index % len(shards)]
 
 
 def _slice_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
@@ -270,4 +270,4 @@ def _slice_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:
 
 def _has_own_shape(view: View, state: Tensor) -> bool:
     """Return True if an optimizer on unsharded parameters keeps a state in another shape than the parameter's."""
-    return bool(state.numel()) and view.member.segment.holds_whole_master and state.shape != view.member.shape
+    return bool(state.numel()) and view.member.segment.has_full_master and state.shape != view.member.shape

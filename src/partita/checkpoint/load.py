@@ -26,7 +26,7 @@ from partita.kernels.quantize import split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import Kept
-from partita.optim.fused import adopted
+from partita.optim.fused import convert_state
 from partita.optim.states import BLOCK_STATES, View
 from partita.optim.traits import state_names, states_per_element
 from partita.plan.box import Box
@@ -34,7 +34,7 @@ from partita.plan.flat_range import FlatRange
 from partita.plan.residence import Tier
 from partita.plan.span import Span
 from partita.plan.steps import steps
-from partita.planner.parameters import find_everywhere
+from partita.planner.parameters import find_all_parameters
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 
@@ -131,7 +131,7 @@ class _Target:
 
 def _weights_storage(segment: Segment) -> Kept:
     """Return the storage of the master weights, or, if there are none, of the parameters."""
-    return segment.master.state if segment.master is not None else segment.rest
+    return segment.master.state if segment.master is not None else segment.stored
 
 
 class Loading:
@@ -146,7 +146,7 @@ class Loading:
         self._members = [member for _, member in self._runtime.members()]
         self._buffers = list(persistent_buffers(self._runtime.model))
         self._modules = list(extra_states(self._runtime.model))
-        known = [fqn for holding in find_everywhere(self._runtime.model) for fqn in holding.fqns]
+        known = [fqn for info in find_all_parameters(self._runtime.model) for fqn in info.fqns]
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
         self._names = Names(stored, known, options.prefix)
         self._missing = list[str]()
@@ -178,7 +178,7 @@ class Loading:
 
     def _check_states(self) -> None:
         trained = [member for member in self._members if member.segment.trains]
-        saved = {state for member in trained for state in self._names.states(member.holding.fqns)} - {"step"}
+        saved = {state for member in trained for state in self._names.states(member.info.fqns)} - {"step"}
         expected = state_names(self._updater.optimizer) - {"step"}
         if not saved or not expected or saved & expected:
             return
@@ -194,7 +194,7 @@ class Loading:
     def _compare(self) -> list[str]:
         """Record the names of the model that the checkpoint lacks; return a message for each shape that differs."""
         wrong = list[str]()
-        entries = [(member.holding.fqns, member.span.place.shape) for member in self._members]
+        entries = [(member.info.fqns, member.span.place.shape) for member in self._members]
         entries += [([name], tuple(buffer.shape)) for name, buffer in self._buffers]
         for names, expected in entries:
             key = self._names.model(names)
@@ -219,20 +219,20 @@ class Loading:
         members = {member.fqn: member for member in unit.members if member.segment is segment}
         for span in self._spans(segment):
             member, place = members[span.fqn], slice(span.offset, span.offset + span.num_elements)
-            if (key := self._names.model(member.holding.fqns)) is not None:
+            if (key := self._names.model(member.info.fqns)) is not None:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
             # States of frozen parameters are loaded too: they are used after unfreezing, and saved meanwhile.
             if self._loads_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
-                for state, key in self._names.states(member.holding.fqns).items():
+                for state, key in self._names.states(member.info.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
         if self._options.only_model:
             return
         content = self._content
         additional = content.beside(segment) if segment.is_first_copy else content.on_all_ranks(segment)
-        for span, (prefix, kept) in product(segment.layout.part(segment.part_index), additional.items()):
-            names = [prefix + name for name in members[span.fqn].holding.fqns]
+        for span, (prefix, kept) in product(segment.layout.part(segment.shard_index), additional.items()):
+            names = [prefix + name for name in members[span.fqn].info.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
                 yield self._target(key, members[span.fqn].elements(span.start, span.stop), values=values)
@@ -254,7 +254,7 @@ class Loading:
             return blocks_of(member, start, stop)
         if shape == expected and (shape or state != "step"):
             return member.elements(start, stop)
-        if shape and member.segment.holds_whole_master:
+        if shape and member.segment.has_full_master:
             return FlatRange.row_major(shape)
         if shape:
             raise PartitaError(f"checkpoint: '{key}' has shape {shape} in '{self._stored.folder}': expected {expected}")
@@ -289,12 +289,12 @@ class Loading:
 
         Return the compute parameters if master weights are split (their low bits are stored separately); else None.
         """
-        lease = _weights_storage(segment).lend()
+        lease = _weights_storage(segment).lease()
         stored = weights = lease.wait()
         splits = segment.master is not None and segment.master.splits
         if segment.master is not None and splits:  # values that are not stored stay unchanged
-            params = segment.rest.lend()
-            weights = segment.master.joined(segment.part_of_stored(params.wait()), stored)
+            params = segment.stored.lease()
+            weights = segment.master.joined(segment.slice_for_master(params.wait()), stored)
             params.end(changed=False)
         states = dict[View, dict[str, Any]]()
         for target in targets:
@@ -333,12 +333,12 @@ class Loading:
         """Pass the loaded states to the optimizer, in the encoding in which it keeps them."""
         optimizer = self._updater.optimizer
         for view, state in states.items():
-            names = self._names.states(view.member.holding.fqns)
+            names = self._names.states(view.member.info.fqns)
             values = {name: self._stored.value(key) for name, key in names.items() if key in self._stored.values}
-            known = {**adopted(optimizer, state), **values}
+            known = {**convert_state(optimizer, state), **values}
             optimizer.state[view.tensor] = {
                 name: self._shaped(view, names.get(name, ""), value)
-                if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.holds_whole_master
+                if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.has_full_master
                 else value
                 for name, value in known.items()
             }
@@ -365,16 +365,16 @@ class Loading:
             device = self._runtime.device if master.tier is Tier.DEVICE else torch.device("cpu")
             tier = Tier.DEVICE if master.tier is Tier.DEVICE else Tier.HOST
             if param is None:  # this rank could not read
-                lease = segment.rest.lend()
-                param = segment.part_of_stored(lease.wait()).clone()
+                lease = segment.stored.lease()
+                param = segment.slice_for_master(lease.wait()).clone()
                 lease.end(changed=False)
             found = replace(master, encoding=segment.layout.encoding, tier=tier)
-            if steps(found, segment.plan.param_rest, segment.mesh):
+            if steps(found, segment.plan.param_stored, segment.mesh):
                 publisher.deliver(segment, param.to(device), found)
             else:
-                segment.rest.store(param)
+                segment.stored.store(param)
             return
-        lease = segment.master.lend()
+        lease = segment.master.lease()
         publisher.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 

@@ -92,7 +92,7 @@ class SimulatedTransport(Transport):
         self._index = index
         self._size = size
         self._requests = requests
-        self.keeps_tags_apart = like.keeps_tags_apart
+        self.separates_tags = like.separates_tags
 
     def add(self, groups: Mapping[str, Any]) -> None:
         pass

@@ -126,11 +126,11 @@ class Transport(ABC):
     another rank has ended or does not join in time.
 
     Attributes:
-        keeps_tags_apart: the transport matches tags: all-gathers under different tags wait for each other. Without
+        separates_tags: the transport matches tags: all-gathers under different tags wait for each other. Without
             that, each rank would take the other's data for its own.
     """
 
-    keeps_tags_apart: bool
+    separates_tags: bool
 
     @abstractmethod
     def add(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -225,7 +225,7 @@ class DeviceTransport(_Backed):
         edges: process groups between pipeline stages, by (source index, target index, lane).
     """
 
-    keeps_tags_apart = False
+    separates_tags = False
 
     def __init__(self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup], edges: Edges) -> None:
         super().__init__(index, size, groups)
@@ -271,7 +271,7 @@ class HostTransport(_Backed):
         timeout_s: how long to wait for a peer of the node.
     """
 
-    keeps_tags_apart = True
+    separates_tags = True
 
     def __init__(
         self, index: int, size: int, groups: Mapping[str, dist.ProcessGroup], within_node: str, timeout_s: float

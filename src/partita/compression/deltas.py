@@ -40,14 +40,14 @@ class DeltaPlan(RunnablePublish):
         """Return the bytes of the codes of all shards, and of one rank's shard in fp32."""
         updated, stored = (
             residence.num_elements(segment.layout.padded, segment.mesh)
-            for residence in (segment.row.master, segment.row.param_rest)
+            for residence in (segment.row.master, segment.row.param_stored)
         )
         return self.codec.num_bytes(stored) + FP32.num_bytes(updated)
 
     def run(self, segment: Segment, master: Tensor, call: PublishCall) -> None:
         assert call.scratch is not None
         gather = next(op for op in self.operations if isinstance(op, AllGather))
-        lease = segment.rest.lend()
+        lease = segment.stored.lease()
         group = call.interpreter.group(gather.axes)
         add_deltas(group, self.codec, master.to(call.interpreter.device), lease.wait(), call.scratch)
         lease.end(changed=True)

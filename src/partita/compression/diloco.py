@@ -56,13 +56,13 @@ def diloco_residual_sizes(segment: PlannedSegment, form: Format) -> tuple[int, .
     """Return the sizes of the error-feedback residuals: of a rank's outer gradient, and of the sums that it sends."""
     if not (isinstance(form, Quantized) and form.keeps_errors):
         return ()
-    num_elements = segment.layout.part_elements
+    num_elements = segment.layout.shard_elements
     return num_elements, num_elements // segment.mesh.group_size(segment.row.separate_axes)
 
 
 def kept_by_rounds(segment: PlannedSegment, form: Format) -> Iterator[KeptState]:
     """Return DiLoCo's states of one segment. ``form``: the format of outer gradients."""
-    num_elements = DILOCO_STATES * segment.layout.part_elements + sum(diloco_residual_sizes(segment, form))
+    num_elements = DILOCO_STATES * segment.layout.shard_elements + sum(diloco_residual_sizes(segment, form))
     residence = Residence((), segment.row.summed_axes, FP32, segment.row.master.tier)
     yield KeptState("outer", residence, FP32.num_bytes(num_elements))
 
@@ -78,8 +78,8 @@ def transfers_of_round(segment: PlannedSegment, form: Format, back: Format) -> t
         back: the format of their sums.
     """
     row, mesh = segment.row, segment.mesh
-    gradient = Residence(row.part_axes, row.separate_axes, FP32)
-    part = replace(row.master, shard_axes=row.part_axes)
+    gradient = Residence(row.gradient_shard_axes, row.separate_axes, FP32)
+    part = replace(row.master, shard_axes=row.gradient_shard_axes)
     sums = in_phases(in_formats(steps(gradient, replace(gradient, partial_axes=()), mesh), form, back))
     return (
         Transfer(sums, gradient, "gradients"),
@@ -89,7 +89,7 @@ def transfers_of_round(segment: PlannedSegment, form: Format, back: Format) -> t
 
 
 class DilocoState:
-    """DiLoCo's states of this rank's shard of one segment, each ``[part_elements]`` in fp32.
+    """DiLoCo's states of this rank's shard of one segment, each ``[shard_elements]`` in fp32.
 
     ``begin``: the weights at the start of the round. ``momentum``: the outer optimizer's momentum, the same on all
     replicas. ``residual``: the error-feedback residual of this rank's outer gradient, in units of one replica's outer
@@ -98,15 +98,15 @@ class DilocoState:
 
     def __init__(self, segment: Segment, runtime: Runtime) -> None:
         self._segment = segment
-        self._index = segment.part_index
+        self._index = segment.shard_index
         (stored,) = segment.plan.strategies.kept(segment.planned)
         tier = stored.residence.tier
 
         def kept(num_elements: int) -> Tensor:
-            return runtime.memory.keep("outer", num_elements, torch.float32, tier).lend().tensor
+            return runtime.memory.keep("outer", num_elements, torch.float32, tier).lease().tensor
 
-        self.begin = kept(segment.layout.part_elements)
-        self.momentum = kept(segment.layout.part_elements)
+        self.begin = kept(segment.layout.shard_elements)
+        self.momentum = kept(segment.layout.shard_elements)
         sums = transfers_of(segment, is_warming_up=False)[0].operations
         form = next(op.format for op in sums if isinstance(op, ReduceScatter))
         self.residuals = [kept(size) for size in diloco_residual_sizes(segment.planned, form)]
@@ -117,7 +117,7 @@ class DilocoState:
 
     def shard_of(self, master: Tensor) -> Tensor:
         """Return this rank's shard of master weights, which may be unsharded."""
-        return master.view(-1, self._segment.layout.part_elements)[self._index % (master.numel() // len(self.begin))]
+        return master.view(-1, self._segment.layout.shard_elements)[self._index % (master.numel() // len(self.begin))]
 
     def clear_padding(self, values: Tensor, number: int = 0) -> None:
         """Set padding to zero, because sign codecs decode it to other values.
@@ -125,7 +125,7 @@ class DilocoState:
         ``values``: the slice ``number`` of this rank's shard, if it is cut into slices of this size.
         """
         layout, num = self._segment.layout, values.numel()
-        spans, at = layout.cut(self._index * layout.part_elements + number * num, num), 0
+        spans, at = layout.cut(self._index * layout.shard_elements + number * num, num), 0
         for span in spans:
             values[at : span.offset].zero_()
             at = span.offset + span.num_elements
@@ -192,7 +192,7 @@ class OuterOptimizer(UpdateListener):
             for segment in self._segments():
                 assert segment.master is not None
                 state = self._state_of(segment)
-                state.begin.copy_(state.shard_of(segment.master.lend().wait()))
+                state.begin.copy_(state.shard_of(segment.master.lease().wait()))
 
     def after_update(self, step: int, *, is_warming_up: bool) -> None:
         """Count a local step. End the round after its last step."""
@@ -204,7 +204,7 @@ class OuterOptimizer(UpdateListener):
         """End the round: average the outer gradients, and step the outer optimizer."""
         for number, segment in enumerate(self._segments()):
             assert segment.master is not None
-            lease = segment.master.lend()
+            lease = segment.master.lease()
             master, state = lease.wait(), self._state_of(segment)
             shard = state.shard_of(master)
             sums, publication, _ = transfers_of(segment, is_warming_up=is_warming_up)

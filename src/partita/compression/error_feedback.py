@@ -62,7 +62,7 @@ class ErrorFeedbackPlan(CustomSync):
     def exact_sums(self, gradients: PlannedGradients) -> Operations:
         """Return the operations that sum the residuals of all ranks, uncompressed."""
         residuals = replace(self.residual, tier=Tier.DEVICE)
-        summed = replace(residuals, shard_axes=gradients.row.part_axes, partial_axes=())
+        summed = replace(residuals, shard_axes=gradients.row.gradient_shard_axes, partial_axes=())
         return in_phases(steps(residuals, summed, gradients.mesh))
 
     def kept(self, gradients: PlannedGradients) -> Iterator[KeptState]:
@@ -117,7 +117,7 @@ class ErrorFeedbackSync(GradientSync):
 
     def _allocate(self, memory: StateMemory) -> Tensor:
         kept = memory.keep("feedback", sum(self._sizes), torch.float32, self._tier)
-        return kept.lend().tensor
+        return kept.lease().tensor
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
         with self._levels_lent(scale, call.interpreter.device) as residuals:
@@ -184,7 +184,7 @@ class ErrorFeedbackSync(GradientSync):
         return first.view(self.layout.num_rows, -1)[self.row]
 
     def saved(self, segment: Segment) -> Tensor | None:
-        sizes = [each.layout.part_elements for each in self.layout.segments]
+        sizes = [each.layout.shard_elements for each in self.layout.segments]
         shards: Sequence[Tensor] = self.row_residual.split(sizes)
         return next(shard for each, shard in zip(self.layout.segments, shards, strict=True) if each is segment)
 

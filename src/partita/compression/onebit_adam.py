@@ -57,7 +57,7 @@ class AveragePlan(ErrorFeedbackPlan):
 def average_gathers(gradients: PlannedGradients, form: Format = FULL) -> Operations:
     """Return the operations that gather the averages, which are sharded, on all ranks."""
     row = gradients.row
-    summed = replace(row.grad_step, shard_axes=row.part_axes, encoding=FP32, tier=Tier.DEVICE)
+    summed = replace(row.grad_step, shard_axes=row.gradient_shard_axes, encoding=FP32, tier=Tier.DEVICE)
     return in_formats(steps(summed, replace(summed, shard_axes=()), gradients.mesh), FULL, form)
 
 
@@ -75,7 +75,7 @@ class AverageSync(ErrorFeedbackSync):
         self._num_added = size(planned.row.summed_axes) * size(copies.axes) * planned.gradients.copy_factor
         self._exact_gathers = plan.exact_gathers
         self._has_full_gradients = size(planned.row.grad_step.shard_axes) == 1
-        self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lend().tensor
+        self.average = memory.keep("momentum", layout.num_elements, torch.float32, self._tier).lease().tensor
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
         full.mul_(1.0 - self._momentum)

@@ -139,7 +139,7 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
         later, warmup = (Formats(diloco=each.gradients, diloco_sums=each.sums) for each in (later, warmup))
     codec = codec_named(name) if row.param_compute.encoding.name in ENCODINGS else None
     parameters: Format = FULL if codec is None else Quantized(codec)
-    if not (row.param_rest.shard_axes and row.param_rest.shard_axes == row.master.shard_axes):
+    if not (row.param_stored.shard_axes and row.param_stored.shard_axes == row.master.shard_axes):
         later, parameters = replace(later, deltas=parameters), FULL
         if codec is not None and config.communication.warmup != "full":
             warmup = replace(warmup, deltas=Quantized(CODECS[config.communication.warmup]))
@@ -164,7 +164,7 @@ def _of_gradients(name: str, row: StatePlan) -> Formats:
     codec = codec_named(name)
     if codec is not None and keeps_errors(name):
         summed = Quantized(codec, keeps_errors=True)
-        if not row.replica_axes:
+        if not row.gradient_replica_axes:
             return Formats(summed, summed)
     elif codec is not None and name in AT_RANDOM:
         summed = Quantized(codec, rounds_at_random=True)

@@ -34,7 +34,7 @@ from partita.memory.out_of_memory import Shortages
 from partita.memory.scratch import open_scratch
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
-from partita.optim.consensus import AlikeCheck, LossScale
+from partita.optim.consensus import ReplicaCheck, LossScale
 from partita.optim.extension import RunExtension
 from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
@@ -59,8 +59,8 @@ from partita.plan.purposes import Needs, united
 from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized
-from partita.sharding.assemble import check_alike, check_buckets_alike
-from partita.sharding.placeholder import check_here, check_unclaimed
+from partita.sharding.assemble import check_same_model, check_same_buckets
+from partita.sharding.placeholder import check_not_off_stage, check_unclaimed
 from partita.sharding.runtime import Runtime
 from partita.transforms.modules import ModuleTransforms, Order
 
@@ -96,7 +96,7 @@ class Parts:
     parallel: Parallel
     samples: SameSamples
     pipeline: Pipeline
-    alike: AlikeCheck
+    alike: ReplicaCheck
 
 
 def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
@@ -109,7 +109,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
     transforms = ModuleTransforms()
     with transforms.building():
         with shared_errors(all_ranks):
-            check_here(model)
+            check_not_off_stage(model)
             parallel = apply_axes(model, resolved, collectives, transforms, seed)
         for notice in parallel.notices if mesh.rank == 0 else ():
             _log.info("%s", notice)
@@ -147,7 +147,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
     rows = [unit.row for unit in blueprint.units]
     with shared_errors(all_ranks):
         _check_optimizer(optimizer, rows, settings, mesh)
-    counted = counted_attributes(optimizer, apart=not all(row.updates_on_device for row in rows))
+    counted = counted_attributes(optimizer, on_clone=not all(row.updates_on_device for row in rows))
     shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
     with shared_errors(all_ranks):
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
@@ -181,7 +181,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             )
             early_output = runtime.events.early_output
             pipeline = Pipeline(model, parallel, schedule, collectives, early_output, transformed.weights)
-            alike = AlikeCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
+            alike = ReplicaCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
     except BaseException:
         memory.close()
         raise
@@ -240,9 +240,9 @@ def _agree(
     all_ranks = collectives.all_ranks
     every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
     collectives.open(united(every))  # also those of other stages alone
-    check_alike(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
+    check_same_model(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     if settings.precision.gradients == "in_backward":
-        check_buckets_alike(blueprint.buckets, all_ranks)
+        check_same_buckets(blueprint.buckets, all_ranks)
     check_settings_alike(settings_of(optimizer), all_ranks)
 
 
@@ -253,5 +253,5 @@ def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, co
     extension = resolved.extension
     updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, extension.warmup_steps(settings))
     if isinstance(extension, RunExtension):
-        updater.tell(extension.listeners(runtime, optimizer, updater.views, settings))
+        updater.set_listeners(extension.listeners(runtime, optimizer, updater.views, settings))
     return updater

@@ -207,11 +207,11 @@ class MicroBatches:
             pipeline.backward(action, loss, self.backward)
             return
         with pipeline.weights.apart(action.micro) as deferred:
-            reducer.aside = deferred.add_gradient
+            reducer.gradient_sink = deferred.add_gradient
             try:
                 pipeline.backward(action, loss, self._run)
             finally:
-                reducer.aside = None
+                reducer.gradient_sink = None
 
     def _weight_gradients(self, action: Action) -> None:
         """Compute the weight gradients that a stage's backward has deferred."""

@@ -120,13 +120,13 @@ class Rates:
         def stored(name: str) -> int:
             return sum(segment.held_bytes(getattr(segment.row, name)) for segment in trained)
 
-        parameters = sum(segment.held_bytes(segment.row.param_rest) for segment in unit.segments)
+        parameters = sum(segment.held_bytes(segment.row.param_stored) for segment in unit.segments)
         mesh = unit.segments[0].mesh
         gather = sum(self._collectives_s(unshards(segment), mesh) for segment in unit.segments)
         again = sum(self._collectives_s(unshards_for_backward(segment), mesh) for segment in unit.segments)
         states = stored("master") + self.num_moments * stored("moments")
         touched = 2 * states + stored("grad_step") + stored("master")
-        offloaded = row.param_rest.tier is not Tier.DEVICE and not machine.one_memory
+        offloaded = row.param_stored.tier is not Tier.DEVICE and not machine.one_memory
         on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
         rate = machine.host_rate / on_node if on_host or machine.one_memory else machine.memory_rate
         update = "host_update" if on_host and "host_update" in self._curves else "update"
@@ -135,7 +135,7 @@ class Rates:
             gather,
             0.0 if unit.stays_unsharded else again,
             parameters / host_link if offloaded else 0.0,
-            parameters / max(disk, 1.0) if row.param_rest.tier is Tier.DISK else 0.0,
+            parameters / max(disk, 1.0) if row.param_stored.tier is Tier.DISK else 0.0,
             stored("grad_step") / host_link
             if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory
             else 0.0,

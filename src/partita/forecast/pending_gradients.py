@@ -64,7 +64,7 @@ def pending_bytes(stage: Stage, chunk: int, units: Sequence[PlannedUnit], trace:
     The first value is for the backward of the prologue, the others are for those of the chunk's blocks.
     """
     start, stop = stage.chunks[chunk]
-    if not any(segment.gradients.pass_through for unit in units for segment in unit.segments if segment.trains):
+    if not any(segment.gradients.is_pooled for unit in units for segment in unit.segments if segment.trains):
         return (0,) * (1 + stop - start)
     numbers, num_buckets = _bucket_numbers(units), len(share_buckets(reduction_order(units)))
     first, last = start - (start == 0), stop - (stop < len(trace.blocks))
@@ -106,7 +106,7 @@ def _arrivals(
 
     The number of blocks stands for the epilogue, -1 for the prologue.
     """
-    waits = [segment.gradients.pass_through for segment in unit.segments]
+    waits = [segment.gradients.is_pooled for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
     for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
         number, place = numbers[segment], stage.places[at]

@@ -14,13 +14,13 @@ NUM_KEPT = 2
 
 
 @contextmanager
-def shortened(model: nn.Module, *, last_apart: bool = False) -> Iterator[Stand]:
+def shortened(model: nn.Module, *, keep_last: bool = False) -> Iterator[Stand]:
     """Keep only :data:`NUM_KEPT` of each row of consecutive equal blocks, until exit.
 
     Yields, for every block of the full model, its name and the block that represents it.
 
     Args:
-        last_apart: also keep the last block of a row, which represents only itself: operators after it may count as
+        keep_last: also keep the last block of a row, which represents only itself: operators after it may count as
             its work.
     """
     rows = list[list[tuple[str, nn.Module]]]()
@@ -36,7 +36,7 @@ def shortened(model: nn.Module, *, last_apart: bool = False) -> Iterator[Stand]:
             container = model.get_submodule(_parent(row[0][0]))
             kept = row
             if isinstance(container, nn.ModuleList | nn.Sequential):
-                kept = row[:NUM_KEPT] + (row[NUM_KEPT:][-1:] if last_apart else [])
+                kept = row[:NUM_KEPT] + (row[NUM_KEPT:][-1:] if keep_last else [])
             saved.setdefault(id(container), (container, dict(container._modules)))
             stay = {id(block) for _, block in kept}
             for _, block in row:

@@ -164,9 +164,9 @@ def size_model(
         buffers = partial(cast_buffers, model, compute, kept) if resolved.casts_buffers else None
         short, entries = unit_entries(model, resolved, parallel.shares)
         dtypes = {
-            id(holding.param): dtype_of(entry.encoding)
+            id(info.param): dtype_of(entry.encoding)
             for spec, of_unit in zip(short, entries, strict=True)
-            for holding, entry in zip(spec.holdings, of_unit, strict=True)
+            for info, entry in zip(spec.infos, of_unit, strict=True)
         }
         names = {id(module): name for name, module in model.named_modules()}
         stands_for = {name: names[id(block)] for name, block in stand}
@@ -216,7 +216,7 @@ def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], c
     ):  # the named module may be one of several equal blocks
         yield blocks
         return
-    with shortened(model, last_apart=mesh.sequence > 1 or mesh.pipeline > 1) as stand:
+    with shortened(model, keep_last=mesh.sequence > 1 or mesh.pipeline > 1) as stand:
         yield stand
 
 

@@ -80,8 +80,8 @@ def stages_of(
         )
     per_rank: list[dict[int, list[Entry]]] = [{} for _ in range(shape.ranks)]
     for number, (spec, of_unit) in enumerate(zip(specs, entries, strict=True)):
-        for holding, entry in zip(spec.holdings, of_unit, strict=True):
-            ranks = tuple(sorted({stage % shape.ranks for stage in found.stages[id(holding.param)]}))
+        for info, entry in zip(spec.infos, of_unit, strict=True):
+            ranks = tuple(sorted({stage % shape.ranks for stage in found.stages[id(info.param)]}))
             for rank in ranks:
                 per_rank[rank].setdefault(number, []).append(entry if len(ranks) == 1 else _tied(entry, ranks))
     places = list(_block_numbers(specs, blocks))

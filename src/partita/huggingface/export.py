@@ -64,12 +64,12 @@ def export(
             "save_pretrained after engine.close(whole=True)"
         )
     entries = full.buffers_and_extra_states()
-    names = {id(holding): _kept_name(model, holding.fqns) for holding in full.holdings}
+    names = {id(info): _kept_name(model, info.fqns) for info in full.infos}
     tensors = FileTensors(model, [*names.values(), *(name for name, _ in persistent_buffers(model))])
     with WeightsWriter(folder, file_bytes) if full.is_first else nullcontext() as writer:
-        for holding, weight in full.weights(master=False):
+        for info, weight in full.weights(master=False):
             if writer is not None:
-                writer.add_all(tensors.of(names[id(holding)], weight))
+                writer.add_all(tensors.of(names[id(info)], weight))
         if writer is not None:
             for name, _ in persistent_buffers(model):
                 writer.add_all(tensors.of(name, entries[name]))

@@ -11,8 +11,8 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.inspection.whole import Whole
 from partita.optim.step import Updater
-from partita.planner.parameters import Holding, find_quantized
-from partita.sharding.assemble import alike_ranks
+from partita.planner.parameters import ParameterInfo, find_quantized
+from partita.sharding.assemble import equal_value_ranks
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
 from partita.sharding.structure import checksum
@@ -33,12 +33,12 @@ class Gathered:
         self._updater = updater
         self._whole = whole
         self._transforms = transforms
-        self._quantized = {id(holding.param) for holding in find_quantized(runtime.model)}  # always unsharded
+        self._quantized = {id(info.param) for info in find_quantized(runtime.model)}  # always unsharded
         self._unsharded = set[int]()  # ids of parameters that active contexts have unsharded
         self._in_fp32 = set[int]()  # ids of unsharded parameters with the values of their master weights
         # Autograd's nodes of split parameters that are now unsharded, kept alive because they have the shard's shape.
         self._nodes = dict[int, Any]()
-        self._kinds = {id(holding.param): type(holding.param) for holding in whole.holdings}
+        self._kinds = {id(info.param): type(info.param) for info in whole.infos}
         self.num_open = 0
 
     @contextmanager
@@ -56,23 +56,23 @@ class Gathered:
         self._runtime.unsharder.hold(sharded)
         self.num_open += 1
         members = [member for unit in units for member in unit.members]
-        holdings = [each for each in self._whole.holdings if id(each.param) in wanted]
+        infos = [each for each in self._whole.infos if id(each.param) in wanted]
         if not self._whole.shares:
-            holdings = [each for each in holdings if modify and self._has_fp32_master(each)]
-        unsharded = list[Holding]()
+            infos = [each for each in infos if modify and self._has_fp32_master(each)]
+        unsharded = list[ParameterInfo]()
         try:
-            unsharded += self._unshard(holdings, modify)
-            watched = {id(each.param): (each.fqns[0], each.param) for each in [m.holding for m in members] + holdings}
+            unsharded += self._unshard(infos, modify)
+            watched = {id(each.param): (each.fqns[0], each.param) for each in [m.info for m in members] + infos}
             before = {key: param._version for key, (_, param) in watched.items()}
-            copied = [] if modify else [holding for holding in unsharded if self._is_copied(holding)]
-            sums = [checksum(holding.param.detach().flatten()) for holding in copied]
+            copied = [] if modify else [info for info in unsharded if self._is_copied(info)]
+            sums = [checksum(info.param.detach().flatten()) for info in copied]
             with self._transforms.suspended(items, through=Order.SEQUENCE):
                 yield
             written = {key for key, (_, param) in watched.items() if param._version != before[key]}
             written |= {id(member.param) for member in self._runtime.written.through_data(members)}
-            for holding, before_sum in zip(copied, sums, strict=True):
-                if not torch.equal(checksum(holding.param.detach().flatten()), before_sum):
-                    written.add(id(holding.param))
+            for info, before_sum in zip(copied, sums, strict=True):
+                if not torch.equal(checksum(info.param.detach().flatten()), before_sum):
+                    written.add(id(info.param))
             for key, (name, _) in watched.items():
                 if key in written and not (modify and key in wanted):
                     raise PartitaError(
@@ -80,76 +80,76 @@ class Gathered:
                         "with modify=True: the other ranks and the optimizer would not get the change"
                     )
             if modify:
-                self._broadcast_first(holdings)
+                self._broadcast_first(infos)
                 self._write_back(units, {member.fqn for member in members if id(member.param) in wanted})
         finally:
             self.num_open -= 1
             self._reshard(unsharded)
             self._runtime.written.forget([member for unit in sharded for member in unit.members])
-            self._runtime.unsharder.let_go(sharded)
+            self._runtime.unsharder.release_hold(sharded)
 
-    def _unshard(self, holdings: Sequence[Holding], modify: bool) -> list[Holding]:
+    def _unshard(self, infos: Sequence[ParameterInfo], modify: bool) -> list[ParameterInfo]:
         """Give parameters their full values. Return those that no enclosing context has already unsharded.
 
         The values are in separate memory if the unit does not have them: if ranks hold different shards, or, to
         ``modify`` parameters, if master weights have a higher precision.
         """
-        requested = {id(each.param) for each in holdings if id(each.param) not in self._unsharded}
+        requested = {id(each.param) for each in infos if id(each.param) not in self._unsharded}
         if not requested:
             return []
-        found = [(holding, weight.clone()) for holding, weight in self._whole.weights(master=modify, only=requested)]
-        for holding, weight in found:
-            if modify and self._has_fp32_master(holding):
-                self._in_fp32.add(id(holding.param))
-            if self._is_copied(holding):
-                member = self._whole.member_of(holding)
-                kind = nn.Parameter if member is None else member.whole_kind
+        found = [(info, weight.clone()) for info, weight in self._whole.weights(master=modify, only=requested)]
+        for info, weight in found:
+            if modify and self._has_fp32_master(info):
+                self._in_fp32.add(id(info.param))
+            if self._is_copied(info):
+                member = self._whole.member_of(info)
+                kind = nn.Parameter if member is None else member.global_kind
                 if kind is not nn.Parameter:
-                    self._nodes[id(holding.param)] = gradient_node(holding.param)
-                holding.param.__class__ = kind
-                replace_data(holding.param, weight)
-                self._runtime.structure.elsewhere.add(id(holding.param))
+                    self._nodes[id(info.param)] = gradient_node(info.param)
+                info.param.__class__ = kind
+                replace_data(info.param, weight)
+                self._runtime.structure.relocated.add(id(info.param))
         self._unsharded |= requested
-        return [holding for holding, _ in found]
+        return [info for info, _ in found]
 
-    def _has_fp32_master(self, holding: Holding) -> bool:
+    def _has_fp32_master(self, info: ParameterInfo) -> bool:
         """Return True if this rank has master weights of the parameter with a higher precision than compute."""
-        member = self._whole.member_of(holding)
+        member = self._whole.member_of(info)
         return member is not None and member.segment.keeps_digits
 
-    def _is_copied(self, holding: Holding) -> bool:
+    def _is_copied(self, info: ParameterInfo) -> bool:
         """Return True if the unsharded parameter is in separate memory.
 
         That is the case if this rank holds a shard of it, or nothing, or if it has the master weights' values.
         """
-        member = self._whole.member_of(holding)
-        return member is None or member.span.place.is_part or id(holding.param) in self._in_fp32
+        member = self._whole.member_of(info)
+        return member is None or member.span.place.is_part or id(info.param) in self._in_fp32
 
-    def _broadcast_first(self, holdings: Sequence[Holding]) -> None:
+    def _broadcast_first(self, infos: Sequence[ParameterInfo]) -> None:
         """Broadcast rank 0's full values to all ranks. Each rank stores its shard."""
         all_ranks = self._runtime.collectives.all_ranks
-        for holding in holdings:
-            all_ranks.broadcast([holding.param.detach()], "parameters")
-            member = self._whole.member_of(holding)
-            if member is not None and self._is_copied(holding):
-                shard = member.flat(member.span.place.take(holding.param.detach()))
+        for info in infos:
+            all_ranks.broadcast([info.param.detach()], "parameters")
+            member = self._whole.member_of(info)
+            if member is not None and self._is_copied(info):
+                shard = member.flat(member.span.place.take(info.param.detach()))
                 member.values.copy_(member.segment.rounded(shard))
 
-    def _reshard(self, holdings: Sequence[Holding]) -> None:
+    def _reshard(self, infos: Sequence[ParameterInfo]) -> None:
         """Restore this rank's shards of the parameters."""
-        for holding in holdings:
-            self._unsharded.discard(id(holding.param))
-            if not self._is_copied(holding):
+        for info in infos:
+            self._unsharded.discard(id(info.param))
+            if not self._is_copied(info):
                 continue
-            self._in_fp32.discard(id(holding.param))
-            self._nodes.pop(id(holding.param), None)
-            self._runtime.structure.elsewhere.discard(id(holding.param))
-            if (member := self._whole.member_of(holding)) is not None:
-                holding.param.data = member.within(member.segment.full)
-                holding.param.__class__ = member.here_kind
+            self._in_fp32.discard(id(info.param))
+            self._nodes.pop(id(info.param), None)
+            self._runtime.structure.relocated.discard(id(info.param))
+            if (member := self._whole.member_of(info)) is not None:
+                info.param.data = member.within(member.segment.full)
+                info.param.__class__ = member.unsharded_kind
             else:
-                replace_data(holding.param, torch.empty_like(holding.param.data, device="meta"))
-                holding.param.__class__ = self._kinds[id(holding.param)]
+                replace_data(info.param, torch.empty_like(info.param.data, device="meta"))
+                info.param.__class__ = self._kinds[id(info.param)]
 
     def check_backward(self) -> None:
         """Check that no tensor-parallel parameter is unsharded, because its gradient would have another shape.
@@ -165,7 +165,7 @@ class Gathered:
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:
         """Return the ids of the requested parameters."""
-        known = {id(holding.param) for holding in self._whole.holdings} | self._quantized
+        known = {id(info.param) for info in self._whole.infos} | self._quantized
         wanted = set[int]()
         for item in items:
             if not isinstance(item, nn.Module | nn.Parameter):
@@ -179,9 +179,9 @@ class Gathered:
         """Broadcast rank 0's values, and store them as parameters and, for those in ``names``, as master weights."""
         for unit in units:
             for segment in unit.segments:
-                alike_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")
+                equal_value_ranks(segment, self._runtime.collectives).broadcast([segment.full], "parameters")
                 if not segment.planned.always_unsharded:
-                    segment.rest.store(segment.part(segment.full, segment.plan.param_rest))
+                    segment.stored.store(segment.part(segment.full, segment.plan.param_stored))
                 if segment.master is not None and not segment.master_is_parameter:
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
                     self._store_exactly([m for m in unit.members if m.segment is segment and m.fqn in names])

@@ -24,8 +24,8 @@ from partita.optim.states import View
 from partita.optim.step import Updater
 from partita.plan.residence import Tier
 from partita.plan.steps import steps
-from partita.planner.parameters import Holding, find_everywhere
-from partita.sharding.assemble import holds_other_shares
+from partita.planner.parameters import ParameterInfo, find_all_parameters
+from partita.sharding.assemble import has_distinct_shards
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
@@ -35,7 +35,7 @@ from partita.sharding.segment import Segment
 class Whole:
     """Parameters, gradients and optimizer states of a running engine, unsharded, after all pending updates.
 
-    Attributes: ``shares``: True if ranks hold different shards of parameters; ``holdings``: every parameter of the
+    Attributes: ``shares``: True if ranks hold different shards of parameters; ``infos``: every parameter of the
     model once.
     """
 
@@ -44,18 +44,18 @@ class Whole:
         self._updater = updater
         self._collectives: Collectives = runtime.collectives
         self._all_ranks = runtime.collectives.all_ranks
-        self.shares = holds_other_shares(runtime.units, runtime.collectives)
+        self.shares = has_distinct_shards(runtime.units, runtime.collectives)
         self.is_first = runtime.collectives.mesh.is_first_replica()
-        self.holdings = find_everywhere(runtime.model)
-        self._named = {fqn: holding for holding in self.holdings for fqn in holding.fqns}
+        self.infos = find_all_parameters(runtime.model)
+        self._named = {fqn: info for info in self.infos for fqn in info.fqns}
         self._members = {id(member.param): member for _, member in runtime.members()}
         self._unit_of = {id(member.param): unit for unit, member in runtime.members()}
 
-    def member_of(self, holding: Holding) -> Member | None:
+    def member_of(self, info: ParameterInfo) -> Member | None:
         """Return this rank's shard of a parameter; None if it has none."""
-        return self._members.get(id(holding.param))
+        return self._members.get(id(info.param))
 
-    def _find(self, name: str) -> tuple[Holding, Member | None]:
+    def _find(self, name: str) -> tuple[ParameterInfo, Member | None]:
         """Return the parameter called ``name``, and this rank's shard of it.
 
         Raises:
@@ -71,7 +71,7 @@ class Whole:
         It is divided by the loss ``scale``.
         """
         self._updater.wait_for_updates()
-        holding, member = self._find(name)
+        info, member = self._find(name)
         reducer = self._runtime.reducer
         bucket = None if member is None else reducer.bucket_of(member)
         local = None
@@ -79,7 +79,7 @@ class Whole:
             reducer.join()
             reducer.drain()
             is_first = self._is_first_replica(member)
-            reduced = bucket.held_of(member, self._collectives.mesh.device, is_first=is_first)
+            reduced = bucket.gradient_term(member, self._collectives.mesh.device, is_first=is_first)
             flat = self._group_of(member).all_reduce(
                 torch.cat([reduced, reduced.new_tensor([id(member) in bucket.arrivals.used])])
             )
@@ -91,12 +91,12 @@ class Whole:
         if not any(self._all_ranks.exchange_objects(local is not None, "engine.gradient")):
             return None
         is_counted = bucket is not None and (bucket.layout.is_saved or not bucket.has_all_copies)
-        return self._full(holding, local if is_counted else None, torch.float32)
+        return self._full(info, local if is_counted else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the full optimizer state of a parameter, in the parameter's shape; empty before its first update."""
         self._updater.wait_for_updates()
-        holding, member = self._find(name)
+        info, member = self._find(name)
         view = None if member is None else self._updater.views.of(member.param)
         state = self._updater.states.of(view) if view is not None else {}
         own = {key: _elementwise_dtype(view, value) for key, value in state.items()}
@@ -112,7 +112,7 @@ class Whole:
             local = None if view is None else self._gather_state(view, dtype, state.get(key))
             if self.shares:
                 is_first = member is not None and member.segment.is_first_copy
-                found[key] = self._full(holding, local if is_first else None, dtype)
+                found[key] = self._full(info, local if is_first else None, dtype)
             else:
                 assert local is not None
                 found[key] = local
@@ -122,7 +122,7 @@ class Whole:
         """Return a state of the group's shard of a parameter, gathered over the group."""
         member = view.member
         values = torch.zeros(member.span.num_elements, dtype=dtype, device=self._collectives.mesh.device)
-        is_whole = member.segment.holds_whole_master
+        is_whole = member.segment.has_full_master
         if isinstance(value, Tensor) and (
             self._group_of(member).is_first if is_whole else self._is_first_replica(member)
         ):
@@ -136,34 +136,34 @@ class Whole:
 
     def _is_first_replica(self, member: Member) -> bool:
         """Return True if this rank's shard is the first of identical shards in the group."""
-        return self._collectives.mesh.index(member.segment.plan.replica_axes) == 0
+        return self._collectives.mesh.index(member.segment.plan.gradient_replica_axes) == 0
 
     def _shaped(self, member: Member, flat: Tensor) -> Tensor:
         return member.shaped(flat.clone()).contiguous()
 
-    def _full(self, holding: Holding, local: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _full(self, info: ParameterInfo, local: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the full tensor, assembled from the groups' shards.
 
         ``local`` is this group's shard; None if another group has the same.
         """
-        member = self.member_of(holding)
-        shape = self.shape_of(holding)
+        member = self.member_of(info)
+        shape = self.shape_of(info)
         full = torch.zeros(shape, dtype=dtype, device=self._collectives.mesh.device)
         if member is not None and local is not None and self._group_of(member).is_first:
             member.span.place.put(local, full)
         self._all_ranks.all_reduce(full.view(-1))
         return full
 
-    def shape_of(self, holding: Holding) -> tuple[int, ...]:
+    def shape_of(self, info: ParameterInfo) -> tuple[int, ...]:
         """Return the shape of the full parameter."""
-        member = self.member_of(holding)
-        return tuple(holding.param.shape) if member is None else member.span.place.shape
+        member = self.member_of(info)
+        return tuple(info.param.shape) if member is None else member.span.place.shape
 
     # ---------------------------------------------------------------- parameters
 
     def weights(
         self, *, master: bool, trainable: bool = False, only: AbstractSet[int] | None = None
-    ) -> Iterator[tuple[Holding, Tensor]]:
+    ) -> Iterator[tuple[ParameterInfo, Tensor]]:
         """Yield every parameter once, unsharded, unit by unit. Each one is valid until the next.
 
         Args:
@@ -175,32 +175,32 @@ class Whole:
         for of_unit in self._by_unit():
             wanted = [(h, dtypes) for h, dtypes in of_unit if h.param.requires_grad or not trainable]
             wanted = [pair for pair in wanted if only is None or id(pair[0].param) in only]
-            members = [member for holding, _ in wanted if (member := self.member_of(holding)) is not None]
+            members = [member for info, _ in wanted if (member := self.member_of(info)) is not None]
             units = {id(unit): unit for member in members for unit in [self._unit_of[id(member.param)]]}
             sharded = [unit for unit in units.values() if not unit.always_unsharded]
             self._runtime.unsharder.hold(sharded)
             segments = {id(member.segment): member.segment for member in members if master}
             separate = {key: self._master_of(s) for key, s in segments.items() if not s.master_is_parameter}
             try:
-                for holding, dtypes in wanted:
-                    if (member := self.member_of(holding)) is None:
-                        yield holding, self._full(holding, None, dtypes[master])
+                for info, dtypes in wanted:
+                    if (member := self.member_of(info)) is None:
+                        yield info, self._full(info, None, dtypes[master])
                         continue
                     full = separate.get(id(member.segment))
                     local = member.within(member.segment.full if full is None else full)
                     if self._is_split(member):
                         counted = local if member.segment.is_first_copy else None
-                        yield holding, self._full(holding, counted, dtypes[master])
+                        yield info, self._full(info, counted, dtypes[master])
                     else:
-                        yield holding, local
+                        yield info, local
             finally:
-                self._runtime.unsharder.let_go(sharded)
+                self._runtime.unsharder.release_hold(sharded)
 
     def _is_split(self, member: Member) -> bool:
         """Return True if some rank does not hold the full parameter; the same on all ranks."""
         return self.shares and (member.span.place.is_part or not self._runtime.runs_all)
 
-    def _by_unit(self) -> list[list[tuple[Holding, tuple[torch.dtype, torch.dtype]]]]:
+    def _by_unit(self) -> list[list[tuple[ParameterInfo, tuple[torch.dtype, torch.dtype]]]]:
         """Return the parameters of each unit of each pipeline stage, with their dtypes in compute and in the update.
 
         They are gathered unit by unit, in the same order on all ranks.
@@ -219,14 +219,14 @@ class Whole:
             if found is not None:
                 raise PartitaError(found)
 
-    def copies(self) -> list[tuple[Holding, Tensor]]:
+    def copies(self) -> list[tuple[ParameterInfo, Tensor]]:
         """Return a separate copy of every parameter, unsharded, in its compute dtype, on this rank's device.
 
         Raises:
             PartitaError: on every rank, if one has too little memory; the message says how much is needed and free.
         """
         device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
-        needed = sum(math.prod(self.shape_of(holding)) * holding.param.element_size() for holding in self.holdings)
+        needed = sum(math.prod(self.shape_of(info)) * info.param.element_size() for info in self.infos)
         needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.always_unsharded), default=0)
         call = "engine.close(whole=True)"
         short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
@@ -236,10 +236,10 @@ class Whole:
                 "free; the engine stays open: engine.export or engine.save writes the parameters unit by unit, and "
                 "engine.close() leaves them sharded"
             )
-        found, error = list[tuple[Holding, Tensor]](), None
-        for holding, weight in self.weights(master=False):
+        found, error = list[tuple[ParameterInfo, Tensor]](), None
+        for info, weight in self.weights(master=False):
             try:
-                found += [(holding, weight.detach().clone())] if error is None else []
+                found += [(info, weight.detach().clone())] if error is None else []
             except RuntimeError as raised:  # out of memory nevertheless: the other ranks need this rank for every unit
                 error = raised
         with shared_errors(all_ranks):
@@ -247,14 +247,14 @@ class Whole:
                 raise error
         return found
 
-    def leave(self, copies: Sequence[tuple[Holding, Tensor]]) -> None:
+    def leave(self, copies: Sequence[tuple[ParameterInfo, Tensor]]) -> None:
         """Detach parameters from their units, and give them these full values."""
-        for holding, values in copies:
-            if (member := self.member_of(holding)) is not None:
+        for info, values in copies:
+            if (member := self.member_of(info)) is not None:
                 member.leave(values)
             else:
-                holding.param.__class__ = nn.Parameter
-                replace_data(holding.param, values)
+                info.param.__class__ = nn.Parameter
+                replace_data(info.param, values)
 
     def _master_of(self, segment: Segment) -> Tensor | None:
         """Return the unsharded master weights of an unsharded segment; None if it has none."""
@@ -262,7 +262,7 @@ class Whole:
             return None
         device = self._collectives.mesh.device
         full = shard = segment.master.state.load().to(device)
-        if not segment.holds_whole_master:
+        if not segment.has_full_master:
             full, sharded = shard.new_empty(segment.layout.padded), replace(segment.plan.master, tier=Tier.DEVICE)
             ops = steps(sharded, replace(sharded, shard_axes=()), segment.mesh)
             Interpreter(self._collectives).run(ops, shard, full)
@@ -300,11 +300,11 @@ class Whole:
         requested = None if names is None else frozenset(names)
         for name in sorted((requested or frozenset()).difference(known)):
             raise _unknown("parameter or buffer", name, known)
-        only = None if requested is None else {id(h.param) for h in self.holdings if not requested.isdisjoint(h.fqns)}
-        for holding, weight in self.weights(master=True, trainable=trainable, only=only):
+        only = None if requested is None else {id(h.param) for h in self.infos if not requested.isdisjoint(h.fqns)}
+        for info, weight in self.weights(master=True, trainable=trainable, only=only):
             if self.is_first:
                 full = weight.detach().cpu().clone().contiguous()
-                values.update((fqn, full) for fqn in holding.fqns)
+                values.update((fqn, full) for fqn in info.fqns)
         model = self._runtime.model
         if not trainable:
             entries = self.buffers_and_extra_states()
@@ -324,7 +324,7 @@ def _elementwise_dtype(view: View | None, value: object) -> torch.dtype | None:
     """Return the dtype of a state tensor with one element per element of the parameter; None for any other state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
-    is_whole = view is not None and view.member.segment.holds_whole_master
+    is_whole = view is not None and view.member.segment.has_full_master
     return None if is_whole and view is not None and value.shape != view.member.shape else value.dtype
 
 

@@ -135,7 +135,7 @@ class Loan:
     def __init__(self, swap: bool = True) -> None:
         self.swap = swap and storage_swap_available()
 
-    def lend(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+    def attach(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         if self.swap:
             _swap(storage, slot.storage)
         else:

@@ -53,7 +53,7 @@ class Kept(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def lend(self, *, read: bool = True) -> Lease:
+    def lease(self, *, read: bool = True) -> Lease:
         """Return the state in memory. With ``read=False`` its content is undefined, and must be overwritten in full."""
 
     def read_into(self, target: Tensor) -> Event | None:
@@ -69,14 +69,14 @@ class Kept(ABC):
 
     def load(self) -> Tensor:
         """Return a copy of the values (on the host for the disk tier)."""
-        lease = self.lend()
+        lease = self.lease()
         values = lease.wait().clone()
         lease.end(changed=False)
         return values
 
     def store(self, values: Tensor) -> None:
         """Overwrite the state."""
-        lease = self.lend(read=False)
+        lease = self.lease(read=False)
         lease.wait().copy_(values)
         lease.end(changed=True)
 
@@ -90,7 +90,7 @@ class InMemory(Kept):
         self.num_elements = tensor.numel()
         self.dtype = tensor.dtype
 
-    def lend(self, *, read: bool = True) -> Lease:
+    def lease(self, *, read: bool = True) -> Lease:
         return Lease(self.tensor)
 
 
@@ -110,7 +110,7 @@ class OnDisk(Kept):
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
-    def lend(self, *, read: bool = True) -> Lease:
+    def lease(self, *, read: bool = True) -> Lease:
         slot = self._staging.borrow(self.region.num_bytes)
         values = over(slot.storage, self.dtype, self.num_elements)
 
@@ -182,7 +182,7 @@ class StateMemory:
         self._staging = Staging(device, ledger)
         self._disk: Scratch | None = None
 
-    def adopt(self, state: str, tensor: Tensor) -> Kept:
+    def register(self, state: str, tensor: Tensor) -> Kept:
         """Register a tensor that already exists on the device as a state."""
         self.ledger.add(state, tensor.nbytes)
         return InMemory(tensor, Tier.DEVICE)

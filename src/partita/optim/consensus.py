@@ -352,7 +352,7 @@ def _root_of_sum(squared_norms: Iterable[float]) -> float:
 CALL = "a comparison of parameters (communication.check_every)"
 
 
-class AlikeCheck:
+class ReplicaCheck:
     """Compares stored parameters between ranks that must have the same bits, every so many steps.
 
     Args:
@@ -418,7 +418,7 @@ def _checksum(segments: Sequence[Segment]) -> int:
     """Return the checksum of this rank's stored parameters of some segments."""
     total = 0
     for segment in segments:
-        lease = segment.rest.lend()
+        lease = segment.stored.lease()
         words = lease.wait().view(torch.int32)  # segments are padded to multiples of 4 bytes
         total += int(accelerator.read(words.sum(dtype=torch.int64)))
         lease.end(changed=False)

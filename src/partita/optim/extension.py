@@ -44,7 +44,7 @@ class UpdateListener:
         """Forget the states kept between updates, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Mapping[str, Tensor]:
-        """Return the states to save of this rank's shard of a segment, ``[part_elements]``, by the prefix of their
+        """Return the states to save of this rank's shard of a segment, ``[shard_elements]``, by the prefix of their
         keys.
 
         All ranks with the same shard load them.

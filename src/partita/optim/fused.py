@@ -147,7 +147,7 @@ class KernelRule(UpdateRule[FusedOptimizer]):
 
     def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
         own = weights.of(view)
-        flat_grad = view.member.flat(grad) if view.member.segment.holds_whole_master else grad
+        flat_grad = view.member.flat(grad) if view.member.segment.has_full_master else grad
         self.optimizer.operands[view.tensor] = Operands(own, flat_grad.to(own.like.device), factor)
 
     def disconnect(self) -> None:
@@ -166,7 +166,7 @@ def rule_of(optimizer: Optimizer) -> str:
     return type(optimizer).__name__.removeprefix("Fused").casefold()
 
 
-def adopted(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def convert_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Convert a parameter's flat state, of another optimizer with the same rule, to the encoding of this optimizer.
 
     8-bit moments are decoded, or moments are encoded in 8 bits (with stochastic rounding, as in an update), if needed.

@@ -109,7 +109,7 @@ class BackwardUpdater(Updater):
                 "or set its precision.gradients to fp32"
             )
         self.wait_for_updates()
-        self._runtime.written.take()
+        self._runtime.written.store_all()
         self.views.attach(self.optimizer)
         self._updates.note_settings()
 
@@ -120,7 +120,7 @@ class BackwardUpdater(Updater):
         queued = _Queued(bucket, self._updates.of_bucket(bucket))
         self._queued = (*self._queued, queued)
         assert bucket.shard is not None
-        measure = partial(self._measure, queued, bucket.shard.lend().tensor, frozenset(bucket.arrivals.used))
+        measure = partial(self._measure, queued, bucket.shard.lease().tensor, frozenset(bucket.arrivals.used))
         queued.measured = self._runtime.collectives.mesh.stream("gradients").run(measure)
         self._updates.queue(queued.updates, queued.measured)
         if len(self._queued) == len(self._reducer.buckets):  # backward needs no more parameters
@@ -139,7 +139,7 @@ class BackwardUpdater(Updater):
         """
         queued.updates[0].open()
         bucket = queued.bucket
-        columns = [segment.layout.part_elements for segment in bucket.segments]
+        columns = [segment.layout.shard_elements for segment in bucket.segments]
         squared_norms = torch.stack([square(part) for part in sums.split(columns)])
         if not bucket.is_measured:
             squared_norms.zero_()

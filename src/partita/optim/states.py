@@ -25,8 +25,8 @@ from partita.memory.allocate import trim
 from partita.memory.tiers import Kept, Lease, StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
-from partita.planner.off_stage import is_elsewhere
-from partita.planner.parameters import Holding
+from partita.planner.off_stage import is_off_stage
+from partita.planner.parameters import ParameterInfo
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
@@ -55,7 +55,7 @@ class View:
         where = device if master.tier is Tier.DEVICE else host_of(device)
         self.tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=where), requires_grad=True)
         if segment.master is not None and not self.only_during_update:
-            self.connect(segment.master.lend().tensor)
+            self.connect(segment.master.lease().tensor)
 
     def over(self, flat: Tensor) -> Tensor:
         """Return this view's elements of a flat state of its segment on this rank, in the view's shape."""
@@ -67,7 +67,7 @@ class View:
 
     def _shaped(self, flat: Tensor, start: int) -> Tensor:
         part = flat[start : start + self.num_elements]
-        return self.member.shaped(part) if self.member.segment.holds_whole_master else part
+        return self.member.shaped(part) if self.member.segment.has_full_master else part
 
     def blocks_over(self, flat: Tensor) -> Tensor:
         """Return this view's elements, as :meth:`over`, of a state with one value per block."""
@@ -93,11 +93,11 @@ class Views:
             other pipeline stages.
     """
 
-    def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[Holding] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], memory: StateMemory, others: Iterable[ParameterInfo] = ()) -> None:
         self._memory = memory
         self._known = {id(member.param) for unit in units for member in unit.members}
-        self._known |= {id(holding.param) for holding in others}
-        self._off_stage = {id(h.param): h.fqns[0] for h in others if is_elsewhere(h.param)}
+        self._known |= {id(info.param) for info in others}
+        self._off_stage = {id(h.param): h.fqns[0] for h in others if is_off_stage(h.param)}
         spans = {span.fqn: span for unit in units for segment in unit.segments for span in segment.master_spans}
         members = [member for unit in units for member in unit.members if member.param.is_floating_point()]
         self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}
@@ -185,7 +185,7 @@ class Views:
         master = segment.make_master(self._memory)
         for view in self.of_segment(segment):
             if not view.only_during_update:
-                view.connect(master.lend().tensor)
+                view.connect(master.lease().tensor)
 
 
 def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
@@ -273,9 +273,9 @@ class DiskStates:
         """Return a parameter's slice of a state's values."""
         return view.blocks_over(values) if key in BLOCK_STATES else view.over(values)
 
-    def lend(self) -> Leases:
+    def lease(self) -> Leases:
         """Start to read the states."""
-        return {key: kept.lend() for key, kept in self._kept.items()}
+        return {key: kept.lease() for key, kept in self._kept.items()}
 
     def load(self, view: View) -> dict[str, Tensor]:
         """Return a copy of one parameter's states on disk."""
@@ -293,7 +293,7 @@ class DiskStates:
 
     def replace(self) -> None:
         """Store the states that are in the optimizer now, in place of earlier ones."""
-        self.put_back({key: kept.lend(read=False) for key, kept in self._kept.items()})
+        self.put_back({key: kept.lease(read=False) for key, kept in self._kept.items()})
 
     def put_back(self, leases: Leases, *, changed: bool = True) -> None:
         """Take all states out of the optimizer, including new ones, write them if they have ``changed``, and end the
@@ -305,7 +305,7 @@ class DiskStates:
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
                     if key not in leases:
                         self._kept[key] = self._memory.keep("moments", self._num_values(key), value.dtype, Tier.DISK)
-                        leases[key] = self._kept[key].lend(read=False)
+                        leases[key] = self._kept[key].lease(read=False)
                     place = self._place(key, view, leases[key].tensor)
                     if place.data_ptr() != value.data_ptr():
                         place.copy_(value)

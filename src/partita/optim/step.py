@@ -28,13 +28,13 @@ from partita.optim.optimizer import Guard, carry_overrides, copies
 from partita.optim.states import OptimizerStates, Views
 from partita.optim.updates import Context, Updates
 from partita.plan.residence import Tier
-from partita.planner.off_stage import is_elsewhere
-from partita.planner.parameters import find_everywhere, find_quantized, is_quantized
+from partita.planner.off_stage import is_off_stage
+from partita.planner.parameters import find_all_parameters, find_quantized, is_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
-from partita.sharding.squared_norm import sum_of_squares
+from partita.sharding.squared_norm import total_squared_norm
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6
@@ -86,8 +86,8 @@ class Updater(ABC):
         self.steps = 0
         self.skipped = 0
         self.culprit = ""
-        everywhere = [*find_everywhere(runtime.model), *find_quantized(runtime.model)]
-        others = [holding for holding in everywhere if is_elsewhere(holding.param) or is_quantized(holding.param)]
+        everywhere = [*find_all_parameters(runtime.model), *find_quantized(runtime.model)]
+        others = [info for info in everywhere if is_off_stage(info.param) or is_quantized(info.param)]
         self.views = Views(runtime.units, runtime.memory, others)
         self.views.attach(optimizer)
         self._take_back_overrides = carry_overrides(optimizer, self.views)
@@ -114,7 +114,7 @@ class Updater(ABC):
         """The listeners that are called at updates."""
         return self._listeners
 
-    def tell(self, listeners: tuple[UpdateListener, ...]) -> None:
+    def set_listeners(self, listeners: tuple[UpdateListener, ...]) -> None:
         """Set the listeners that are called at updates from now on."""
         self._listeners = listeners
 
@@ -203,7 +203,7 @@ class Updater(ABC):
         self.wait_for_updates()
         self._runtime.structure.check_values()
         if self._runtime.written:
-            self._runtime.written.take()
+            self._runtime.written.store_all()
             self._consensus.compare_written(self.steps + 1)
 
     @property
@@ -310,7 +310,7 @@ class StepUpdater(Updater):
         norm = measured.norm
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
-        self._runtime.written.take()  # values written since the measurement
+        self._runtime.written.store_all()  # values written since the measurement
         is_warming_up = self.is_warming_up
         self.steps += 1
         is_finite = math.isfinite(norm)
@@ -337,7 +337,7 @@ class StepUpdater(Updater):
         """Complete the gradients of a batch and measure their norm."""
         self._check_kept()
         self.wait_for_updates()
-        self._runtime.written.take()
+        self._runtime.written.store_all()
         self.views.attach(self.optimizer)
         agreed = self._consensus.before_update(call)
         self._check_backward(agreed, call)
@@ -378,7 +378,7 @@ class StepUpdater(Updater):
         """Return this rank's flat slice of a member's optimizer state; None if there is none."""
         view = self.views.of(member.param)
         own = None if view is None else self.optimizer.state.get(view.tensor, {}).get(name)
-        return member.flat(own) if own is not None and member.segment.holds_whole_master else own
+        return member.flat(own) if own is not None and member.segment.has_full_master else own
 
     def _run(self, used: set[int], factor: float) -> None:
         # Error-feedback residuals are of gradients as the optimizer gets them.
@@ -425,7 +425,7 @@ class StepUpdater(Updater):
         for bucket in self._reducer.buckets:
             shard = None if bucket.shard is None else bucket.shard.load()
             for member in bucket.members:
-                grad = bucket.owned_of(member, shard)
+                grad = bucket.owned_slice(member, shard)
                 if grad is not None and not bool(torch.isfinite(grad).all()):
                     return number
                 number += 1
@@ -437,13 +437,13 @@ def _squared_norms(bucket: Bucket, used: set[int]) -> list[Tensor]:
     if bucket.plan.grad_step.tier is Tier.DISK:
         return bucket.squared_norms
     owned = _owned(bucket, used)
-    return [sum_of_squares(owned)] if owned else []
+    return [total_squared_norm(owned)] if owned else []
 
 
 def _squared_norms_in_fp64(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """Return the same, computed in fp64: finite gradients do not overflow."""
     owned = _owned(bucket, used) if bucket.shard is None else bucket.norm_slices(bucket.shard.load(), used)
-    return [sum_of_squares(owned, dtype=torch.float64)] if owned else []
+    return [total_squared_norm(owned, dtype=torch.float64)] if owned else []
 
 
 def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
@@ -454,4 +454,4 @@ def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """
     if bucket.shard is None:
         return [member.param.grad for member in bucket.members if member.param.grad is not None]
-    return bucket.norm_slices(bucket.shard.lend().tensor, used)
+    return bucket.norm_slices(bucket.shard.lease().tensor, used)

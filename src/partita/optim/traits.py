@@ -307,7 +307,7 @@ def check_states_can_be_saved(optimizer: Optimizer) -> None:
                 )
 
 
-def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
+def counted_attributes(optimizer: Optimizer, *, on_clone: bool) -> tuple[str, ...]:
     """Return the names of number and tensor attributes that a step changes (``self.t += 1``), besides ``state`` and
     groups; none if a trial is inconclusive.
 
@@ -315,7 +315,7 @@ def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
     attributes are copied and saved. Changed attributes of other types are not, with a warning.
 
     Args:
-        apart: True if updates run on a clone; changed attributes of other types are then an error.
+        on_clone: True if updates run on a clone; changed attributes of other types are then an error.
 
     Raises:
         ConfigError: a step changes such an attribute; the message names it.
@@ -332,7 +332,7 @@ def counted_attributes(optimizer: Optimizer, *, apart: bool) -> tuple[str, ...]:
             "step, outside of its state and groups"
         )
         remedy = f"keep it in self.state[param] or in the groups, or as numbers and tensors (self.{others[0]} = 0)"
-        if apart:
+        if on_clone:
             raise ConfigError(f"{problem}; overlapped updates (offload, gradients in_backward) would lose it: {remedy}")
         warnings.warn(f"{problem}: checkpoints do not save it; {remedy}", stacklevel=4)
     return tuple(key for key in changed if key not in others)

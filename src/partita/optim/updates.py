@@ -93,7 +93,7 @@ class SegmentUpdate:
     def _writes_rest(self) -> bool:
         """True if the stored parameters can be written in place."""
         where = self._context.device_of
-        at_rest = self.segment.plan.param_rest.tier
+        at_rest = self.segment.plan.param_stored.tier
         return self._writes_param and not self.gathers and where(self._result.tier) == where(at_rest)
 
     def choose(self, members: Sequence[Member], used: AbstractSet[int], factor: float) -> None:
@@ -120,13 +120,13 @@ class SegmentUpdate:
     def open(self) -> None:
         """Start to move states into memory."""
         assert self.segment.master is not None
-        self._master = self.segment.master.lend()
+        self._master = self.segment.master.lease()
         if self._disk is not None:
-            self._leases = self._disk.lend()
+            self._leases = self._disk.lease()
         if self._bucket.shard is not None:
-            self._shard = self._bucket.shard.lend()
+            self._shard = self._bucket.shard.lease()
         if self._writes_rest:
-            self._param = self.segment.rest.lend(read=self._splits)
+            self._param = self.segment.stored.lease(read=self._splits)
 
     def connect(self) -> None:
         """Point the optimizer at the states and the gradients."""
@@ -153,14 +153,14 @@ class SegmentUpdate:
         self._param = self._context.memory.scratch(num_elements, segment.dtype, self._result.tier)
         param = self._param.wait()
         if self._splits:
-            rest = segment.rest.lend()
-            param.copy_(segment.part_of_stored(rest.wait()))
-            rest.end(changed=False)
+            stored = segment.stored.lease()
+            param.copy_(segment.slice_for_master(stored.wait()))
+            stored.end(changed=False)
         return param
 
     def _reduced(self, view: View) -> Tensor:
         assert self._shard is not None
-        grad = self._bucket.grad_of(view.member, self._shard.wait())
+        grad = self._bucket.optimizer_grad(view.member, self._shard.wait())
         assert grad is not None
         return grad
 

@@ -112,10 +112,10 @@ class Split:
             local = gathered(local, vocabulary.group, vocabulary.sizes)
         if self.slices is None:
             return local
-        whole = gather(self.apart(local), 1, self.slices)
+        whole = gather(self.rows_by_sample(local), 1, self.slices)
         return whole if local.dim() == 3 else whole.flatten(0, 1)
 
-    def apart(self, local: Tensor) -> Tensor:
+    def rows_by_sample(self, local: Tensor) -> Tensor:
         """Return a shard as ``[samples, own positions, classes]``."""
         assert self.slices is not None
         return local.reshape(self.num_samples, self.slices.num_own, local.shape[-1])
@@ -240,8 +240,8 @@ def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str],
             "change a copy (logits * 2 instead of logits.mul_(2))"
         )
     if (slices := split.slices) is not None:
-        apart = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
-        gradient = gradient_of_slice(apart, 1, slices).reshape(*rows, gradient.shape[-1])
+        rows_by_sample = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
+        gradient = gradient_of_slice(rows_by_sample, 1, slices).reshape(*rows, gradient.shape[-1])
     if (vocabulary := split.vocabulary) is not None:
         gradient = own_slice(gradient, vocabulary.group, vocabulary.sizes)
     return (gradient,)

@@ -139,7 +139,7 @@ def _restore(states: States, device: torch.device) -> None:
 
 
 @contextmanager
-def drawn_apart(part: str, device: torch.device) -> Iterator[None]:
+def rank_specific_rng(part: str, device: torch.device) -> Iterator[None]:
     """Draw different random numbers for each ``part`` in the ``with`` block. After it the generators again have the
     same states on all ranks.
     """

@@ -79,13 +79,13 @@ class Place:
         """The local tensor's strides, as :meth:`take` creates it from a contiguous tensor."""
         sizes, strides, step = self.sizes, [0] * len(self.shape), 1
         dims = range(len(sizes))
-        inner = [dim for dim in dims if dim != self.dim] if self.is_apart else list(dims)
-        for dim in [*reversed(inner), *([self.dim] if self.is_apart else [])]:
+        inner = [dim for dim in dims if dim != self.dim] if self.has_several_ranges else list(dims)
+        for dim in [*reversed(inner), *([self.dim] if self.has_several_ranges else [])]:
             strides[dim], step = step, step * max(1, sizes[dim])
         return tuple(strides)
 
     @property
-    def is_apart(self) -> bool:
+    def has_several_ranges(self) -> bool:
         """True if the local tensor consists of several ranges; the dim is then outermost in memory."""
         return self.ranges is not None and len(self.ranges) > 1
 

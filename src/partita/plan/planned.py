@@ -32,7 +32,7 @@ class PlannedSegment:
     @cached_property
     def always_unsharded(self) -> bool:
         """True if parameters are stored as they are computed with: no unshard is needed."""
-        return not steps(self.row.param_rest, self.row.param_compute, self.mesh)
+        return not steps(self.row.param_stored, self.row.param_compute, self.mesh)
 
     @cached_property
     def stays_unsharded(self) -> bool:
@@ -42,12 +42,12 @@ class PlannedSegment:
     @cached_property
     def has_secondary(self) -> bool:
         """True if there is a secondary shard between forward and backward (hpZ), other than the stored one."""
-        return self.num_shards(self.row.param_between) not in (1, self.num_shards(self.row.param_rest))
+        return self.num_shards(self.row.param_between) not in (1, self.num_shards(self.row.param_stored))
 
     @cached_property
     def master_is_parameter(self) -> bool:
         """True if the master weights are the stored parameters, or a part of them."""
-        stored, master = self.row.param_rest, self.row.master
+        stored, master = self.row.param_stored, self.row.master
         same = (stored.encoding, stored.tier) == (master.encoding, master.tier)
         same = same and not any(publish.needs_master for publish in self.publishes)
         if same and stored.tier is Tier.DISK:  # a state on disk is read and written as one
@@ -57,7 +57,7 @@ class PlannedSegment:
     @cached_property
     def publication(self) -> tuple[Step, ...]:
         """The operations from updated master weights to the stored parameters, as the table defines them."""
-        return steps(self.row.master, self.row.param_rest, self.mesh)
+        return steps(self.row.master, self.row.param_stored, self.mesh)
 
     @cached_property
     def update_is_gathered(self) -> bool:
@@ -77,7 +77,7 @@ class PlannedSegment:
     @cached_property
     def unshards(self) -> tuple[Step, ...]:
         """The operations from the stored parameters to those in compute."""
-        return self.row.strategies.unshard(steps(self.row.param_rest, self.row.param_compute, self.mesh))
+        return self.row.strategies.unshard(steps(self.row.param_stored, self.row.param_compute, self.mesh))
 
     @cached_property
     def unshards_exactly(self) -> bool:
@@ -99,14 +99,14 @@ class PlannedSegment:
 
     def is_first_copy(self, rank: int) -> bool:
         """Return whether ``rank`` saves its shard, among the ranks with the same shard."""
-        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.alike_axes, *self.row.copies.axes))
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.all_replica_axes, *self.row.copies.axes))
 
     def is_first_of_replica(self, rank: int) -> bool:
         """Return whether ``rank`` is the first in its replica with its shard.
 
         Replicas that train separately measure their gradients separately.
         """
-        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.replica_axes, *self.row.copies.axes))
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.gradient_replica_axes, *self.row.copies.axes))
 
     def num_shards(self, residence: Residence) -> int:
         """Return the number of ranks over which ``residence`` shards a state."""

@@ -40,9 +40,9 @@ class PlannedBucket:
         return self.segments[0].gradients
 
     @property
-    def num_parts(self) -> int:
+    def num_shards(self) -> int:
         """Number of ranks that each sum a shard."""
-        return self.segments[0].layout.num_parts
+        return self.segments[0].layout.num_shards
 
     @cached_property
     def num_elements(self) -> int:
@@ -67,7 +67,7 @@ class PlannedBucket:
         """
         moves = [(sync.sums, self.num_elements) for sync in self.gradients.syncs]
         further = [self.gradients.copy_steps, *(sync.gathers for sync in self.gradients.syncs)]
-        moves += [(operations, self.num_elements // self.num_parts) for operations in further]
+        moves += [(operations, self.num_elements // self.num_shards) for operations in further]
         itemsize = self.row.grad_step.encoding.itemsize
         return max(scratch_bytes(ops, num, itemsize, self.mesh, in_pieces=in_pieces) for ops, num in moves)
 

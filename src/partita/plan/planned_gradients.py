@@ -29,24 +29,24 @@ class PlannedGradients:
     @property
     def in_place(self) -> bool:
         """True if gradients stay in ``.grad``, where the optimizer looks for them."""
-        return self.row.gradients_rest and not self.move
+        return self.row.stores_gradients and not self.move
 
     @property
-    def rest_whole(self) -> bool:
+    def is_resident(self) -> bool:
         """True if gradients are collected in a full buffer on the device that lasts between micro-batches."""
         between = self.row.grad_between
         is_whole = self.mesh.group_size(between.shard_axes) == 1 and between.tier is Tier.DEVICE
-        return self.row.gradients_rest and is_whole and not self.in_place
+        return self.row.stores_gradients and is_whole and not self.in_place
 
     @property
-    def pass_through(self) -> bool:
+    def is_pooled(self) -> bool:
         """True if gradients are collected in a slot of a buffer pool, for one micro-batch."""
-        return not (self.in_place or self.rest_whole)
+        return not (self.in_place or self.is_resident)
 
     @property
     def sums_tier(self) -> Tier | None:
         """The tier of the buffer pool that reduced gradients pass through; None if gradients are stored."""
-        return None if self.row.gradients_rest else self.row.grad_step.tier
+        return None if self.row.stores_gradients else self.row.grad_step.tier
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +59,7 @@ class PlannedGradients:
     def exact(self) -> SyncPlan:
         """The plan of the sum by the table's operations, with uncompressed values."""
         collected = replace(self.row.grad_arrival, encoding=self.row.grad_step.encoding)
-        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
+        summed = replace(self.row.grad_step, shard_axes=self.row.gradient_shard_axes)
         to_sums, further = (steps(*ends, self.mesh) for ends in ((collected, summed), (summed, self.row.grad_step)))
         return SyncPlan(in_phases(to_sums), in_phases(further))
 
@@ -81,7 +81,7 @@ class PlannedGradients:
     @cached_property
     def copy_steps(self) -> tuple[Step, ...]:
         """The operations from the shard of a sum that a rank measures to the sum over all copies."""
-        summed = replace(self.row.grad_step, shard_axes=self.row.part_axes)
+        summed = replace(self.row.grad_step, shard_axes=self.row.gradient_shard_axes)
         return in_phases(steps(replace(summed, partial_axes=self.row.copies.axes), summed, self.mesh))
 
     @property

@@ -95,7 +95,7 @@ class BucketPools:
 
 def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> BucketPools:
     """Return the pools of ``buckets``. ``in_pieces``: see :func:`~partita.plan.scratch.received_elements`."""
-    passing = [bucket for bucket in buckets if bucket.gradients.pass_through]
+    passing = [bucket for bucket in buckets if bucket.gradients.is_pooled]
     of_each = dict[tuple[int, ...], int]()  # equal segments are one object in plans
     received = list[int]()
     for bucket in buckets:
@@ -112,7 +112,7 @@ def bucket_pools(buckets: Sequence[PlannedBucket], *, in_pieces: bool) -> Bucket
 
 def _sum_bytes(buckets: Sequence[PlannedBucket], tier: Tier) -> Iterator[int]:
     """Yield the bytes of a rank's shard of each bucket's sum that uses a pool in ``tier``."""
-    return (bucket.num_bytes // bucket.num_parts for bucket in buckets if bucket.gradients.sums_tier is tier)
+    return (bucket.num_bytes // bucket.num_shards for bucket in buckets if bucket.gradients.sums_tier is tier)
 
 
 def unshard_scratch_bytes(units: Sequence[PlannedUnit]) -> int:

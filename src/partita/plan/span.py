@@ -75,13 +75,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """One flat buffer of a unit: ``num_parts`` equal shards of ``part_elements``."""
+    """One flat buffer of a unit: ``num_shards`` equal shards of ``shard_elements``."""
 
     encoding: Encoding
     trainable: bool
     spans: tuple[Span, ...]
-    num_parts: int
-    part_elements: int
+    num_shards: int
+    shard_elements: int
     copies: Copies = NO_COPIES
     frozen_master: bool = False
 
@@ -94,7 +94,7 @@ class SegmentLayout:
 
     @property
     def padded(self) -> int:
-        return self.num_parts * self.part_elements
+        return self.num_shards * self.shard_elements
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ class SegmentLayout:
 
     def part(self, index: int) -> tuple[Span, ...]:
         """Return the spans of shard ``index``, with offsets from its start."""
-        return self.cut(index * self.part_elements, self.part_elements)
+        return self.cut(index * self.shard_elements, self.shard_elements)
 
     def cut(self, begin: int, num_elements: int) -> tuple[Span, ...]:
         """Return the spans of the ``num_elements`` from ``begin`` on, with offsets from there."""
@@ -110,13 +110,13 @@ class SegmentLayout:
         return tuple(span for span in found if span is not None)
 
 
-def lay_out(
-    entries: Sequence[Entry], num_parts: int | CountRanks, num_copies: CountRanks = lambda _: 1
+def build_layout(
+    entries: Sequence[Entry], num_shards: int | CountRanks, num_copies: CountRanks = lambda _: 1
 ) -> tuple[SegmentLayout, ...]:
     """Return the flat segments of one unit's parameters, in the order given.
 
     Args:
-        num_parts: the number of shards; a function if it depends on ``copies``.
+        num_shards: the number of shards; a function if it depends on ``copies``.
         num_copies: the number of ranks with the same shard, which is divisible by it.
     """
     grouped: dict[tuple[object, ...], list[Entry]] = {}
@@ -132,7 +132,7 @@ def lay_out(
             offset += -(-place.num_elements // QUANTUM) * QUANTUM
         first = members[0]
         quantum = QUANTUM * num_copies(first.copies)
-        parts = num_parts if isinstance(num_parts, int) else num_parts(first.copies)
+        parts = num_shards if isinstance(num_shards, int) else num_shards(first.copies)
         part = -(-offset // (parts * quantum)) * quantum
         segments.append(
             SegmentLayout(first.encoding, first.trainable, tuple(spans), parts, part, first.copies, first.frozen_master)

@@ -14,7 +14,7 @@ from partita.plan.purposes import Needs, purposes_of_all_ranks, united
 from partita.plan.residence import FP32, Encoding, Residence, Tier
 from partita.plan.share import NO_COPIES, Copies
 from partita.plan.steps import Communicating, steps
-from partita.plan.strategies import AS_THEY_ARE, Strategies
+from partita.plan.strategies import UNCOMPRESSED, Strategies
 
 STATES = STATE_AXES
 # The axes of STATES within one node.
@@ -53,7 +53,7 @@ class StatePlan:
     """One row of the table: the residence of each state at each phase of a step.
 
     Attributes:
-        param_rest: parameters between steps.
+        param_stored: parameters between steps.
         param_compute: parameters inside a unit's forward or backward.
         param_between: parameters from the end of the unit's forward to the start of its backward.
         grad_arrival: gradients as autograd leaves them.
@@ -61,7 +61,7 @@ class StatePlan:
         grad_step: gradients when the optimizer runs.
         master: master weights, at all times.
         moments: moments, at all times.
-        gradients_rest: False if the optimizer runs in backward; gradients are then in ``grad_step`` only until it has
+        stores_gradients: False if the optimizer runs in backward; gradients are then in ``grad_step`` only until it has
             run.
         copies: the axes over which the gradients in ``grad_step`` still have to be summed, once, before they are
             measured.
@@ -71,7 +71,7 @@ class StatePlan:
     """
 
     name: str
-    param_rest: Residence
+    param_stored: Residence
     param_compute: Residence
     param_between: Residence
     grad_arrival: Residence
@@ -79,20 +79,20 @@ class StatePlan:
     grad_step: Residence
     master: Residence
     moments: Residence
-    gradients_rest: bool = True
+    stores_gradients: bool = True
     copies: Copies = NO_COPIES
-    strategies: Strategies = AS_THEY_ARE
+    strategies: Strategies = UNCOMPRESSED
     separate_axes: tuple[str, ...] = ()
 
     @property
     def updates_on_device(self) -> bool:
         """True if all states that the optimizer needs are on the device at the step."""
-        return self.gradients_rest and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
+        return self.stores_gradients and all(r.tier is Tier.DEVICE for r in (self.grad_step, self.master, self.moments))
 
     @property
     def uses_disk(self) -> bool:
         """True if parameters, master weights or moments are stored on disk."""
-        return Tier.DISK in (self.param_rest.tier, self.master.tier, self.moments.tier)
+        return Tier.DISK in (self.param_stored.tier, self.master.tier, self.moments.tier)
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -112,28 +112,28 @@ class StatePlan:
         return tuple(axis for axis in expand(STATE_AXES) if axis not in self.copies.distinct)
 
     @property
-    def part_axes(self) -> tuple[str, ...]:
+    def gradient_shard_axes(self) -> tuple[str, ...]:
         """The axes over which segments are sharded: each rank of such a group sums the gradients of one shard, and
         measures and saves them. Ranks of the sum in different groups have the same shard.
         """
         return self.grad_step.shard_axes or self.summed_axes
 
     @property
-    def replica_axes(self) -> tuple[str, ...]:
+    def gradient_replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks sum the gradients of the same shard."""
-        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.part_axes))
+        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.gradient_shard_axes))
 
     @property
     def rest_alike_axes(self) -> tuple[str, ...]:
         """The axes along which ranks store the same shard of the parameters."""
-        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_rest.shard_axes))
+        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_stored.shard_axes))
 
     @property
-    def alike_axes(self) -> tuple[str, ...]:
+    def all_replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have the same shard, with those of replicas that train separately (whose weights
         are equal after they are averaged). Inspection and checkpoints use the first rank along them.
         """
-        return (*self.separate_axes, *self.replica_axes)
+        return (*self.separate_axes, *self.gradient_replica_axes)
 
     def hops(self, axes: tuple[str, ...], mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
         """Return the groups to use, one after the other, for rare messages to all ranks along ``axes``.
@@ -143,13 +143,13 @@ class StatePlan:
         """
         moved = {mesh.named(each) for each in chain(*self._moved(mesh))}
         parts = mesh.active(axes)
-        if "node" not in parts or len(parts) == 1 or mesh.named(axes) in moved or self.strategies != AS_THEY_ARE:
+        if "node" not in parts or len(parts) == 1 or mesh.named(axes) in moved or self.strategies != UNCOMPRESSED:
             return (axes,)
         return tuple(axis for axis in parts if axis != "node"), ("node",)
 
     def _moved(self, mesh: MeshShape) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         """Return the axes of all-gathers of weights, and those of the reductions and all-gathers of gradients."""
-        weights = permutations((self.param_rest, self.param_compute, self.param_between, self.master), 2)
+        weights = permutations((self.param_stored, self.param_compute, self.param_between, self.master), 2)
         gradients = combinations((self.grad_arrival, self.grad_between, self.grad_step), 2)
         gathered, reduced = (
             [op.axes for src, dst in pairs for op in steps(src, dst, mesh) if isinstance(op, Communicating)]
@@ -232,7 +232,7 @@ def preset(
 
     return StatePlan(
         name=name,
-        param_rest=Residence(shared(row.stored), (), e.compute, tiers.parameters),
+        param_stored=Residence(shared(row.stored), (), e.compute, tiers.parameters),
         param_compute=Residence((), (), e.compute),
         param_between=Residence(shared(row.between), (), e.compute, Tier.DEVICE if kept else tiers.parameters),
         grad_arrival=Residence((), shared(STATES), e.compute),
@@ -240,7 +240,7 @@ def preset(
         grad_step=Residence(shared(row.grad_step), (), e.gradients, gradients),
         master=Residence(shared(row.states), (), e.master, tiers.optimizer),
         moments=Residence(shared(row.states), (), e.moments, tiers.optimizer),
-        gradients_rest=stores_gradients,
+        stores_gradients=stores_gradients,
         copies=copies,
     )
 

@@ -127,4 +127,4 @@ class Strategies:
         return ()
 
 
-AS_THEY_ARE = Strategies()
+UNCOMPRESSED = Strategies()

@@ -22,14 +22,14 @@ from partita.plan.planned_bucket import PlannedBucket, share_buckets
 from partita.plan.purposes import Needs, united
 from partita.plan.residence import BF16, ENCODINGS, FP32, INT8, SPLIT, Encoding, Tier
 from partita.plan.share import NO_COPIES, NO_SHARES, Copies, Share, Shares
-from partita.plan.span import Entry, SegmentLayout, lay_out
+from partita.plan.span import Entry, SegmentLayout, build_layout
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_name
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.full_precision import FullPrecision, find_full_precision
 from partita.planner.group_units import UnitSpec, group_units
 from partita.planner.memory import ADAM_MOMENTS
-from partita.planner.parameters import Holding, check_apart, check_supported, find_holdings
+from partita.planner.parameters import ParameterInfo, check_no_shared_memory, check_supported, find_stage_parameters
 from partita.planner.placement import Placement, chosen_tiers
 from partita.planner.working import working_bytes
 
@@ -143,9 +143,9 @@ def layouts_of(
     size = resolved.mesh.group_size
 
     def num_copies(copies: Copies) -> int:
-        return size(row(copies).alike_axes) * size(copies.axes)
+        return size(row(copies).all_replica_axes) * size(copies.axes)
 
-    return lay_out(entries, lambda copies: size(row(copies).part_axes), num_copies)
+    return build_layout(entries, lambda copies: size(row(copies).gradient_shard_axes), num_copies)
 
 
 def plan_unit(
@@ -187,43 +187,43 @@ def unit_entries(
         ConfigError: as :func:`make_blueprint`.
     """
     kept = find_full_precision(model, resolved)
-    if not (holdings := find_holdings(model)):
+    if not (infos := find_stage_parameters(model)):
         raise ConfigError(f"model: all parameters of {type(model).__name__} are quantized and frozen: none can train")
-    _check(holdings, resolved)
+    _check(infos, resolved)
     specs = group_units(model, resolved.config.zero.units)
     return specs, [list(_entries(spec, resolved, kept, shares)) for spec in specs]
 
 
-def _check(holdings: list[Holding], resolved: Resolved) -> None:
+def _check(infos: list[ParameterInfo], resolved: Resolved) -> None:
     cast_unasked = resolved.config.precision.compute == "auto"
-    for holding in holdings:
-        check_supported(holding)
-        if cast_unasked and holding.param.dtype == torch.float64:
+    for info in infos:
+        check_supported(info)
+        if cast_unasked and info.param.dtype == torch.float64:
             raise ConfigError(
-                f"parameter '{holding.fqns[0]}' is in float64, but precision.compute: auto trains in "
+                f"parameter '{info.fqns[0]}' is in float64, but precision.compute: auto trains in "
                 f"{resolved.compute_dtype}: call model.float() first, or request the cast with precision.compute: fp32"
             )
-    check_apart(holdings)
+    check_no_shared_memory(infos)
 
 
 def _entries(spec: UnitSpec, resolved: Resolved, kept: FullPrecision, shares: Shares) -> Iterator[Entry]:
     """Yield the layout's entries for the unit's parameters, with their compute encodings."""
-    for holding in spec.holdings:
-        param, encoding = holding.param, compute_encoding(holding, resolved, kept)
+    for info in spec.infos:
+        param, encoding = info.param, compute_encoding(info, resolved, kept)
         share = shares.get(id(param)) or Share(Place(tuple(param.shape)), averaged=("tensor",))
         if share.place.shape != param.shape:
             raise ConfigError(
-                f"parameter '{holding.fqns[0]}' has the shape {tuple(param.shape)}, but its share is for shape "
+                f"parameter '{info.fqns[0]}' has the shape {tuple(param.shape)}, but its share is for shape "
                 f"{share.place.shape}: code that splits a parameter over an axis must keep its full shape"
             )
         copies = share.copies.on(resolved.mesh)
         trains, wider = param.requires_grad, param.is_floating_point() and param.itemsize > encoding.itemsize
         keeps = wider and not trains and resolved.config.precision.frozen == "fp32"
-        yield Entry(holding.fqns[0], tuple(param.shape), encoding, trains, share.place, copies, keeps)
+        yield Entry(info.fqns[0], tuple(param.shape), encoding, trains, share.place, copies, keeps)
 
 
-def compute_encoding(holding: Holding, resolved: Resolved, kept: FullPrecision) -> Encoding:
+def compute_encoding(info: ParameterInfo, resolved: Resolved, kept: FullPrecision) -> Encoding:
     """Return the encoding in which a parameter is all-gathered and used in forward; ``kept``: parameters in fp32."""
-    if not holding.param.is_floating_point():
-        return encoding_of(holding.param.dtype)
-    return FP32 if id(holding.param) in kept.params else ENCODINGS[resolved.param_dtype]
+    if not info.param.is_floating_point():
+        return encoding_of(info.param.dtype)
+    return FP32 if id(info.param) in kept.params else ENCODINGS[resolved.param_dtype]

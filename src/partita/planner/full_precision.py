@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
 from partita.planner.group_units import modules_like
-from partita.planner.parameters import Holding, find_everywhere
+from partita.planner.parameters import ParameterInfo, find_all_parameters
 
 _HALF = (torch.bfloat16, torch.float16)
 _KERNELS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -42,10 +42,10 @@ def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
     Raises:
         ConfigError: a pattern of ``precision.keep_fp32`` matches no module.
     """
-    holdings = [holding for holding in find_everywhere(model) if holding.param.is_floating_point()]
+    infos = [info for info in find_all_parameters(model) if info.param.is_floating_point()]
     modules = {id(inner) for module in _named(model, resolved) for inner in module.modules()}
-    listed = {id(holding.param) for holding in _listed(model, resolved.compute_dtype, holdings)}
-    listed |= {id(holding.param) for holding in _left_in_fp32(model, holdings)}
+    listed = {id(info.param) for info in _listed(model, resolved.compute_dtype, infos)}
+    listed |= {id(info.param) for info in _left_in_fp32(model, infos)}
     batch_norms = set[int]()
     for module in model.modules():
         own = [id(param) for param in module.parameters() if param.is_floating_point()]
@@ -54,9 +54,9 @@ def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
         elif isinstance(module, _BatchNorm):
             (batch_norms if type(module).forward in _KERNELS else modules).add(id(module))
     params = {
-        id(holding.param)
-        for holding in holdings
-        if any(id(owner) in modules or id(owner) in batch_norms for owner, _ in holding.owners)
+        id(info.param)
+        for info in infos
+        if any(id(owner) in modules or id(owner) in batch_norms for owner, _ in info.owners)
     }
     return FullPrecision(frozenset(params | listed), frozenset(modules), frozenset(batch_norms - modules))
 
@@ -82,7 +82,7 @@ def _named(model: nn.Module, resolved: Resolved) -> Iterator[nn.Module]:
         yield from modules_like(model, pattern, "precision.keep_fp32")
 
 
-def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iterator[Holding]:
+def _listed(model: nn.Module, compute: str, infos: Iterable[ParameterInfo]) -> Iterator[ParameterInfo]:
     """Yield the parameters that a transformers model lists to stay in fp32."""
     names = set[str](getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if compute == "fp16":
@@ -91,18 +91,18 @@ def _listed(model: nn.Module, compute: str, holdings: Iterable[Holding]) -> Iter
         return
     patterns = (re.escape(name).replace(r"\*", ".*") for name in names)
     matches = re.compile(rf"(^|\.)({'|'.join(patterns)})(\.|$)")
-    yield from (holding for holding in holdings if any(matches.search(fqn) for fqn in holding.fqns))
+    yield from (info for info in infos if any(matches.search(fqn) for fqn in info.fqns))
 
 
-def _left_in_fp32(model: nn.Module, holdings: Iterable[Holding]) -> Iterator[Holding]:
+def _left_in_fp32(model: nn.Module, infos: Iterable[ParameterInfo]) -> Iterator[ParameterInfo]:
     """Yield the fp32 parameters, except adapters, of a model that also has parameters in 16 bits."""
     with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also for parameters of other stages
-        if not any(holding.param.dtype in _HALF for holding in holdings):
+        if not any(info.param.dtype in _HALF for info in infos):
             return
         adapters = {id(param) for param in _adapter_params(model)}
-        for holding in holdings:
-            if holding.param.dtype == torch.float32 and id(holding.param) not in adapters:
-                yield holding
+        for info in infos:
+            if info.param.dtype == torch.float32 and id(info.param) not in adapters:
+                yield info
 
 
 def _adapter_params(model: nn.Module) -> Iterator[nn.Parameter]:

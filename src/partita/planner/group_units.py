@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from partita.errors import ConfigError
-from partita.planner.parameters import Holding, find_holdings, is_quantized
+from partita.planner.parameters import ParameterInfo, find_stage_parameters, is_quantized
 
 # A layer outside the blocks with at least this share of the largest block's bytes is a separate unit.
 LEAF_SHARE = 0.5
@@ -29,7 +29,7 @@ class UnitSpec:
 
     name: str
     module: nn.Module
-    holdings: list[Holding] = field(default_factory=list)
+    infos: list[ParameterInfo] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
 
 
@@ -46,11 +46,11 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     selected = {id(model), *(id(module) for module in modules)}
     units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in selected}
     at = {path: id(module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in selected}
-    for holding in find_holdings(model):
-        around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in holding.fqns]
+    for info in find_stage_parameters(model):
+        around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in info.fqns]
         shared = [unit for unit in around[0] if all(unit in others for others in around)]
-        units[shared[-1]].holdings.append(holding)
-    units = {key: unit for key, unit in units.items() if unit.holdings}
+        units[shared[-1]].infos.append(info)
+    units = {key: unit for key, unit in units.items() if unit.infos}
     for outer in units.values():
         for module in outer.module.modules():
             if id(module) in units and module is not outer.module:
@@ -108,7 +108,7 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
     blocks = dict(find_blocks(model))
     yield from blocks.values()
     least = LEAF_SHARE * max((_bytes(block) for block in blocks.values()), default=float("inf"))
-    names = {id(holding.param): len(holding.fqns) for holding in find_holdings(model)}
+    names = {id(info.param): len(info.fqns) for info in find_stage_parameters(model)}
     attention = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     for name, module in model.named_modules():
         if (

@@ -51,7 +51,7 @@ def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
 def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iterator[tuple[str, Residence, int]]:
     """Yield (state, residence, bytes) for each state of a segment."""
     row = segment.row
-    yield "parameters", row.param_rest, segment.held_bytes(row.param_rest)
+    yield "parameters", row.param_stored, segment.held_bytes(row.param_stored)
     if segment.has_secondary:
         yield "parameters", row.param_between, segment.held_bytes(row.param_between)
     if segment.layout.has_master and not segment.master_is_parameter:
@@ -60,7 +60,7 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         return
     if segment.gradients.in_place:
         yield "gradients", row.grad_arrival, _value_bytes(segment, row.grad_arrival, rank)
-    elif row.gradients_rest:  # other gradients are in working memory, a few at a time
+    elif row.stores_gradients:  # other gradients are in working memory, a few at a time
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
     for kept in (*segment.gradients.sync.kept(segment.gradients), *row.strategies.kept(segment)):
         yield kept.name, kept.residence, kept.num_bytes

@@ -12,7 +12,7 @@ class Elsewhere(nn.Parameter):
     """
 
 
-def is_elsewhere(param: torch.Tensor) -> bool:
+def is_off_stage(param: torch.Tensor) -> bool:
     """Return True if a parameter is stored only on other stages."""
     return isinstance(param, Elsewhere)
 
@@ -27,6 +27,6 @@ def modules_here(model: nn.Module) -> set[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         params = list(module.parameters())
         around = not path or path.rpartition(".")[0] in here
-        if any(not is_elsewhere(param) for param in params) or (not params and around):
+        if any(not is_off_stage(param) for param in params) or (not params and around):
             here.add(path)
     return here

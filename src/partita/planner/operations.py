@@ -59,7 +59,7 @@ def collectives(ops: Sequence[Step], src: Residence, padded: int, mesh: MeshShap
 
 def unshards(segment: PlannedSegment) -> Iterable[Operation]:
     """Return the collectives that unshard a segment's stored parameters."""
-    return collectives(segment.unshards, segment.row.param_rest, segment.layout.padded, segment.mesh)
+    return collectives(segment.unshards, segment.row.param_stored, segment.layout.padded, segment.mesh)
 
 
 def unshards_for_backward(segment: PlannedSegment) -> Iterable[Operation]:
@@ -90,7 +90,7 @@ def completions(bucket: PlannedBucket, phase: int = -1) -> Iterator[Operation]:
         phase: as for :func:`reductions`.
     """
     gradients = bucket.gradients
-    summed = replace(bucket.row.grad_step, shard_axes=bucket.row.part_axes)
+    summed = replace(bucket.row.grad_step, shard_axes=bucket.row.gradient_shard_axes)
     for ops in (gradients.copy_steps, gradients.syncs[phase].gathers):
         yield from collectives(ops, summed, bucket.num_elements, bucket.mesh)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 
 
 @dataclass
-class Holding:
+class ParameterInfo:
     """One parameter: the object, all its names, and all modules (with the attribute) that refer to it."""
 
     param: nn.Parameter
@@ -20,19 +20,19 @@ class Holding:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
-def find_holdings(model: nn.Module) -> list[Holding]:
+def find_stage_parameters(model: nn.Module) -> list[ParameterInfo]:
     """Return the distinct parameters in units of this rank, in the order of ``named_parameters``."""
-    return [holding for holding in find_everywhere(model) if not is_elsewhere(holding.param)]
+    return [info for info in find_all_parameters(model) if not is_off_stage(info.param)]
 
 
-def find_everywhere(model: nn.Module) -> list[Holding]:
+def find_all_parameters(model: nn.Module) -> list[ParameterInfo]:
     """Return the distinct parameters in units of any rank, including other pipeline stages, in the same order."""
-    return [holding for holding in _every_holding(model) if not is_quantized(holding.param)]
+    return [info for info in _find_all(model) if not is_quantized(info.param)]
 
 
-def find_quantized(model: nn.Module) -> list[Holding]:
+def find_quantized(model: nn.Module) -> list[ParameterInfo]:
     """Return the quantized parameters, which are in no unit, in the same order."""
-    return [holding for holding in _every_holding(model) if is_quantized(holding.param)]
+    return [info for info in _find_all(model) if is_quantized(info.param)]
 
 
 def is_quantized(param: Tensor) -> bool:
@@ -40,7 +40,7 @@ def is_quantized(param: Tensor) -> bool:
 
     Examples are the parameters of bitsandbytes, which are bytes, and tensors that consist of several tensors (torchao).
     """
-    if param.requires_grad or nn.parameter.is_lazy(param) or is_elsewhere(param):
+    if param.requires_grad or nn.parameter.is_lazy(param) or is_off_stage(param):
         return False
     # Plain parameters and sharded ones have classes of torch and partita.
     own_class = not type(param).__module__.startswith(("torch.", "partita."))
@@ -53,41 +53,41 @@ def inner_names(param: Tensor) -> list[str]:
     return [] if flatten is None else list(flatten()[0])
 
 
-def check_quantized(holdings: Sequence[Holding], device: torch.device) -> None:
+def check_quantized(infos: Sequence[ParameterInfo], device: torch.device) -> None:
     """Check that quantized parameters are on the compute device.
 
     Raises:
         ConfigError: a parameter is not; the message names the first one.
     """
-    for holding in holdings:
-        if holding.param.device != device:
+    for info in infos:
+        if info.param.device != device:
             raise ConfigError(
-                f"parameter '{holding.fqns[0]}' is quantized ({type(holding.param).__name__}) and on "
-                f"'{holding.param.device}': partita does not move quantized parameters; load the model onto "
+                f"parameter '{info.fqns[0]}' is quantized ({type(info.param).__name__}) and on "
+                f"'{info.param.device}': partita does not move quantized parameters; load the model onto "
                 f"'{device}' (from_pretrained(..., device_map={{'': '{device}'}})) before partita.initialize"
             )
 
 
-def _every_holding(model: nn.Module) -> list[Holding]:
-    found: dict[int, Holding] = {}
+def _find_all(model: nn.Module) -> list[ParameterInfo]:
+    found: dict[int, ParameterInfo] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
-            holding = found.setdefault(id(param), Holding(param))
-            holding.fqns.append(f"{path}.{attribute}" if path else attribute)
-            if all(owner is not module or name != attribute for owner, name in holding.owners):
-                holding.owners.append((module, attribute))
+            info = found.setdefault(id(param), ParameterInfo(param))
+            info.fqns.append(f"{path}.{attribute}" if path else attribute)
+            if all(owner is not module or name != attribute for owner, name in info.owners):
+                info.owners.append((module, attribute))
     return list(found.values())
 
 
-def check_supported(holding: Holding) -> None:
+def check_supported(info: ParameterInfo) -> None:
     """Check that a parameter's memory can be a view of a flat buffer.
 
     Raises:
         ConfigError: it cannot.
     """
-    param, name = holding.param, holding.fqns[0]
+    param, name = info.param, info.fqns[0]
     if nn.parameter.is_lazy(param):
         raise ConfigError(f"parameter '{name}' has no shape before the model's first forward: run one, then initialize")
     plain = type(param) in (nn.Parameter, nn.parameter.Buffer) or isinstance(param, nn.Parameter)
@@ -102,28 +102,28 @@ def check_supported(holding: Holding) -> None:
         raise ConfigError(f"parameter '{name}' is complex; use a real tensor of shape [..., 2] instead")
 
 
-def check_apart(holdings: Sequence[Holding]) -> None:
+def check_no_shared_memory(infos: Sequence[ParameterInfo]) -> None:
     """Check that no two parameters share memory: each would be trained separately.
 
     Raises:
         ConfigError: two parameters share memory; the message names both.
     """
-    by_storage = defaultdict[int, list[Holding]](list)
-    for holding in holdings:
-        if holding.param.numel():
-            by_storage[holding.param.untyped_storage()._cdata].append(holding)
+    by_storage = defaultdict[int, list[ParameterInfo]](list)
+    for info in infos:
+        if info.param.numel():
+            by_storage[info.param.untyped_storage()._cdata].append(info)
     for sharing in by_storage.values():
-        overlapping = list[Holding]()  # earlier parameters that end after the next one begins
-        for holding in sorted(sharing, key=lambda holding: _reach(holding.param).start):
-            overlapping = [other for other in overlapping if _reach(other.param).stop > _reach(holding.param).start]
+        overlapping = list[ParameterInfo]()  # earlier parameters that end after the next one begins
+        for info in sorted(sharing, key=lambda info: _reach(info.param).start):
+            overlapping = [other for other in overlapping if _reach(other.param).stop > _reach(info.param).start]
             for other in overlapping:
-                if _overlap(holding.param, other.param):
+                if _overlap(info.param, other.param):
                     raise ConfigError(
-                        f"parameters '{other.fqns[0]}' and '{holding.fqns[0]}' share memory but are two objects, which "
+                        f"parameters '{other.fqns[0]}' and '{info.fqns[0]}' share memory but are two objects, which "
                         "would be trained separately: tie them by assigning the Parameter itself (module.weight = "
                         "other.weight), or give one its own memory (param.data = param.data.clone())"
                     )
-            overlapping.append(holding)
+            overlapping.append(info)
 
 
 def _reach(tensor: Tensor) -> range:

@@ -11,7 +11,7 @@ from partita.config.schema import Config, Offload
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages, lower_stages, preset
-from partita.plan.strategies import AS_THEY_ARE
+from partita.plan.strategies import UNCOMPRESSED
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.figures import format_bytes
@@ -84,7 +84,7 @@ def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
     segments = [segment for unit in blueprint.units for segment in unit.segments]
     row, shape = blueprint.units[0].row, StepShape(blueprint.resolved.batch.accumulate)
     on_device = all(tier in (None, Tier.DEVICE) for s in segments for tier in vars(_tiers(s.row)).values())
-    if not on_device or any(s.row.strategies != AS_THEY_ARE or s.row.separate_axes for s in segments):
+    if not on_device or any(s.row.strategies != UNCOMPRESSED or s.row.separate_axes for s in segments):
         return None
     offload, name = blueprint.config.zero.offload, row.name
     own = _sent(changed_units(blueprint.units, name, offload), shape)
@@ -162,4 +162,4 @@ def _encodings(row: StatePlan) -> Encodings:
 
 
 def _tiers(row: StatePlan) -> Tiers:
-    return Tiers(row.param_rest.tier, row.grad_step.tier if row.gradients_rest else None, row.master.tier)
+    return Tiers(row.param_stored.tier, row.grad_step.tier if row.stores_gradients else None, row.master.tier)

@@ -93,7 +93,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     # Number of reduce passes, written gradients, the gradients' scale; used parameters, and unreduced buckets.
     summed_axes = units[0].row.mean_axes
     sent.messages(summed_axes, 3 * WORD_BYTES + len(buckets) + num_members)
-    if all(segment.row.gradients_rest for segment in segments):
+    if all(segment.row.stores_gradients for segment in segments):
         sent.messages(AXES, 3 * WORD_BYTES)  # the norm, the gradients' scale, a flag of written gradients
     if shape.returns_loss:
         sent.messages(AXES, WORD_BYTES)  # the number of micro-batches
@@ -131,7 +131,7 @@ class _TrafficCounter:
         self.count(reductions(bucket, phase), "gradients", calls)
         self.count(completions(bucket, phase), "gradients")
         axes = self._mesh.named(AXES)
-        if not row.gradients_rest and axes:
+        if not row.stores_gradients and axes:
             num, num_words = self._mesh.group_size(axes), len(bucket.segments) + bucket.num_members
             self.meter.add(TrafficKey("all_reduce", axes, "control"), 2 * (num - 1) * num_words * WORD_BYTES // num)
 

@@ -51,7 +51,7 @@ def most_working_bytes(
     """
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     buffers = Counter({tier: _most_summed(trained, tier) for tier in (Tier.DEVICE, Tier.HOST)})
-    sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.pass_through]
+    sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.is_pooled]
     received = [PlannedBucket((segment,)).scratch_bytes(in_pieces=on_host) for segment in trained]
     buffers[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
     return buffers + _other_buffers(units, prefetch, num_moments, on_host=on_host)
@@ -110,9 +110,9 @@ def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
     """Return the bytes of the largest offloaded segment whose update is all-gathered on the device."""
     return max(
         (
-            segment.held_bytes(segment.row.param_rest)
+            segment.held_bytes(segment.row.param_stored)
             for segment in trained
-            if segment.row.param_rest.tier is not Tier.DEVICE and segment.update_is_gathered
+            if segment.row.param_stored.tier is not Tier.DEVICE and segment.update_is_gathered
         ),
         default=0,
     )
@@ -130,8 +130,8 @@ def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
     small = 0
     for segment in (segment for unit in units for segment in unit.segments):
         row = segment.row
-        if row.param_rest.tier is Tier.DISK:
-            parameters[segment.held_bytes(row.param_rest)] += 1
+        if row.param_stored.tier is Tier.DISK:
+            parameters[segment.held_bytes(row.param_stored)] += 1
         if segment.trains and row.grad_step.tier is Tier.DISK:
             num_bytes = segment.held_bytes(row.grad_step)
             if segment.gradients.num_bytes > BUCKET_BYTES:

@@ -26,8 +26,8 @@ from partita.plan.mesh_shape import STATE_AXES
 from partita.plan.planned import PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
-from partita.planner.off_stage import is_elsewhere
-from partita.planner.parameters import Holding, find_everywhere, find_holdings, find_quantized
+from partita.planner.off_stage import is_off_stage
+from partita.planner.parameters import ParameterInfo, find_all_parameters, find_stage_parameters, find_quantized
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules
 from partita.sharding.parameter import Member, replace_data
@@ -53,29 +53,29 @@ class InitialValues:
         self._all_ranks = collectives.all_ranks
         self._has = has
         self._device = collectives.mesh.device
-        self.needed = holds_other_shares(units, collectives)
+        self.needed = has_distinct_shards(units, collectives)
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._holdings = {holding.fqns[0]: holding for holding in find_everywhere(model)}
+        self._holdings = {info.fqns[0]: info for info in find_all_parameters(model)}
         own = {tuple(member.fqn for member in unit.members): unit for unit in units}
         every = self._all_ranks.exchange_objects(list(own), "partita.initialize") if self.needed else [list(own)]
         names = dict.fromkeys(unit for of_rank in every for unit in of_rank)
         self.turns = [(unit, own.get(unit)) for unit in names]
         self._given = set[str]()
 
-    def _wanted(self, names: Sequence[str]) -> list[Holding]:
+    def _wanted(self, names: Sequence[str]) -> list[ParameterInfo]:
         """Return those of the parameters that have not been sent yet, and for which no source has values."""
         found = [self._holdings[name] for name in names if self.needed and name not in self._given]
-        return [holding for holding in found if not self._has(*holding.fqns)]
+        return [info for info in found if not self._has(*info.fqns)]
 
     def make(self, names: Sequence[str]) -> None:
         """Initialize parameters on the ``meta`` device, unsharded, by their modules."""
         wanted = self._wanted(names)
-        given = [holding.param for holding in wanted if not holding.param.is_meta]
-        fresh = [holding for holding in wanted if holding.param.is_meta]
-        owners = {id(owner): owner for holding in fresh for owner, _ in holding.owners}
+        given = [info.param for info in wanted if not info.param.is_meta]
+        fresh = [info for info in wanted if info.param.is_meta]
+        owners = {id(owner): owner for info in fresh for owner, _ in info.owners}
         with _as_plain_parameters(wanted):
-            for holding in fresh:
-                replace_data(holding.param, torch.empty_like(holding.param.data, device=self._device))
+            for info in fresh:
+                replace_data(info.param, torch.empty_like(info.param.data, device=self._device))
             # Parents last: they may overwrite what their children initialized.
             chosen = [(self._paths[key], owner) for key, owner in reversed(owners.items())]
             initialize_modules(self._model, chosen, given, self._device)
@@ -84,7 +84,7 @@ class InitialValues:
     def send(self, names: Sequence[str]) -> None:
         """Broadcast rank 0's values to every rank."""
         with torch._C.DisableTorchFunctionSubclass():
-            own = [holding.param.data for holding in self._wanted(names)]
+            own = [info.param.data for info in self._wanted(names)]
         sent = [values.to(self._device) for values in own]
         self._all_ranks.broadcast(sent, "start")
         for values, received in zip(own, sent, strict=True):
@@ -96,27 +96,27 @@ class InitialValues:
         for name in names:
             self._given.add(name)
             param = self._holdings[name].param
-            if is_elsewhere(param):
+            if is_off_stage(param):
                 with torch._C.DisableTorchFunctionSubclass():
                     replace_data(param, torch.empty_like(param.data, device="meta"))
 
 
-def holds_other_shares(units: Sequence[Unit], collectives: Collectives) -> bool:
+def has_distinct_shards(units: Sequence[Unit], collectives: Collectives) -> bool:
     """Return whether ranks hold different parameters or slices of parameters. The result is the same on all ranks."""
     is_distinct = any(segment.plan.copies.distinct for unit in units for segment in unit.segments)
     return is_distinct or collectives.all_ranks.size > collectives.group(STATE_AXES).size
 
 
-def alike_ranks(segment: Segment, collectives: Collectives) -> SeveralAxes:
+def equal_value_ranks(segment: Segment, collectives: Collectives) -> SeveralAxes:
     """Return the ranks that start with the same values of a segment."""
     plan = segment.plan
     return SeveralAxes(collectives, plan.hops(plan.equal_axes, segment.mesh)[::-1])
 
 
 @contextmanager
-def _as_plain_parameters(holdings: Sequence[Holding]) -> Iterator[None]:
+def _as_plain_parameters(infos: Sequence[ParameterInfo]) -> Iterator[None]:
     """Context in which parameters of other stages are plain parameters, so that their modules initialize them."""
-    others = [(holding.param, type(holding.param)) for holding in holdings if is_elsewhere(holding.param)]
+    others = [(info.param, type(info.param)) for info in infos if is_off_stage(info.param)]
     for param, _ in others:
         param.__class__ = nn.Parameter
     try:
@@ -131,14 +131,14 @@ def make_units(
 ) -> list[Unit]:
     """Return the planned units with the model's modules and parameters."""
     modules = dict(model.named_modules())
-    holdings = {holding.fqns[0]: holding for holding in find_holdings(model)}
+    infos = {info.fqns[0]: info for info in find_stage_parameters(model)}
     return [
-        Unit(unit, modules[unit.name], holdings, number, rank, resources, by_kernels=by_kernels)
+        Unit(unit, modules[unit.name], infos, number, rank, resources, by_kernels=by_kernels)
         for number, unit in enumerate(planned)
     ]
 
 
-def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *, exact: bool) -> None:
+def check_same_model(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *, exact: bool) -> None:
     """Compare the unsharded models of all ranks, before each takes its shard.
 
     Args:
@@ -149,15 +149,15 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
     """
     computes = {s.fqn: segment.layout for unit in units for segment in unit.segments for s in segment.layout.spans}
     described = []
-    for holding in find_everywhere(model):
-        name, param = holding.fqns[0], holding.param
+    for info in find_all_parameters(model):
+        name, param = info.fqns[0], info.param
         with torch._C.DisableTorchFunctionSubclass():  # the dtype itself, also of parameters of other stages
             dtype = param.dtype if exact else dtype_of(computes[name].encoding)
         if not exact and computes[name].frozen_master:
             dtype = torch.float32
         shape, trains = tuple(param.shape), param.requires_grad
         described.append(f"parameter '{name}' of shape {shape}, {dtype}, requires_grad {trains}")
-    described += [quantized.describe(holding) for holding in find_quantized(model)]
+    described += [quantized.describe(info) for info in find_quantized(model)]
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
@@ -171,7 +171,7 @@ def check_alike(model: nn.Module, units: Sequence[PlannedUnit], group: Group, *,
     )
 
 
-def check_buckets_alike(buckets: Sequence[PlannedBucket], group: Group) -> None:
+def check_same_buckets(buckets: Sequence[PlannedBucket], group: Group) -> None:
     """Check that buckets contain the same parameters on all ranks. Updates in backward need it: all ranks decide
     together on the update of each bucket, once it is reduced.
 
@@ -250,23 +250,23 @@ class Assembly:
 
     def _check_source(self, source: Source) -> str:
         """Check names and shapes, and return a digest of the tensors found. Parameters are not sharded yet."""
-        missing, holdings = [], find_everywhere(self._model)
+        missing, infos = [], find_all_parameters(self._model)
         found = hashlib.sha256()
-        for holding in holdings:
-            name, wanted = source.find(holding.fqns), tuple(holding.param.shape)
+        for info in infos:
+            name, wanted = source.find(info.fqns), tuple(info.param.shape)
             found.update(repr((name, wanted)).encode())
             if name is None:
-                missing.append(holding.fqns[0])
+                missing.append(info.fqns[0])
             elif source.shape(name) != wanted:
                 raise ConfigError(
                     f"{source.title}: '{name}' has shape {source.shape(name)}, but the model's parameter has {wanted}"
                 )
-        if len(missing) == len(holdings):
+        if len(missing) == len(infos):
             raise ConfigError(
                 f"{source.title}: no tensor is a parameter of {type(self._model).__name__}, whose first parameter is "
                 f"'{missing[0]}'"
             )
-        known = {fqn for holding in [*holdings, *find_quantized(self._model)] for fqn in holding.fqns}
+        known = {fqn for info in [*infos, *find_quantized(self._model)] for fqn in info.fqns}
         unused = source.unused(known | {name for name, _ in self._model.named_buffers(remove_duplicate=False)})
         if missing and unused:
             raise ConfigError(
@@ -311,7 +311,7 @@ class Assembly:
         """
         shards_only = self._reads_shards_only(unit)
         is_wide = not shards_only and any(segment.first_dtype != segment.dtype for segment in unit.segments)
-        groups = [alike_ranks(segment, self._collectives) for segment in unit.segments]
+        groups = [equal_value_ranks(segment, self._collectives) for segment in unit.segments]
         with shared_errors(self._collectives.all_ranks, self._undo):
             if is_wide:
                 unit.allocate_wide()
@@ -345,24 +345,24 @@ class Assembly:
 
     def _reads_shards_only(self, unit: Unit) -> bool:
         """Return whether each rank can read just the shard that it stores."""
-        has_all = all(self._has(*member.holding.fqns) for member in unit.members)
+        has_all = all(self._has(*member.info.fqns) for member in unit.members)
         return has_all and not unit.always_unsharded and all(segment.keeps_one_part for segment in unit.segments)
 
     def _fill_from_model(self, unit: Unit) -> None:
         """Move the model's own values into a unit's flat buffers."""
         given = [member.param for member in unit.members if not member.param.is_meta]
-        fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.holding.fqns)]
+        fresh = [member for member in unit.members if member.param.is_meta and not self._has(*member.info.fqns)]
         for member in unit.members:
-            unit.adopt(member)
-        owners = {id(owner): owner for member in unit.members for owner, _ in member.holding.owners}
-        needed = {id(owner) for member in fresh for owner, _ in member.holding.owners}
+            unit.move_to_buffer(member)
+        owners = {id(owner): owner for member in unit.members for owner, _ in member.info.owners}
+        needed = {id(owner) for member in fresh for owner, _ in member.info.owners}
         chosen = [(self._paths[key], o) for key, o in owners.items() if key in needed or self._needs_buffers(o)]
         # Parents last: they may overwrite what their children initialized.
         initialize_modules(self._model, chosen[::-1], given, self._device)
 
     def _read_full(self, members: Sequence[Member], source: Source) -> None:
         for member in members:
-            if (name := source.find(member.holding.fqns)) is not None:
+            if (name := source.find(member.info.fqns)) is not None:
                 with torch.no_grad():
                     for own, there in member.span.place.pieces():
                         box = there if member.span.place.is_part else None
@@ -371,11 +371,11 @@ class Assembly:
     def _read_shard(self, unit: Unit, segment: Segment) -> Tensor:
         """Read this rank's shard of a segment."""
         assert self._source is not None
-        values = torch.zeros(segment.layout.part_elements, dtype=segment.first_dtype, device="cpu")
+        values = torch.zeros(segment.layout.shard_elements, dtype=segment.first_dtype, device="cpu")
         members = {member.fqn: member for member in unit.members}
-        for span in segment.layout.part(self._collectives.mesh.index(segment.plan.param_rest.shard_axes)):
+        for span in segment.layout.part(self._collectives.mesh.index(segment.plan.param_stored.shard_axes)):
             member = members[span.fqn]
-            name = self._source.find(member.holding.fqns)
+            name = self._source.find(member.info.fqns)
             assert name is not None
             flat, elements = values[span.offset :][: span.num_elements], member.elements(span.start, span.stop)
             for box, place in elements.boxes():

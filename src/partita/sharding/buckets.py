@@ -168,14 +168,14 @@ class Bucket:
         return self.layout.num_columns * self.dtype.itemsize
 
     @property
-    def passes(self) -> bool:
+    def is_pooled(self) -> bool:
         """True if each backward collects gradients in a slot of a buffer pool."""
         return isinstance(self.buffer, PooledBuffer)
 
     @cached_property
     def moves(self) -> bool:
         """True if gradients are moved out of the memory in which they are collected."""
-        return self.passes or bool(self.layout.planned.gradients.reductions)
+        return self.is_pooled or bool(self.layout.planned.gradients.reductions)
 
     @property
     def sums_tier(self) -> Tier | None:
@@ -301,7 +301,7 @@ class Bucket:
                 with suppress(PartitaError):  # the next read raises the error
                     writing.wait()
                 return
-            lease = kept.lend(read=adds)
+            lease = kept.lease(read=adds)
             shard = lease.wait()
             sync.reduce(sent, shard, call, add=adds, scale=scale)
             if previous_sum is not None:
@@ -317,7 +317,7 @@ class Bucket:
     def launched(self, reduced: Event) -> Slot | None:
         """Change to REDUCED: ``shard`` has the sum when ``reduced`` has passed. Returns the slot that is free then."""
         # If gradients are not stored, a late gradient has no memory to wait in: never expect fewer.
-        self.arrivals.launched(learns=self.plan.gradients_rest)
+        self.arrivals.launched(learns=self.plan.stores_gradients)
         self._reduced = reduced
         self._state = BucketState.REDUCED
         return self.buffer.release()
@@ -325,7 +325,7 @@ class Bucket:
     def add_copies(self, interpreter: Interpreter, scratch: Tensor | None) -> None:
         """Sum ``shard`` over the copies, when it is complete on each rank."""
         assert self.shard is not None
-        lease = self.shard.lend()
+        lease = self.shard.lease()
         self.copies.run(lease.wait(), interpreter, scratch)
         if self.shard.tier is Tier.DISK:
             self._squared_norms = [
@@ -343,7 +343,7 @@ class Bucket:
         """
         assert self.shard is not None
         unused = self.layout.pieces_of_unused(used)
-        self.sync.gather(self.shard.lend().tensor, self.buffer.full, call, factor=factor, unused=unused)
+        self.sync.gather(self.shard.lease().tensor, self.buffer.full, call, factor=factor, unused=unused)
 
     def clear(self) -> Slot | None:
         """Change to OPEN and drop all gradients. Returns the slot that is free now, if a backward did not end."""
@@ -369,11 +369,11 @@ class Bucket:
         elements, one per ``used`` parameter (as for gradients in ``.grad``).
         """
         if self.layout.num_rows > 1:
-            return list(shard.split([segment.layout.part_elements for segment in self.layout.segments]))
-        owned = (self.owned_of(member, shard) for member in self.layout.members if id(member) in used)
+            return list(shard.split([segment.layout.shard_elements for segment in self.layout.segments]))
+        owned = (self.owned_slice(member, shard) for member in self.layout.members if id(member) in used)
         return [part for part in owned if part is not None]
 
-    def owned_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
+    def owned_slice(self, member: Member, shard: Tensor | None) -> Tensor | None:
         """Return this rank's slice of a member's reduced gradient; None if it has no slice.
 
         ``shard``: the values of :attr:`shard`, if there is one.
@@ -382,16 +382,16 @@ class Bucket:
             return member.param.grad
         return next((piece.of(shard) for piece in self.layout.pieces[id(member)] if piece.row == self.layout.row), None)
 
-    def grad_of(self, member: Member, shard: Tensor | None) -> Tensor | None:
+    def optimizer_grad(self, member: Member, shard: Tensor | None) -> Tensor | None:
         """Return the gradient that the optimizer sees: this rank's slice, or the full gradient if it is not sharded."""
         sees_full = self.layout.planned.mesh.group_size(self.plan.grad_step.shard_axes) == 1
         if shard is None or not sees_full:
-            return self.owned_of(member, shard)
+            return self.owned_slice(member, shard)
         full, offset = self.buffer.full, member.span.offset
         values = shard if full is None else full.view(-1)
         return member.shaped(values[offset : offset + member.span.num_elements])
 
-    def held_of(self, member: Member, device: torch.device, *, is_first: bool) -> Tensor:
+    def gradient_term(self, member: Member, device: torch.device, *, is_first: bool) -> Tensor:
         """Return this rank's term of a member's mean gradient, ``[numel]`` in fp32. The ranks' terms add up to the
         gradient.
 
@@ -401,7 +401,7 @@ class Bucket:
         values = torch.zeros(member.span.num_elements, dtype=torch.float32, device=device)
         is_reduced, full = self._state is BucketState.REDUCED, self.buffer.full
         sums = self.buffer.previous_sum
-        if sums is None and is_reduced and self.plan.gradients_rest and self.shard is not None:
+        if sums is None and is_reduced and self.plan.stores_gradients and self.shard is not None:
             sums = self.shard.load().to(device)
         for piece in self.layout.pieces[id(member)]:
             if is_first and piece.row == self.layout.row and sums is not None:
@@ -433,7 +433,7 @@ class SyncStates:
         """Zero the reduced gradients of members that are not ``used`` (by id) on any rank."""
         for bucket, sync in self._with_states():
             if bucket.shard is not None:
-                sync.drop_unused(bucket.shard.lend().tensor, bucket.layout.pieces_of_unused(used))
+                sync.drop_unused(bucket.shard.lease().tensor, bucket.layout.pieces_of_unused(used))
 
     def commit(self, used: AbstractSet[int]) -> None:
         """End a step with an update of the ``used`` members."""
@@ -446,7 +446,7 @@ class SyncStates:
             sync.settle(self._interpreter)
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's states of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
+        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint; call :meth:`settle` first."""
         for bucket, sync in self._with_states():
             if any(each is segment for each in bucket.segments):
                 return sync.saved(segment)

@@ -56,15 +56,15 @@ class BucketLayout:
         self.members = members
         self.planned = PlannedBucket(tuple(segment.planned for segment in segments))
         first = segments[0]  # all segments of a bucket are sharded over the same axes
-        self.row = first.part_index
+        self.row = first.shard_index
         self.is_saved = first.is_first_copy
         self.is_measured = first.is_first_of_replica
-        self.num_rows = self.planned.num_parts
+        self.num_rows = self.planned.num_shards
         self.num_columns = 0
         first_column = dict[int, int]()
         for segment in segments:
             first_column[id(segment)] = self.num_columns
-            self.num_columns += segment.layout.part_elements
+            self.num_columns += segment.layout.shard_elements
         self.num_elements = self.num_rows * self.num_columns
         self.pieces = {id(member): _pieces(member, first_column[id(member.segment)]) for member in members}
         self.gaps = self._gaps()
@@ -100,8 +100,8 @@ class BucketLayout:
 
 def _pieces(member: Member, first_column: int) -> tuple[Piece, ...]:
     layout = member.segment.layout
-    begins = [row * layout.part_elements for row in range(layout.num_parts)]
-    spans = [member.span.within(begin, begin + layout.part_elements) for begin in begins]
+    begins = [row * layout.shard_elements for row in range(layout.num_shards)]
+    spans = [member.span.within(begin, begin + layout.shard_elements) for begin in begins]
     return tuple(Piece(row, first_column + s.offset, s.start, s.stop) for row, s in enumerate(spans) if s is not None)
 
 
@@ -199,7 +199,7 @@ class ResidentBuffer(GradientBuffer):
         if self.shard is None:
             tier = self._row.grad_between.tier
             kept = memory.keep("gradients", self._layout.num_elements, self._dtype, tier)
-            self.full = kept.lend().tensor.view(self._layout.num_rows, -1)
+            self.full = kept.lease().tensor.view(self._layout.num_rows, -1)
             self.shard = InMemory(self.full[self._layout.row], tier)
 
     def reopen(self, reduced: Event) -> None:
@@ -223,7 +223,7 @@ class PooledBuffer(GradientBuffer):
     _slot: Slot | None = None
 
     def allocate(self, memory: StateMemory) -> None:
-        if self.shard is None and self._row.gradients_rest:
+        if self.shard is None and self._row.stores_gradients:
             tier = self._row.grad_between.tier
             self.shard = memory.keep("gradients", self._layout.num_columns, self._dtype, tier)
 
@@ -250,8 +250,8 @@ def make_buffer(layout: BucketLayout, ledger: Ledger) -> GradientBuffer:
     planned = layout.planned.gradients
     kinds: dict[type[GradientBuffer], bool] = {
         InPlaceBuffer: planned.in_place,
-        ResidentBuffer: planned.rest_whole,
-        PooledBuffer: planned.pass_through,
+        ResidentBuffer: planned.is_resident,
+        PooledBuffer: planned.is_pooled,
     }
     (kind,) = (kind for kind, is_planned in kinds.items() if is_planned)
     return kind(layout, ledger)

@@ -98,7 +98,7 @@ class GradientSync:
         """Forget the states kept between steps, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's states of a segment, ``[part_elements]``, for a checkpoint; call :meth:`settle` first."""
+        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint; call :meth:`settle` first."""
         return None
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:

@@ -86,9 +86,9 @@ class HalfParameters:
 
     def __init__(self, model: nn.Module, members: Iterable[Member], dtype: torch.dtype) -> None:
         self._modules = list(model.modules())
-        self._members = [each for each in members if each.segment.dtype == dtype and each.here_kind is nn.Parameter]
+        self._members = [each for each in members if each.segment.dtype == dtype and each.unsharded_kind is nn.Parameter]
         for member in self._members:
-            member.here_kind = HalfParameter
+            member.unsharded_kind = HalfParameter
             if not is_sharded(member.param):
                 member.param.__class__ = HalfParameter
 
@@ -98,7 +98,7 @@ class HalfParameters:
             return
         inside = {id(inner) for module in compiled for inner in module.modules()}
         self._modules = [module for module in self._modules if id(module) not in inside]
-        self._restore(lambda member: any(id(owner) in inside for owner, _ in member.holding.owners))
+        self._restore(lambda member: any(id(owner) in inside for owner, _ in member.info.owners))
 
     def restore_all(self) -> None:
         """Restore plain parameters everywhere."""
@@ -108,7 +108,7 @@ class HalfParameters:
         chosen = [member for member in self._members if is_chosen(member)]
         self._members = [member for member in self._members if not is_chosen(member)]
         for member in chosen:
-            member.here_kind = nn.Parameter
+            member.unsharded_kind = nn.Parameter
             if type(member.param) is HalfParameter:
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
 

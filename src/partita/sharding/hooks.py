@@ -178,7 +178,7 @@ class UnitHooks:
         self._follows = False
         self._stack = list[UnitCall]()
         self._handles = list[RemovableHandle]()
-        owners = {id(m): m for member in unit.members for m, _ in member.holding.owners if m is not unit.module}
+        owners = {id(m): m for member in unit.members for m, _ in member.info.owners if m is not unit.module}
         self._inner = list(owners.values()) if unit.name else []
         # Modules of torch's own classes keep nothing as attributes.
         self._keep_values = [module for module in self._inner if not type(module).__module__.startswith("torch.nn.")]

@@ -62,12 +62,12 @@ class Running:
 
     def lease(self, source: Kept) -> Tensor:
         """Lease a stored state until :meth:`finish`."""
-        self._source = source.lend()
+        self._source = source.lease()
         return self._source.wait()
 
     def lease_for_writing(self, target: Kept, device: torch.device) -> Tensor:
         """Lease the memory of a stored state, which is overwritten, until :meth:`finish`."""
-        self._target = target.lend(read=False)
+        self._target = target.lease(read=False)
         self._device = None if target.tier is Tier.DEVICE else device
         return self._target.wait()
 

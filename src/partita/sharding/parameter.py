@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from partita.plan.flat_range import FlatRange, memory_order
 from partita.plan.span import Span
-from partita.planner.parameters import Holding
+from partita.planner.parameters import ParameterInfo
 from partita.sharding.placeholder import GradientPlaceholder, ShardedParameter, restore_class
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ class Member:
     own data.
     """
 
-    holding: Holding
+    info: ParameterInfo
     span: Span
     segment: "Segment"
     param: nn.Parameter = field(init=False)
     kind: type[nn.Parameter] = field(init=False)
-    here_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while it is unsharded
+    unsharded_kind: type[nn.Parameter] = field(init=False)  # the parameter's class while it is unsharded
     sharded_kind: type[ShardedParameter] = ShardedParameter
-    whole_kind: type[nn.Parameter] = nn.Parameter  # while engine.gathered has the values of all ranks in it
+    global_kind: type[nn.Parameter] = nn.Parameter  # while engine.gathered has the values of all ranks in it
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     own_dtype: torch.dtype = field(init=False)  # before its data became a view of the flat buffer
@@ -39,9 +39,9 @@ class Member:
     _collected: GradientPlaceholder | None = None
 
     def __post_init__(self) -> None:
-        self.param = param = self.holding.param
+        self.param = param = self.info.param
         place = self.span.place
-        self.kind = self.here_kind = type(param)
+        self.kind = self.unsharded_kind = type(param)
         self.shape = torch.Size(place.sizes)
         self.stride = place.stride if place.is_part else dense_stride(param)
         self.own_dtype = param.dtype
@@ -49,7 +49,7 @@ class Member:
 
     @property
     def fqn(self) -> str:
-        return self.holding.fqns[0]
+        return self.info.fqns[0]
 
     @property
     def rounded(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import ConfigError, PartitaError
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 
 # Names of attributes and methods that do not read data.
 METADATA = frozenset(
@@ -174,7 +174,7 @@ def check_unclaimed(model: nn.Module) -> None:
             raise _already_claimed(name)
 
 
-def check_here(model: nn.Module) -> None:
+def check_not_off_stage(model: nn.Module) -> None:
     """Check that another engine's pipeline has left no parameter off-stage; call this before the model is cut into
     stages.
 
@@ -182,7 +182,7 @@ def check_here(model: nn.Module) -> None:
         ConfigError: it has; the message names the first.
     """
     for name, param in model.named_parameters():
-        if is_elsewhere(param):
+        if is_off_stage(param):
             raise _already_claimed(name)
 
 

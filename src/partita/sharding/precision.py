@@ -43,7 +43,7 @@ class ExactLoads:
         self._store = store
         self._by_module = dict[nn.Module, list[tuple[str, Member]]]()
         for member in members:
-            for module, name in member.holding.owners:
+            for module, name in member.info.owners:
                 self._by_module.setdefault(module, []).append((name, member))
         self._loaded = dict[nn.Module, list[tuple[Member, Tensor]]]()
         self._handles = list[RemovableHandle]()
@@ -108,7 +108,7 @@ class Mode(ABC):
         """Return the model's arguments in this mode."""
 
     @abstractmethod
-    def around_fp32(self) -> AbstractContextManager[Any]:
+    def fp32_context(self) -> AbstractContextManager[Any]:
         """Return the context of a module that stays in fp32."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Autocast(Mode):
     def arguments(self, value: Any) -> Any:
         return value
 
-    def around_fp32(self) -> AbstractContextManager[Any]:
+    def fp32_context(self) -> AbstractContextManager[Any]:
         return no_autocast(self._device)
 
     def from_fp32(self, output: Any) -> Any:
@@ -149,7 +149,7 @@ class Cast(Mode):
     def arguments(self, value: Any) -> Any:
         return map_floats(value, self.compute)
 
-    def around_fp32(self) -> AbstractContextManager[Any]:
+    def fp32_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def from_fp32(self, output: Any) -> Any:
@@ -167,7 +167,7 @@ class InFp32:
         self.mode = mode
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.mode.around_fp32():
+        with self.mode.fp32_context():
             output = own(*map_floats(args, torch.float32), **map_floats(kwargs, torch.float32))
         return self.mode.from_fp32(output)
 

@@ -38,11 +38,11 @@ def store(segment: Segment, values: Tensor, updated: Residence, interpreter: Int
     """Start to store updated weights (master weights or parameters, with residence ``updated``), as the table says."""
     if segment.by_kernels and values.dtype != segment.dtype:  # torch's cast would round differently
         values, updated = segment.rounded(values), replace(updated, encoding=segment.layout.encoding)
-        if not steps(updated, segment.plan.param_rest, segment.mesh):
-            segment.rest.store(values)
+        if not steps(updated, segment.plan.param_stored, segment.mesh):
+            segment.stored.store(values)
             return Running()
-    operations = steps(updated, segment.plan.param_rest, segment.mesh)
-    return interpreter.begin(operations, values, segment.rest) if operations else Running()
+    operations = steps(updated, segment.plan.param_stored, segment.mesh)
+    return interpreter.begin(operations, values, segment.stored) if operations else Running()
 
 
 class Publisher:
@@ -101,12 +101,12 @@ class Publisher:
         published one after the other.
         """
         assert segment.master is not None
-        master, plan = segment.master.lend().wait(), segment.plan
+        master, plan = segment.master.lease().wait(), segment.plan
         publish = self._plan_of(segment)
         if isinstance(publish, RunnablePublish):
             return partial(publish.run, segment, master, self._call)
         begin = partial(store, segment, master, plan.master, self._interpreter)
-        return begin().finish if segment.rest.tier is Tier.DEVICE else lambda: begin().finish()
+        return begin().finish if segment.stored.tier is Tier.DEVICE else lambda: begin().finish()
 
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
         """Run ``work``, a gather, on the stream of gathers, once ``event`` has passed."""

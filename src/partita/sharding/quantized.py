@@ -7,19 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.group import Group
-from partita.planner.parameters import Holding, inner_names
+from partita.planner.parameters import ParameterInfo, inner_names
 
 
-def describe(holding: Holding) -> str:
+def describe(info: ParameterInfo) -> str:
     """Describe the properties that must be equal on all ranks."""
-    held = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(holding.param))
-    return f"quantized parameter '{holding.fqns[0]}', a {type(holding.param).__name__} of {held}"
+    held = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(info.param))
+    return f"quantized parameter '{info.fqns[0]}', a {type(info.param).__name__} of {held}"
 
 
 @torch.no_grad()
-def make_alike(holdings: Sequence[Holding], group: Group, device: torch.device) -> None:
+def make_alike(infos: Sequence[ParameterInfo], group: Group, device: torch.device) -> None:
     """Broadcast the first rank's values in the group."""
-    own = [tensor for holding in holdings for tensor in tensors_in(holding.param)]
+    own = [tensor for info in infos for tensor in tensors_in(info.param)]
     sent = [tensor.to(device) for tensor in own]  # a scale may be on the host
     group.broadcast(sent, "start")
     for tensor, values in zip(own, sent, strict=True):

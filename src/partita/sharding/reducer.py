@@ -80,7 +80,7 @@ class GradientPools:
             return
         if num_bytes:
             self._receiving.provide(num_bytes, RECEIVING)
-        if bucket.passes:
+        if bucket.is_pooled:
             self._collecting.provide(bucket.num_bytes, SENDING)
         if bucket.sums_tier is not None:
             self._sums[bucket.sums_tier].provide(bucket.shard_bytes, SUMMED)
@@ -90,7 +90,7 @@ class GradientPools:
 
     # ---------------------------------------------------------------- collecting
 
-    def lend(self, bucket: Bucket) -> None:
+    def assign_slot(self, bucket: Bucket) -> None:
         """Give a bucket a slot to collect gradients in, if it needs one and has none."""
         if isinstance(bucket.buffer, PooledBuffer) and bucket.buffer.full is None:
             bucket.buffer.borrow(self._collecting.borrow(bucket.num_bytes))
@@ -171,7 +171,7 @@ class GradientReducer:
         num_passes: the number of reduce passes that have ended.
         sync_states: the states of all buckets' syncs between steps.
         finite: watches losses and gradients for non-finite values.
-        aside: if set, receives parameters and gradients in place of the buckets.
+        gradient_sink: if set, receives parameters and gradients in place of the buckets.
     """
 
     def __init__(self, buckets: list[Bucket], collectives: Collectives, ledger: Ledger) -> None:
@@ -191,7 +191,7 @@ class GradientReducer:
         self._is_last_micro_batch = True
         self._synchronizes = True
         self._user: GradientUser | None = None
-        self.aside: Callable[[nn.Parameter, Tensor], None] | None = None
+        self.gradient_sink: Callable[[nn.Parameter, Tensor], None] | None = None
         self.scales = set[float]()
         self.placeholder_members = list[Member]()
         self.num_passes = 0
@@ -245,7 +245,7 @@ class GradientReducer:
 
     def _reducing(self, bucket: Bucket) -> bool:
         """Return whether this backward reduces the bucket."""
-        return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.passes)
+        return bucket.moves and self._synchronizes and (self._is_last_micro_batch or bucket.is_pooled)
 
     # ---------------------------------------------------------------- in backward
 
@@ -274,9 +274,9 @@ class GradientReducer:
                 "build the module with sparse=False"
             )
         bucket = self._bucket_of[id(member)]
-        if self.aside is not None and grad is not None and bucket.buffer.collects:
+        if self.gradient_sink is not None and grad is not None and bucket.buffer.collects:
             member.param.grad = None
-            self.aside(member.param, grad)
+            self.gradient_sink(member.param, grad)
             return
         self._reduce_pass.took_part = True
         self.scales.add(factor_under_way())
@@ -290,7 +290,7 @@ class GradientReducer:
             bucket.reopen()
             bucket.collect(member)
         elif self._order[self._reduce_pass.next :][:1] == [bucket]:
-            self.pools.lend(bucket)
+            self.pools.assign_slot(bucket)
             bucket.collect(member)
         if self._reducing(bucket):
             self._launch_complete()
@@ -368,7 +368,7 @@ class GradientReducer:
         if bucket.buffer.keeps_full:
             bucket.reopen()
         else:
-            self.pools.lend(bucket)
+            self.pools.assign_slot(bucket)
         bucket.fill_up()
         if self.finite.traces:
             self.finite.watch(bucket.buffer.total())

@@ -168,11 +168,11 @@ class Runtime:
     def _wait_in_threads(self) -> None:
         """Start threads for streams whose work waits on the host: for the disk, an update or the end of a copy."""
         rows, mesh = [segment.plan for unit in self.units for segment in unit.segments], self.collectives.mesh
-        if any(row.param_rest.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
+        if any(row.param_stored.tier is not Tier.DEVICE or row.master.tier is not Tier.DEVICE for row in rows):
             mesh.stream("parameters").wait_in_thread()
         training = [segment for unit in self.units for segment in unit.segments if segment.trains]
         kept = [state for s in training for state in s.planned.gradients.sync.kept(s.planned.gradients)]
-        if any(r.grad_step.tier is not Tier.DEVICE or not r.gradients_rest for r in rows) or any(
+        if any(r.grad_step.tier is not Tier.DEVICE or not r.stores_gradients for r in rows) or any(
             state.residence.tier is not Tier.DEVICE for state in kept
         ):
             mesh.stream("gradients").wait_in_thread()
@@ -335,7 +335,7 @@ class Runtime:
     def _deliver(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             assert segment.master is not None
-            lease = segment.master.lend()
+            lease = segment.master.lease()
             self.publisher.deliver(segment, lease.wait(), segment.plan.master, exact=True)
             lease.end(changed=False)
         if segments:

@@ -3,9 +3,9 @@
 Names used everywhere:
 
 - ``full``: the unsharded flat buffer in the compute encoding; the user's parameters are permanent views of it.
-- ``rest``: the parameters stored between steps: ``full`` itself, or this rank's shard.
+- ``stored``: the parameters stored between steps: ``full`` itself, or this rank's shard.
 - ``secondary``: the secondary shard between forward and backward (hierarchical).
-- ``master``: the values that the optimizer updates; ``rest`` or a slice of it if their encodings are equal.
+- ``master``: the values that the optimizer updates; ``stored`` or a slice of it if their encodings are equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,9 +51,9 @@ class MasterWeights:
         state.store(values)
         return cls(state, residence, spans)
 
-    def lend(self) -> Lease:
+    def lease(self) -> Lease:
         """Lease the weights in memory."""
-        return self.state.lend()
+        return self.state.lease()
 
     def joined(self, parameters: Tensor, master: Tensor) -> Tensor:
         """Return full weights: ``master`` itself, or its low halves joined with the same elements of ``parameters``."""
@@ -67,7 +67,7 @@ class MasterWeights:
             before: the parameters before they were written, if known. Elements equal to ``values`` keep their low
                 halves.
         """
-        lease = self.lend()
+        lease = self.lease()
         master = lease.wait()
         values = values.to(master.device)
         for span in self._spans:
@@ -99,9 +99,9 @@ class Segment:
         self.mesh = planned.mesh
         self._rank = rank
         # the layout's shard that this rank keeps
-        self.part_index = planned.mesh.group_index(rank, planned.row.part_axes)
+        self.shard_index = planned.mesh.group_index(rank, planned.row.gradient_shard_axes)
         self.full: Tensor
-        self.rest: Kept
+        self.stored: Kept
         self.master: MasterWeights | None = None
         self.secondary: Kept | None = None
         self.trains = planned.trains
@@ -111,7 +111,7 @@ class Segment:
         return dtype_of(self.layout.encoding)
 
     @property
-    def holds_whole_master(self) -> bool:
+    def has_full_master(self) -> bool:
         return self.planned.num_shards(self.plan.master) == 1
 
     @property
@@ -131,8 +131,8 @@ class Segment:
 
     @property
     def stored_spans(self) -> tuple[Span, ...]:
-        """The spans of this rank's stored parameters, with offsets in ``rest``; if unsharded, including empty ones."""
-        return self._spans_of(self.plan.param_rest)
+        """The spans of this rank's stored parameters, with offsets in ``stored``; if unsharded, including empty ones."""
+        return self._spans_of(self.plan.param_stored)
 
     def _spans_of(self, residence: Residence) -> tuple[Span, ...]:
         is_unsharded = self.planned.num_shards(residence) == 1
@@ -146,8 +146,8 @@ class Segment:
     @property
     def keeps_one_part(self) -> bool:
         """True if one of the layout's shards is all that is stored."""
-        num_shards = self.planned.num_shards(self.plan.param_rest)
-        return num_shards == self.layout.num_parts and not self.planned.has_secondary
+        num_shards = self.planned.num_shards(self.plan.param_stored)
+        return num_shards == self.layout.num_shards and not self.planned.has_secondary
 
     @property
     def first_dtype(self) -> torch.dtype:
@@ -188,11 +188,11 @@ class Segment:
         row = self.plan
         first = self.full if first is None else first
         if is_part:
-            self.rest = memory.keep_values("parameters", self.rounded(first), self.dtype, row.param_rest.tier)
+            self.stored = memory.keep_values("parameters", self.rounded(first), self.dtype, row.param_stored.tier)
         elif self.planned.always_unsharded:
-            self.rest = memory.adopt("parameters", self.full)
+            self.stored = memory.register("parameters", self.full)
         else:
-            self.rest = self._store_shard(row.param_rest, memory)
+            self.stored = self._store_shard(row.param_stored, memory)
         if self.planned.has_secondary:
             self.secondary = self._store_shard(row.param_between, memory)
         if self.master_is_parameter or self.layout.has_master:
@@ -214,15 +214,15 @@ class Segment:
         """
         residence = self.plan.master
         num_elements = self.layout.padded // self.planned.num_shards(residence)
-        if self.master_is_parameter and self.rest.num_elements == num_elements:
-            self.master = MasterWeights(self.rest, residence, self.master_spans)
+        if self.master_is_parameter and self.stored.num_elements == num_elements:
+            self.master = MasterWeights(self.stored, residence, self.master_spans)
             return self.master
-        lease = self.rest.lend()
-        values = self.part_of_stored(lease.wait())
+        lease = self.stored.lease()
+        values = self.slice_for_master(lease.wait())
         if self.master_is_parameter:
-            self.master = MasterWeights(InMemory(values, self.rest.tier), residence, self.master_spans)
+            self.master = MasterWeights(InMemory(values, self.stored.tier), residence, self.master_spans)
         else:
-            exact = values if first is None else self.part_of_stored(first)
+            exact = values if first is None else self.slice_for_master(first)
             self.master = MasterWeights.separate(exact, residence, self.master_spans, memory)
         lease.end(changed=False)
         return self.master
@@ -240,7 +240,7 @@ class Segment:
                 full[span.offset :][: span.num_elements] = values[span.fqn]
         self.master.set(self.part(full, self.plan.master), values.keys())
 
-    def part_of_stored(self, values: Tensor) -> Tensor:
+    def slice_for_master(self, values: Tensor) -> Tensor:
         """Return the slice of this rank's stored parameters, ``values``, whose master weights this rank has."""
         slices = values.view(values.numel() * self.planned.num_shards(self.plan.master) // self.layout.padded, -1)
         return slices[self.mesh.group_index(self._rank, self.plan.master.shard_axes) % len(slices)]

@@ -19,10 +19,10 @@ def square(grad: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     Args:
         dtype: the default overflows where a block's norm exceeds 1.8e19.
     """
-    return sum_of_squares([grad], dtype=dtype)
+    return total_squared_norm([grad], dtype=dtype)
 
 
-def sum_of_squares(grads: Iterable[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
+def total_squared_norm(grads: Iterable[Tensor], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sum of :func:`square` over tensors on one device, with one kernel per tensor and three for the sum."""
     norms = [norms for grad in grads for norms in _block_norms(grad, dtype)]
     return (norms[0] if len(norms) == 1 else torch.cat(norms)).double().square().sum()

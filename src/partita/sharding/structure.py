@@ -19,7 +19,7 @@ from partita.errors import PartitaError
 from partita.kernels.chunks import chunks
 from partita.memory import accelerator
 from partita.memory.streams import record
-from partita.planner.parameters import find_everywhere, find_quantized
+from partita.planner.parameters import find_all_parameters, find_quantized
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitState
@@ -109,7 +109,7 @@ class Written:
         self.forget(members)
         self._add_checksums(members)
 
-    def take(self) -> None:
+    def store_all(self) -> None:
         """Store all written values. No update may be running."""
         if written := self._found(self._always_unsharded):
             by_segment = defaultdict[int, list[Member]](list)
@@ -226,7 +226,7 @@ def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
             "(communication.parameters): the stored values would lose precision; write it after engine.step() inside "
             "`with engine.gathered(..., modify=True)`, or set communication.parameters: full"
         )
-    if is_recomputed and not member.segment.plan.gradients_rest:
+    if is_recomputed and not member.segment.plan.stores_gradients:
         raise PartitaError(
             f"parameter '{member.fqn}' was written while backward recomputed its module, and "
             "precision.gradients: in_backward may have updated it meanwhile: do not recompute that module "
@@ -236,11 +236,11 @@ def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
 
 def _store(segment: Segment, names: set[str]) -> None:
     """Store this rank's shard of the named parameters from an unsharded segment."""
-    shard = segment.part(segment.full, segment.plan.param_rest)
-    lease = segment.rest.lend()
+    shard = segment.part(segment.full, segment.plan.param_stored)
+    lease = segment.stored.lease()
     stored = lease.wait()
     if segment.master is not None and not segment.master_is_parameter:
-        before = segment.part_of_stored(stored)
+        before = segment.slice_for_master(stored)
         segment.master.set(segment.part(segment.full, segment.plan.master), names, before)
     for span in segment.stored_spans:
         if span.fqn in names:
@@ -262,18 +262,18 @@ class Structure:
 
     Wrapping a module (``torch.compile``) is no change; a parameter that is replaced, added or moved is an error.
 
-    Attributes: ``elsewhere``: ids of parameters that temporarily have other memory, with the values of all tensor ranks
+    Attributes: ``relocated``: ids of parameters that temporarily have other memory, with the values of all tensor ranks
     (in engine.gathered).
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.model = model
-        self.elsewhere = set[int]()
+        self.relocated = set[int]()
         self.modules = list[nn.Module]()  # all modules of the model, in its order, as of the last check
         self._recorded = [(unit, [_with_owners(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
-        others = [*find_quantized(model), *find_everywhere(model)]
-        self._others = {id(holding.param) for holding in others}
+        others = [*find_quantized(model), *find_all_parameters(model)]
+        self._others = {id(info.param) for info in others}
         self._remember()
 
     def _remember(self) -> None:
@@ -290,7 +290,7 @@ class Structure:
             for unit, recorded in self._recorded:
                 expected = unit.storage._cdata
                 for param, fqn, owners in recorded:
-                    if param.untyped_storage()._cdata != expected and id(param) not in self.elsewhere:
+                    if param.untyped_storage()._cdata != expected and id(param) not in self.relocated:
                         raise PartitaError(_MOVED.format(fqn))
                     for kind, params, name in owners:
                         if params.get(name) is not param:
@@ -309,7 +309,7 @@ class Structure:
             for unit, _ in self._recorded:
                 for member in unit.members:
                     param = member.param
-                    if param.untyped_storage()._cdata == unit.storage._cdata or id(param) in self.elsewhere:
+                    if param.untyped_storage()._cdata == unit.storage._cdata or id(param) in self.relocated:
                         continue
                     if unit.state is not UnitState.UNSHARDED or not _same(param, member.within(member.segment.full)):
                         raise PartitaError(_MOVED.format(member.fqn))
@@ -335,7 +335,7 @@ _Owned = tuple[nn.Parameter, str, list[tuple[str, dict[str, nn.Parameter | None]
 
 
 def _with_owners(member: Member) -> _Owned:
-    owners = [(type(owner).__name__, owner._parameters, name) for owner, name in member.holding.owners]
+    owners = [(type(owner).__name__, owner._parameters, name) for owner, name in member.info.owners]
     return member.param, member.fqn, owners
 
 

@@ -13,7 +13,7 @@ from partita.memory.step_events import span, told
 from partita.memory.streams import Event, Stream, record
 from partita.plan.planned import PlannedUnit
 from partita.plan.steps import steps
-from partita.planner.parameters import Holding
+from partita.planner.parameters import ParameterInfo
 from partita.sharding.interpreter import Interpreter, Running
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.placeholder import mark_sharded, restore_class
@@ -64,7 +64,7 @@ class Unit:
         self,
         planned: PlannedUnit,
         module: nn.Module,
-        holdings: Mapping[str, Holding],
+        infos: Mapping[str, ParameterInfo],
         number: int,
         rank: int,
         resources: UnitResources,
@@ -78,7 +78,7 @@ class Unit:
         self.segments = [Segment(segment, rank, by_kernels=by_kernels) for segment in planned.segments]
         self.number = number  # unique among all units of a mesh
         self.members = [
-            Member(holdings[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
+            Member(infos[span.fqn], span, segment) for segment in self.segments for span in segment.layout.spans
         ]
         self.always_unsharded = planned.always_unsharded
         self.state = UnitState.UNSHARDED
@@ -137,8 +137,8 @@ class Unit:
             updated.wait()
             gathers, scratch = list[Running](), self._resources.scratch
             for segment in self.segments:
-                plan, source, planned = segment.plan, segment.rest, segment.planned
-                ops = steps(plan.param_rest, plan.param_compute, segment.mesh) if exact else planned.unshards
+                plan, source, planned = segment.plan, segment.stored, segment.planned
+                ops = steps(plan.param_stored, plan.param_compute, segment.mesh) if exact else planned.unshards
                 if from_secondary and segment.secondary is not None:
                     self.secondary_kept.wait()
                     source, ops = segment.secondary, steps(plan.param_between, plan.param_compute, segment.mesh)
@@ -156,7 +156,7 @@ class Unit:
         assert self.state is UnitState.UNSHARDING
         self.gathered.wait()
         for member in self.members:
-            restore_class(member.param, member.here_kind)
+            restore_class(member.param, member.unsharded_kind)
         self.state = UnitState.UNSHARDED
 
     def keep_secondary(self) -> None:
@@ -200,7 +200,7 @@ class Unit:
         resources = self._resources
         slot = self.slot = resources.pool.borrow(self.planned.num_bytes, spare=spare, newest=newest)
         if not self.keeps_memory:
-            resources.loan.lend(self.storage, slot)
+            resources.loan.attach(self.storage, slot)
         if not resources.loan.swap:  # other memory than last time, which the current stream may be using still
             slot.last_use = record(resources.device)
         return slot
@@ -257,7 +257,7 @@ class Unit:
             segment.full.zero_()
             offset += segment.layout.padded * dtype.itemsize
 
-    def adopt(self, member: Member) -> None:
+    def move_to_buffer(self, member: Member) -> None:
         """Copy this rank's slice of a parameter into ``full``, and make the parameter a view of it. This frees the
         parameter's own memory.
         """

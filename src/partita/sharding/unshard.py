@@ -192,7 +192,7 @@ class Unsharder:
         unit.open_calls -= 1
 
     def hold(self, units: Sequence[Unit]) -> None:
-        """Unshard units outside of any forward until the matching :meth:`let_go`, in memory beyond the pool.
+        """Unshard units outside of any forward until the matching :meth:`release_hold`, in memory beyond the pool.
 
         They get the exact stored values, even if compute uses quantized ones.
 
@@ -218,7 +218,7 @@ class Unsharder:
             elif unit.holds == 1:
                 self._referred[unit] = References(unit, self.version)
 
-    def let_go(self, units: Sequence[Unit]) -> None:
+    def release_hold(self, units: Sequence[Unit]) -> None:
         """End a :meth:`hold`. Parameters that a new graph or view refers to keep their values in memory, for a later
         backward.
         """

@@ -41,7 +41,7 @@ class UnshardOrder(Protocol):
 
 def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> UnshardOrder:
     """Create the check that suits the transport of the ranks that gather the same units. Called on every rank."""
-    kind = ComparedLogs if group.transport.keeps_tags_apart else Announcements
+    kind = ComparedLogs if group.transport.separates_tags else Announcements
     return kind(group, mesh, on_stall)
 
 

@@ -207,7 +207,7 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
 
 def _check_unsharded(config: Config, args: Any) -> None:
     row = row_of(resolve(config, args.world_size, args.device.type))
-    if row.param_rest.shard_axes:
+    if row.param_stored.shard_axes:
         raise ConfigError(
             "auto_find_batch_size with sharded parameters (zero.stage: 3): if a rank runs out of memory in a forward, "
             "the others hang in an all-gather; leave it out and set per_device_train_batch_size, or use zero.stage 2"

@@ -18,8 +18,8 @@ from partita.plan.share import Share
 from partita.planner.blueprint import compute_encoding
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
-from partita.planner.off_stage import is_elsewhere
-from partita.planner.parameters import find_everywhere
+from partita.planner.off_stage import is_off_stage
+from partita.planner.parameters import find_all_parameters
 from partita.transforms.modules import ModuleTransforms, Order
 
 
@@ -43,7 +43,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
     full_precision = find_full_precision(model, resolved)
     away = list[nn.Parameter]()
     parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(away))
-    for entry in find_everywhere(model):
+    for entry in find_all_parameters(model):
         ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(entry.param)]}))
         if own not in ranks:
             encoding = compute_encoding(entry, resolved, full_precision)
@@ -70,7 +70,7 @@ def _bring_back(params: Iterable[nn.Parameter]) -> None:
 def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> None:
     """Undo the changes of other axes to modules that run only on other stages."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
-    transforms.remove(m for m in modules if all(is_elsewhere(param) for param in m.parameters()))
+    transforms.remove(m for m in modules if all(is_off_stage(param) for param in m.parameters()))
 
 
 def _check_loss(model: nn.Module) -> None:

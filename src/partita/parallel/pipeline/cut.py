@@ -14,7 +14,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.off_stage import all_away
 from partita.parallel.pipeline.placeholder_output import StandIn
 from partita.planner.group_units import find_blocks
-from partita.planner.parameters import find_everywhere
+from partita.planner.parameters import find_all_parameters
 from partita.sharding.buffers import buffers_kept
 from partita.transforms.modules import ModuleTransforms, Order
 
@@ -53,7 +53,7 @@ def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: 
             f"{KEY} the modules that begin stages"
         )
     costs = [sum(map(_cost, model.get_submodule(name).parameters())) for name in blocks]
-    entries = find_everywhere(model)
+    entries = find_all_parameters(model)
     for entry in entries:
         is_looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in entry.owners)
         for position in reads[id(entry.param)][is_looked_up:]:  # an embedding multiplies nothing, a tied head does
@@ -183,7 +183,7 @@ def _registered(model: nn.Module, blocks: Sequence[str]) -> dict[int, list[int]]
         before[name] = num
         num += name in blocks
     found = dict[int, list[int]]()
-    for entry in find_everywhere(model):
+    for entry in find_all_parameters(model):
         positions = set[int]()
         for fqn in entry.fqns:
             owner = fqn.rpartition(".")[0]

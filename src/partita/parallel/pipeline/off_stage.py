@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
 from partita.memory.autocast import autocast_dtype
-from partita.planner.off_stage import Elsewhere, is_elsewhere
+from partita.planner.off_stage import Elsewhere, is_off_stage
 from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 
@@ -85,7 +85,7 @@ class Absent(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = () if is_access(func) else tree_leaves((args, kwargs))
-        if any(is_elsewhere(leaf) or arrived(leaf) is not leaf for leaf in leaves):
+        if any(is_off_stage(leaf) or arrived(leaf) is not leaf for leaf in leaves):
             args, kwargs = tree_map(lambda leaf: arrived(_read(leaf)), (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -270,7 +270,7 @@ def all_away(
     """Treat all parameters of a module as off-stage in the ``with`` block. ``on_read`` is called at each read of a
     parameter that was not off-stage before.
     """
-    marked = [(name, param) for name, param in module.named_parameters() if not is_elsewhere(param)]
+    marked = [(name, param) for name, param in module.named_parameters() if not is_off_stage(param)]
     for name, param in marked:
         send_away(param, name, device, is_half=isinstance(param, HalfParameter))
         _known[id(param)].on_read = on_read

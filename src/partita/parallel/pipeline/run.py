@@ -20,7 +20,7 @@ from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, ma
 from partita.parallel.pipeline.stage import Stages, StandsIn, bypasses
 from partita.parallel.pipeline.weights import WeightGradients
 from partita.plan.mesh_shape import PIPELINE_AXES
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from partita.sharding.hooks import EarlyOutput
 from partita.transforms.modules import Order
 
@@ -64,7 +64,7 @@ class Pipeline:
         self._stages: Stages | None = None
         self.weights = weights
         if (cut := parallel.cut) is not None:
-            held = {id(param) for param in model.parameters() if not is_elsewhere(param)}
+            held = {id(param) for param in model.parameters() if not is_off_stage(param)}
             around = dict(outside(model, cut.blocks, held))
             stand_in = partial(_stand_in, parallel, device)
             changes = parallel.transforms.at(Order.STAGE)

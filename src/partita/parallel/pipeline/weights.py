@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from partita.parallel.pipeline.off_stage import arrived, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
-from partita.planner.off_stage import is_elsewhere
+from partita.planner.off_stage import is_off_stage
 from partita.sharding.compiler import eager
 from partita.transforms.modules import Level, find
 
@@ -188,7 +188,7 @@ def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
     chosen = {id(module): module for module in model.modules() if _is_product(module)}
     others = {id(param) for module in model.modules() if id(module) not in chosen for param in _own_params(module)}
     for module in chosen.values():
-        if any(id(param) in others or is_elsewhere(param) for param in _own_params(module)):
+        if any(id(param) in others or is_off_stage(param) for param in _own_params(module)):
             continue
         apart = Apart(module, weights)
         if (linear := find(module, LinearForward)) is not None:

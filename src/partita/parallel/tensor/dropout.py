@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from partita.parallel.random import drawn_apart
+from partita.parallel.random import rank_specific_rng
 from partita.parallel.tensor.functions import Entrance
 from partita.parallel.tensor.linear import Ranges
 
@@ -48,16 +48,16 @@ class DropsParts:
         dim = 1 if self._heads else x.dim() - 1
         is_split = x.dim() == 4 or not self._heads
         if not is_split or x.shape[dim] != self._stop - self._start:  # only some of this rank's heads
-            with self.apart(x.device):
+            with self.own_rng(x.device):
                 return F.dropout(x, p, training, inplace)
         shape = [*x.shape[:dim], self._num, *x.shape[dim + 1 :]]
         full_mask = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
         mask = full_mask.narrow(dim, self._start, self._stop - self._start).contiguous()  # frees the full mask
         return x.mul_(mask) if inplace else x * mask
 
-    def apart(self, device: torch.device) -> AbstractContextManager[None]:
+    def own_rng(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which each tensor rank draws different random numbers."""
-        return drawn_apart(f"tensor {self._entrance.group.index}", device)
+        return rank_specific_rng(f"tensor {self._entrance.group.index}", device)
 
 
 def _probability_names(module: nn.Module) -> list[str]:
@@ -81,6 +81,6 @@ class _SplitDropoutMode(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return self._split.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5] > (0.0,)):
-            with self._split.apart(args[0].device):
+            with self._split.own_rng(args[0].device):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

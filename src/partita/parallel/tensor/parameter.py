@@ -409,12 +409,12 @@ class SplitParameters:
         for member in self._members:
             param = member.param
             known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
-            member.here_kind = _split_class(member.kind)
+            member.unsharded_kind = _split_class(member.kind)
             member.sharded_kind = ShardedSplit
             if known.part.places is not None:
-                member.whole_kind = WholeParameter
+                member.global_kind = WholeParameter
             with torch._C.DisableTorchFunctionSubclass():
-                param.__class__ = ShardedSplit if is_sharded(param) else member.here_kind
+                param.__class__ = ShardedSplit if is_sharded(param) else member.unsharded_kind
                 hooks = param._backward_hooks or {}
             for key, hook in hooks.items():
                 hooks[key] = known.hooked(hook)
@@ -424,9 +424,9 @@ class SplitParameters:
         while self._members:
             member = self._members.pop()
             del _known[member.param]
-            member.here_kind = member.kind
+            member.unsharded_kind = member.kind
             member.sharded_kind = ShardedParameter
-            member.whole_kind = nn.Parameter
+            member.global_kind = nn.Parameter
             with torch._C.DisableTorchFunctionSubclass():
                 member.param.__class__ = ShardedParameter if is_sharded(member.param) else member.kind
 

@@ -33,7 +33,7 @@ from benchmarks._common import Report, parser
 from partita.parallel.pipeline.edges import Edges
 from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.parallel.pipeline.simulate import simulate
+from partita.parallel.pipeline.schedule_cost import simulate
 from partita.train.decoder import Decoder, DecoderShape
 
 TIMEOUT_S = 600

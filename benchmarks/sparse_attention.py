@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks._common import Report, in_turn, opened, ratio
 from partita.attention import Layout, block_sparse
-from partita.attention.blocks import visits
+from partita.attention.block_pairs import block_pairs
 from partita.attention.picture import dense_pairs
 from partita.attention.segments import Sizes, whole_samples
 from partita.memory.capacity import usable_cores
@@ -85,7 +85,7 @@ def _rows(
         sizes = Sizes(1, length, length)
         yield [str(length), DENSE, "", f"{statistics.median(times[DENSE]) * 1e3:.0f}", "", "", ""]
         for name, layout in chosen.items():
-            computed = len(visits(layout, sizes, whole_samples(sizes)).row) * layout.block**2
+            computed = len(block_pairs(layout, sizes, whole_samples(sizes)).row) * layout.block**2
             fewer = dense_pairs(True, length) / computed
             speed = ratio(times[DENSE], times[name])
             share, target = speed / fewer, ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks._common import Report
 from benchmarks.gpu._common import device_here, parser, place
 from partita.attention import Layout, block_sparse
-from partita.attention.blocks import visits
+from partita.attention.block_pairs import block_pairs
 from partita.attention.picture import dense_pairs
 from partita.attention.segments import Segments, Sizes, documents_of, whole_samples
 
@@ -75,8 +75,8 @@ def _exactness(report: Report, device: torch.device, length: int) -> Iterator[li
     sample, query, key = torch.meshgrid(*(torch.arange(n) for n in (2, length, length)), indexing="ij")
     for name, layout in PATTERNS.items():
         for batch, (said, segments) in _batches(length, device).items():
-            found = visits(layout, sizes, segments(sizes), said["seen"].cpu() if "seen" in said else None)
-            mask = found.sight(sample, query, key)[:, None].to(device)
+            found = block_pairs(layout, sizes, segments(sizes), said["seen"].cpu() if "seen" in said else None)
+            mask = found.mask_function(sample, query, key)[:, None].to(device)
             shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64))
             given = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
             weights = torch.randn(shapes[0], device=device)
@@ -107,7 +107,7 @@ def _times(device: torch.device, lengths: tuple[int, ...]) -> Iterator[list[str]
         )
         sparse = _milliseconds(lambda given=given: block_sparse(*given, layout), given, weights)
         sizes = Sizes(1, length, length)
-        pairs = len(visits(layout, sizes, whole_samples(sizes)).row) * BLOCK**2
+        pairs = len(block_pairs(layout, sizes, whole_samples(sizes)).row) * BLOCK**2
         flops = 14 * pairs * HEADS * WIDTH  # two products forward, five backward
         fewer = dense_pairs(True, length) / pairs
         cells = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import partita
-from partita.activation import kept_whole
+from partita.activation import recompute_budget
 from tests.activation.test_activation_partition import course, gpt2
 from tests.activation.test_recompute import NoisyStack
 from tests.kit.live_bytes import LiveBytes
@@ -108,8 +108,8 @@ def test_without_room_nothing_is_kept() -> None:
 
 def test_auto_is_what_the_first_step_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Counted()
-    spare = int(1.5 * BLOCK / kept_whole.SPARE_SHARE)
-    monkeypatch.setattr(kept_whole, "spare_bytes", lambda device: spare)
+    spare = int(1.5 * BLOCK / recompute_budget.SPARE_SHARE)
+    monkeypatch.setattr(recompute_budget, "spare_bytes", lambda device: spare)
     with partita.initialize(model, keeping("auto")) as engine:
         assert model.repeated(engine) == [0, 1, 2, 3]
         assert model.repeated(engine) == [0, 1, 2]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.activation.logits import Logits
+from partita.activation.deferred_logits import DeferredLogits
 from tests.activation.readers import UNSEEN, own_loss
 from tests.activation.speaker import VOCAB, Speaker, speaker, tokens
 from tests.kit import seeds
@@ -266,7 +266,7 @@ def test_nothing_has_the_size_of_the_logits() -> None:
 def test_logits_say_what_they_are() -> None:
     with partita.initialize(speaker(), TILED) as engine:
         logits = engine(tokens()[0])
-        assert isinstance(logits, Logits)
+        assert isinstance(logits, DeferredLogits)
         assert repr(logits) == f"Logits(shape=(3, 11, {VOCAB}), dtype=torch.float32, not computed)"
         assert (logits.shape, logits.dim(), len(logits), logits.dtype) == ((3, 11, VOCAB), 3, 3, torch.float32)
         assert logits.half().dtype == torch.float16
@@ -309,7 +309,7 @@ def test_a_layer_named_in_the_config() -> None:
     with pytest.raises(ConfigError, match=r"found no output layer of Narrow .*name it in loss.head"):
         partita.initialize(Narrow(), TILED)
     with partita.initialize(Narrow(), {"loss": {"tiled": "auto", "head": ["head"]}}) as engine:
-        assert isinstance(engine(tokens()[0]), Logits)
+        assert isinstance(engine(tokens()[0]), DeferredLogits)
 
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:

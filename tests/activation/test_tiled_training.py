@@ -8,7 +8,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import partita
-from partita.activation.logits import Logits
+from partita.activation.deferred_logits import DeferredLogits
 from partita.plan.traffic import TrafficReport
 from tests.features import parity
 from tests.kit import seeds
@@ -61,7 +61,7 @@ def first_gradients(
             inputs["use_cache"] = False
         before = engine.traffic_report()
         output = engine(**inputs)
-        assert isinstance(output.logits, Logits) == bool(settings)
+        assert isinstance(output.logits, DeferredLogits) == bool(settings)
         engine.backward(output.loss)
         gradients = {name: engine.gradient(name) for name, _ in model.named_parameters()}
         engine.step()

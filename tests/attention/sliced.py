@@ -116,7 +116,7 @@ def through_the_gpu_kernel(what: str) -> float:
     own = [torch.randn(2, count, LENGTH, WIDTH, generator=generator) for count in (4, 2, 2)]
     said = batch_mask(chosen, what)[0]
     outputs = []
-    with connected() as collectives, by(choose.BLOCKS):
+    with connected() as collectives, by(choose.GATHER_BLOCKS):
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
         for on_gpu in (False, True):
             patch = mock.patch.multiple(flex, runs_on=lambda device: True, _compiled=lambda: flex_attention)

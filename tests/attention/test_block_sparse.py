@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 from partita import PartitaError
-from partita.attention import Layout, block_sparse, flex, gathered
-from partita.attention.blocks import Visits, visits
+from partita.attention import Layout, block_sparse, flex, gathered_blocks
+from partita.attention.block_pairs import BlockPairs, block_pairs
 from partita.attention.flex import block_mask
 from partita.attention.segments import Sizes, documents_by_position, documents_of, whole_samples
 from tests.attention.reference import BLOCK, LAYOUTS, assert_alike, dense, layout, mask_of
@@ -156,7 +156,7 @@ def test_the_size_of_pieces_changes_nothing() -> None:
     given, chosen = tensors(96, 96), layout("bigbird", True)
     weights = torch.randn(2, 4, 96, WIDTH)
     whole = with_gradients(block_sparse(*given, chosen), given, weights)
-    with mock.patch.object(gathered, "PIECE", 1):
+    with mock.patch.object(gathered_blocks, "PIECE", 1):
         pieces = with_gradients(block_sparse(*given, chosen), given, weights)
     assert_alike(pieces, whole, "pieces", 1e-6)
 
@@ -183,11 +183,11 @@ def test_blocks_that_are_visited_are_those_that_are_seen(pattern: str, causal: b
         assert torch.equal(whole, fully)
 
 
-def some_visits(chosen: Layout, what: str) -> tuple[Visits, Tensor]:
+def some_visits(chosen: Layout, what: str) -> tuple[BlockPairs, Tensor]:
     """With the mask [samples, queries, keys]."""
     if what != "documents":
         sizes = Sizes(1, 61 if what == "whole" else 30, 61)
-        return visits(chosen, sizes, whole_samples(sizes)), mask_of(chosen, sizes.queries, 61)[None]
+        return block_pairs(chosen, sizes, whole_samples(sizes)), mask_of(chosen, sizes.queries, 61)[None]
     sizes = Sizes(2, 61, 61)
     documents = torch.stack([torch.arange(61) // 23, torch.arange(61) // 16])
     mask = torch.zeros(2, 61, 61, dtype=torch.bool)
@@ -195,7 +195,7 @@ def some_visits(chosen: Layout, what: str) -> tuple[Visits, Tensor]:
         for start in range(0, 61, size):
             stop = min(start + size, 61)
             mask[sample, start:stop, start:stop] = mask_of(chosen, stop - start, stop - start)
-    return visits(chosen, sizes, documents_of(sizes, documents)), mask
+    return block_pairs(chosen, sizes, documents_of(sizes, documents)), mask
 
 
 @matrix(pattern=LAYOUTS, causal=(True, False), what=("whole", "documents"))
@@ -262,9 +262,9 @@ def test_packed_documents_cost_what_they_are_and_a_window_what_it_is() -> None:
     dense_layout, length = Layout("dense", 64), 64 * 1024
     sizes = Sizes(1, length, length)
     documents = (torch.arange(length) // 4096)[None]
-    packed = visits(dense_layout, sizes, documents_of(sizes, documents))
+    packed = block_pairs(dense_layout, sizes, documents_of(sizes, documents))
     assert len(packed.row) == 16 * (64 * 65 // 2)
-    window = visits(Layout("sliding", 64, 1024), sizes, whole_samples(sizes))
+    window = block_pairs(Layout("sliding", 64, 1024), sizes, whole_samples(sizes))
     assert len(window.row) == 1024 * 17 - 16 * 17 // 2
 
 

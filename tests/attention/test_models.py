@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM,
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.attention import Layout, block_sparse, visited
+from partita.attention import Layout, block_sparse, batch_blocks
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape
@@ -177,13 +177,13 @@ def test_packed_documents_are_as_if_each_came_alone(pattern: str) -> None:
 
 def test_documents_by_position_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense, packed: pairs of blocks are those of each document by itself, found once for all layers."""
-    found, made = [], visited.visits
+    found, made = [], batch_blocks.block_pairs
 
     def counted(*args: Any) -> Any:
         found.append(made(*args))
         return found[-1]
 
-    monkeypatch.setattr(visited, "visits", counted)
+    monkeypatch.setattr(batch_blocks, "block_pairs", counted)
     positions = torch.cat([torch.arange(blocks * BLOCK) for blocks in (2, 3, 3)])[None]
     with partita.initialize(built(llama), {"attention": {"packed": True, "block": BLOCK}}) as engine:
         engine(input_ids=tokens(1, 8 * BLOCK), position_ids=positions)

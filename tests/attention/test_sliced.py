@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from partita import PartitaError
-from partita.parallel.sequence.choose import BLOCKS, HEADS, Sizes, choose
+from partita.parallel.sequence.choose import GATHER_BLOCKS, ALL_TO_ALL, Sizes, choose
 from tests.attention import sliced
 from tests.attention.reference import LAYOUTS, assert_alike
 from tests.kit.plans import matrix
@@ -24,14 +24,14 @@ def test_each_rank_is_sent_the_blocks_it_reads(
     pattern: str, causal: bool, heads: tuple[int, int], what: str, ranks: int
 ) -> None:
     """Outputs and gradients are dense attention's under the same mask; bytes are those of the blocks, and no more."""
-    for found in on_ranks(ranks, sliced.alone, pattern, causal, heads, what, BLOCKS):
+    for found in on_ranks(ranks, sliced.alone, pattern, causal, heads, what, GATHER_BLOCKS):
         assert found.off < 1e-5
         assert found.sent == found.expected == found.formula
 
 
 @matrix(pattern=("dense", "longformer"), heads=((4, 4), (6, 2)), what=("whole", "documents", "padded"))
 def test_or_exchanges_heads(pattern: str, heads: tuple[int, int], what: str) -> None:
-    for found in on_ranks(3, sliced.alone, pattern, True, heads, what, HEADS):
+    for found in on_ranks(3, sliced.alone, pattern, True, heads, what, ALL_TO_ALL):
         assert found.off < 1e-5
         assert found.sent == found.formula
 
@@ -98,12 +98,12 @@ def test_the_way_of_a_pattern_that_sends_less() -> None:
     narrow = tuple(tuple(64 if of == rank else 16 * (of + 1 == rank) for of in range(4)) for rank in range(4))
     earlier = tuple(tuple(64 * (of <= rank) for of in range(4)) for rank in range(4))
     few, many = (Sizes(8, 8, 16, 16, positions, reads=reads) for reads in (narrow, earlier))
-    assert choose(few, ring=False) == BLOCKS
-    assert few.sent_bytes(BLOCKS) == (16 * 8 * 32 * 4,) * 3 + (0,)
-    assert few.sent_bytes(BLOCKS, backward=True) == (0,) + (16 * 8 * 32 * 4,) * 3
-    assert choose(many, ring=False) == HEADS
-    assert choose(many, whole_heads=True, ring=False) == BLOCKS
+    assert choose(few, ring=False) == GATHER_BLOCKS
+    assert few.sent_bytes(GATHER_BLOCKS) == (16 * 8 * 32 * 4,) * 3 + (0,)
+    assert few.sent_bytes(GATHER_BLOCKS, backward=True) == (0,) + (16 * 8 * 32 * 4,) * 3
+    assert choose(many, ring=False) == ALL_TO_ALL
+    assert choose(many, needs_all_heads=True, ring=False) == GATHER_BLOCKS
     assert few.gathered_bytes == 80 * 8 * 32 * 4
-    assert choose(few, ring=False, most_gathered_bytes=few.gathered_bytes - 1) == HEADS
+    assert choose(few, ring=False, max_gathered_bytes=few.gathered_bytes - 1) == ALL_TO_ALL
     alone = Sizes(2, 2, 16, 16, positions, reads=earlier)
-    assert choose(alone, ring=False, most_gathered_bytes=1) == BLOCKS
+    assert choose(alone, ring=False, max_gathered_bytes=1) == GATHER_BLOCKS

@@ -10,7 +10,7 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.activation.logits import Logits
+from partita.activation.deferred_logits import DeferredLogits
 from partita.engine import build
 from tests.kit import seeds
 from tests.kit.models import FAMILIES
@@ -101,7 +101,7 @@ def run(engine: partita.Engine, step: int) -> tuple[float, int, bool]:
         output = engine(input_ids=ids, labels=ids, use_cache=False)
     engine.backward(output.loss)
     engine.step()
-    return output.loss.item(), num_kept, isinstance(output.logits, Logits)
+    return output.loss.item(), num_kept, isinstance(output.logits, DeferredLogits)
 
 
 def train(config: dict[str, Any], *, gathers: bool) -> list[tuple[float, int, bool]]:
@@ -140,7 +140,7 @@ def tiles_inside_gathered() -> None:
             with engine.gathered(model):
                 if rank() == 0:
                     output = model(input_ids=ids, labels=ids, use_cache=False)
-                    assert isinstance(output.logits, Logits)
+                    assert isinstance(output.logits, DeferredLogits)
                     torch.testing.assert_close(output.loss, expected)
 
 

@@ -25,7 +25,7 @@ from partita.forecast.search import Search
 from partita.forecast.source import Source, read_source
 from partita.memory.ledger import STATES
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
-from partita.parallel.pipeline.simulate import simulate as run_on_paper
+from partita.parallel.pipeline.schedule_cost import simulate as run_on_paper
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
@@ -175,7 +175,7 @@ def test_received_inputs_leave_the_device_too(tier: str) -> None:
 def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
     for ranks, micros in ((2, 1), (2, 5), (4, 3), (4, 9)):
         schedule = make_schedule(name, Shape(ranks, micros, 2 if name == "interleaved" else 1))
-        most = run_on_paper(schedule).most_kept
+        most = run_on_paper(schedule).max_kept_forwards
         for rank in range(ranks):
             found = moments(schedule, rank)
             # Beside those at work there are those kept, and those of which the weights' gradients are to come.

@@ -26,7 +26,7 @@ from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
 from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
-from partita.parallel.sequence.choose import HEADS, KEYS, RING, Sizes
+from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, RING, Sizes
 from partita.parallel.sequence.slices import Slices
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import even
@@ -157,7 +157,7 @@ def mean_gradient(param: nn.Parameter, group: Group) -> Tensor:
 
 # -- one attention -----------------------------------------------------------------------------------------------------
 
-WAYS = (HEADS, KEYS, RING)
+WAYS = (ALL_TO_ALL, GATHER_KEYS, RING)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch
 from partita.engine.transform import apply_axes
 from partita.memory.accelerator import HOST
-from partita.parallel.applied import Parallel
+from partita.parallel.applied import AppliedParallelism
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficKey
 from partita.transforms.modules import ModuleTransforms
@@ -41,7 +41,7 @@ def connected(size: int) -> Collectives:
     return Collectives(Mesh(shape, HOST, Processes(HOST, Rendezvous(rank(), world(), 60.0))))
 
 
-def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] | None = None) -> Parallel:
+def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] | None = None) -> AppliedParallelism:
     """Split a model as an engine does."""
     mesh = collectives.mesh
     config = load_config({}).model_copy()
@@ -55,7 +55,7 @@ def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] 
     return applied
 
 
-def whole_gradient(param: nn.Parameter, applied: Parallel, collectives: Collectives) -> Tensor:
+def whole_gradient(param: nn.Parameter, applied: AppliedParallelism, collectives: Collectives) -> Tensor:
     """What the engine makes of the ranks' gradients."""
     share, group = applied.shares.get(id(param)), collectives.group(("tensor",))
     assert param.grad is not None

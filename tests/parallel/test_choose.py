@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from partita.parallel.sequence.choose import HEADS, KEYS, RING, Sizes, choose
+from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, RING, Sizes, choose
 
 
 def sizes(heads: int, key_heads: int, positions: tuple[int, ...], **others: int) -> Sizes:
@@ -16,12 +16,12 @@ def test_even_shares_send_what_the_papers_say(num: int) -> None:
     """Ulysses: 4 n h / p x (p - 1) / p elements for n positions of width h; gathering: 2 n h (p - 1) / p."""
     even = Sizes(8, 8, 16, 16, (32,) * num, batch=3, itemsize=2)
     whole = 32 * num * 8 * 16 * 3 * 2
-    assert set(even.sent_bytes(HEADS)) == {4 * whole * (num - 1) // num**2}
-    assert set(even.sent_bytes(KEYS)) == {2 * whole * (num - 1) // num}
+    assert set(even.sent_bytes(ALL_TO_ALL)) == {4 * whole * (num - 1) // num**2}
+    assert set(even.sent_bytes(GATHER_KEYS)) == {2 * whole * (num - 1) // num}
 
 
 def test_backward_sends_what_forward_received() -> None:
-    for way in (HEADS, KEYS):
+    for way in (ALL_TO_ALL, GATHER_KEYS):
         found = Sizes(6, 2, 8, 4, (5, 4, 4))
         assert sum(found.sent_bytes(way)) == sum(found.sent_bytes(way, backward=True))
 
@@ -42,20 +42,20 @@ def test_every_query_head_is_on_one_rank() -> None:
 
 
 def test_the_way_that_sends_less() -> None:
-    assert choose(sizes(8, 8, (16, 16))) == HEADS  # as much by keys, of which there would be all on each rank
-    assert choose(sizes(8, 8, (16, 16, 16, 16))) == HEADS
-    assert choose(sizes(8, 1, (16, 16, 16, 16))) == KEYS
+    assert choose(sizes(8, 8, (16, 16))) == ALL_TO_ALL  # as much by keys, of which there would be all on each rank
+    assert choose(sizes(8, 8, (16, 16, 16, 16))) == ALL_TO_ALL
+    assert choose(sizes(8, 1, (16, 16, 16, 16))) == GATHER_KEYS
     for heads, key_heads, num in itertools.product((4, 8, 16), (1, 2, 4), (2, 3, 4)):
         found = sizes(heads, key_heads, (5,) * num)
-        least = min((HEADS, KEYS), key=lambda way: sum(found.sent_bytes(way)))
+        least = min((ALL_TO_ALL, GATHER_KEYS), key=lambda way: sum(found.sent_bytes(way)))
         assert sum(found.sent_bytes(choose(found))) == sum(found.sent_bytes(least))
 
 
 def test_the_way_that_fits() -> None:
     few = sizes(2, 2, (16, 16, 16))
-    assert choose(few) == KEYS
-    assert choose(few, most_gathered_bytes=few.gathered_bytes - 1) == RING
-    assert choose(few, most_gathered_bytes=few.gathered_bytes - 1, ring=False) == KEYS
+    assert choose(few) == GATHER_KEYS
+    assert choose(few, max_gathered_bytes=few.gathered_bytes - 1) == RING
+    assert choose(few, max_gathered_bytes=few.gathered_bytes - 1, ring=False) == GATHER_KEYS
     many = sizes(8, 1, (16, 16, 16))
-    assert choose(many, most_gathered_bytes=many.gathered_bytes - 1) == HEADS
-    assert choose(many, whole_heads=True, most_gathered_bytes=many.gathered_bytes - 1) == RING
+    assert choose(many, max_gathered_bytes=many.gathered_bytes - 1) == ALL_TO_ALL
+    assert choose(many, needs_all_heads=True, max_gathered_bytes=many.gathered_bytes - 1) == RING

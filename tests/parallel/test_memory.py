@@ -11,7 +11,7 @@ import torch
 
 import partita
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.parallel.pipeline.simulate import simulate
+from partita.parallel.pipeline.schedule_cost import simulate
 from partita.planner.memory import model_state_bytes
 from partita.planner.off_stage import is_off_stage
 from tests.kit.live_bytes import LiveBytes
@@ -88,7 +88,7 @@ def test_a_stage_holds_its_own() -> None:
         assert one.states == one.planned
         assert one.states["parameters", "device"] < 0.6 * whole
         for order in ("1f1b", "gpipe"):
-            most = simulate(make_schedule(order, Shape(3, MICROS))).most_kept[rank]
+            most = simulate(make_schedule(order, Shape(3, MICROS))).max_kept_forwards[rank]
             so_many = most * one.kept["one"]
             assert 0.85 * so_many < one.kept[order] <= so_many + ON_THE_WAY * one.payload, (rank, order)
             assert one.kept["one"] > 10 * one.payload

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.parallel.pipeline.weights import Left
+from partita.parallel.pipeline.deferred_gradients import DeferredGradients
 from partita.plan.traffic import TrafficCount
 from partita.planner.off_stage import is_off_stage
 from tests.kit import plans
@@ -117,17 +117,17 @@ def batch_apart(config: Mapping[str, Any], schedule: str, monkeypatch: pytest.Mo
     config = {**config, "parallel": {**config["parallel"], "schedule": schedule}, "batch": {"accumulate": MICROS}}
     found = Batch()
 
-    def add_gradient(left: Left, param: nn.Parameter, gradient: Tensor) -> None:
+    def add_gradient(left: DeferredGradients, param: nn.Parameter, gradient: Tensor) -> None:
         found.with_backward += gradient.numel()
         came(left, param, gradient)
 
-    def run(left: Left) -> None:
+    def run(left: DeferredGradients) -> None:
         found.later += sum(param.numel() for param in left.params.values())
         later(left)
 
-    came, later = Left.add_gradient, Left.run
-    monkeypatch.setattr(Left, "add_gradient", add_gradient)
-    monkeypatch.setattr(Left, "run", run)
+    came, later = DeferredGradients.add_gradient, DeferredGradients.run
+    monkeypatch.setattr(DeferredGradients, "add_gradient", add_gradient)
+    monkeypatch.setattr(DeferredGradients, "run", run)
     model = stages.build("llama")
     model.config.use_cache = False  # a block that runs again would add its keys again
     with partita.initialize(model, config) as engine:

@@ -6,7 +6,7 @@ import pytest
 
 from partita import PartitaError
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
-from partita.parallel.pipeline.simulate import simulate, waiting_per_work
+from partita.parallel.pipeline.schedule_cost import simulate, waiting_per_work
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -26,7 +26,7 @@ def test_weights_apart_fill_bubbles(ranks: int) -> None:
     micros = 4 * ranks
     course = simulate(make_schedule("zero_bubble", Shape(ranks, micros)))
     assert course.bubble == pytest.approx((ranks - 1) / (3 * micros + ranks - 1))
-    assert max(course.most_kept) <= 1.5 * ranks
+    assert max(course.max_kept_forwards) <= 1.5 * ranks
 
 
 @pytest.mark.parametrize("backward", [2.0, 3.0])
@@ -46,8 +46,8 @@ def test_recomputation_lengthens_the_bubbles_of_zero_bubble() -> None:
 
 def test_forwards_kept() -> None:
     shape = Shape(4, 8)
-    assert simulate(make_schedule("1f1b", shape)).most_kept == (4, 3, 2, 1)
-    assert simulate(make_schedule("gpipe", shape)).most_kept == (8, 8, 8, 8)
+    assert simulate(make_schedule("1f1b", shape)).max_kept_forwards == (4, 3, 2, 1)
+    assert simulate(make_schedule("gpipe", shape)).max_kept_forwards == (8, 8, 8, 8)
 
 
 def test_every_stage_does_all_of_every_micro_batch_once() -> None:

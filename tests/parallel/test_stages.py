@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.parallel.pipeline.cut import Cut, cut, outside
+from partita.parallel.pipeline.cut import StageCut, cut, modules_outside_blocks
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
-from partita.parallel.pipeline.off_stage import arrived, send_away
-from partita.parallel.pipeline.placeholder_output import StandIn
-from partita.parallel.pipeline.stage import Stages, bypasses
+from partita.parallel.pipeline.off_stage import received_value, mark_off_stage
+from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
+from partita.parallel.pipeline.stage import Stages, missing_input_error
 from partita.planner.off_stage import is_off_stage
 from partita.planner.parameters import find_all_parameters
 from partita.sharding.hooks import EarlyOutput
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 ROUNDING = 3e-6  # of a gradient's largest: sums over branches that a cut takes apart
 
 
-def _stand_in(module: nn.Module, name: str) -> StandIn:
-    return StandIn(module, name, CPU, lambda _: nullcontext())
+def _placeholder(module: nn.Module, name: str) -> PlaceholderOutput:
+    return PlaceholderOutput(module, name, CPU, lambda _: nullcontext())
 
 
 class Stage:
@@ -38,18 +38,18 @@ class Stage:
     def __init__(self, model: nn.Module, number: int, num_stages: int) -> None:
         self.model = copy.deepcopy(model)
         self.transforms = ModuleTransforms()
-        self.cut: Cut = cut(self.model, num_stages, None, CPU)
+        self.cut: StageCut = cut(self.model, num_stages, None, CPU)
         for info in find_all_parameters(self.model):
             if number not in self.cut.stages[id(info.param)]:
-                send_away(info.param, info.fqns[0], CPU)
+                mark_off_stage(info.param, info.fqns[0], CPU)
                 with torch._C.DisableTorchFunctionSubclass():
                     info.param.untyped_storage().resize_(0)
         held = {id(param) for param in self.model.parameters() if not is_off_stage(param)}
-        around = dict(outside(self.model, self.cut.blocks, held))
+        around = dict(modules_outside_blocks(self.model, self.cut.blocks, held))
         self.stages = Stages(
-            self.model, self.cut.blocks, around, _stand_in, EarlyExit(EarlyOutput()), self.transforms.at(Order.STAGE)
+            self.model, self.cut.blocks, around, _placeholder, EarlyExit(EarlyOutput()), self.transforms.at(Order.STAGE)
         )
-        self.start, self.stop = self.cut.bounds[number : number + 2]
+        self.start, self.stop = self.cut.block_bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 
     def forward(self, batch: Any, before: Arguments | None) -> Any:
@@ -57,7 +57,7 @@ class Stage:
             assert before is not None
             assert before.form == arguments.form
             self.places = list(lacking)
-            values = [arrived(before.leaves[at]).detach().clone() for at in lacking]
+            values = [received_value(before.leaves[at]).detach().clone() for at in lacking]
             for value, at in zip(values, lacking, strict=True):
                 assert (value.shape, value.dtype) == (arguments.leaves[at].shape, arguments.leaves[at].dtype)
             self.leaves = [value.requires_grad_(value.is_floating_point()) for value in values]
@@ -91,7 +91,7 @@ def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
         assert torch.equal(found, loss)
         found.backward()
         for later, sent in zip(reversed(whole[1:]), reversed(outputs[:-1]), strict=True):
-            values = [arrived(sent.leaves[at]) for at in later.places]
+            values = [received_value(sent.leaves[at]) for at in later.places]
             pairs = [(v, leaf.grad) for v, leaf in zip(values, later.leaves, strict=True) if leaf.grad is not None]
             torch.autograd.backward([v for v, _ in pairs if v.requires_grad], [g for v, g in pairs if v.requires_grad])
         _compare(name, model, whole)
@@ -121,13 +121,13 @@ def test_registration_order_is_not_call_order() -> None:
 
 def test_stages_have_equal_cost() -> None:
     model = nn.Sequential(*(nn.Linear(8, size) for size in (8, 8, 8)), nn.Linear(8, 24), nn.Linear(24, 8))
-    assert cut(model, 2, None, CPU).bounds == (0, 3, 5)
-    assert cut(model, 3, None, CPU).bounds == (0, 3, 4, 5)
+    assert cut(model, 2, None, CPU).block_bounds == (0, 3, 5)
+    assert cut(model, 3, None, CPU).block_bounds == (0, 3, 4, 5)
 
 
 def test_cut_at_names() -> None:
     model = stages.build("llama")
-    assert cut(model, 2, ["model.layers.3"], CPU).bounds == (0, 3, 4)
+    assert cut(model, 2, ["model.layers.3"], CPU).block_bounds == (0, 3, 4)
     assert cut(model, 2, ["lm_head"], CPU).blocks[-1] == "lm_head"
 
 
@@ -146,12 +146,12 @@ def test_cuts_that_cannot_be(num_stages: int, names: list[str] | None, message: 
 
 
 def test_a_value_that_bypasses_the_cut() -> None:
-    last = Stage(stages.Skipping(bypasses=True), 1, 2)
+    last = Stage(stages.Skipping(missing_input_error=True), 1, 2)
     batch = stages.batch("skipping", 0)
-    sent = Stage(stages.Skipping(bypasses=True), 0, 2).forward(batch, None)
+    sent = Stage(stages.Skipping(missing_input_error=True), 0, 2).forward(batch, None)
     loss = last.forward(batch, sent)
     with pytest.raises(PartitaError, match=r"the loss needs a value that depends on 'embedding.weight', .* stage"):
-        raise bypasses(loss, "the loss")
+        raise missing_input_error(loss, "the loss")
 
 
 class Asking(stages.Skipping):

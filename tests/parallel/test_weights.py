@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from partita.parallel.pipeline.weights import Left, WeightGradients, keep_apart
+from partita.parallel.pipeline.deferred_gradients import DeferredGradients, WeightGradients, defer_weight_gradients
 from partita.transforms.modules import Level, ModuleTransforms, Order
 from tests.kit import seeds
 from tests.kit.plans import matrix
@@ -56,16 +56,16 @@ def pair(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, WeightGra
     """The model, one of the same values whose weights' gradients are computed apart, and by whom."""
     seeds.start()
     plain = MODELS[name]().to(dtype)
-    apart = MODELS[name]().to(dtype)
-    apart.load_state_dict(plain.state_dict())
-    return plain, apart, keep_apart(apart, at_weights())
+    deferring = MODELS[name]().to(dtype)
+    deferring.load_state_dict(plain.state_dict())
+    return plain, deferring, defer_weight_gradients(deferring, at_weights())
 
 
 def at_weights() -> Level:
     return ModuleTransforms().at(Order.WEIGHT_GRADIENT)
 
 
-def gradient_sink(model: nn.Module, left: Left) -> None:
+def gradient_sink(model: nn.Module, left: DeferredGradients) -> None:
     """What the engine's reducer does: gradients that came already are added later, too."""
     for param in model.parameters():
         if param.grad is not None:
@@ -81,64 +81,64 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @matrix(name=MODELS, shape=SHAPES, dtype=[torch.float32, torch.bfloat16], call=CALLS)
 def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: torch.dtype, call: str) -> None:
-    plain, apart, weights = pair(name, dtype)
-    products = {id(p) for m in apart.modules() if "forward" in vars(m) for p in m.parameters(recurse=False)}
+    plain, deferring, weights = pair(name, dtype)
+    products = {id(p) for m in deferring.modules() if "forward" in vars(m) for p in m.parameters(recurse=False)}
     for number in range(2):  # gradients add up
         x = torch.randn(shape, generator=seeds.generator(number)).to(dtype)
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected = plain(one).square().sum()
         expected.backward()
-        found = CALLS[call](apart, two).square().sum()
+        found = CALLS[call](deferring, two).square().sum()
         assert torch.equal(found, expected)
-        with weights.apart(number) as left:
+        with weights.deferring(number) as left:
             found.backward()
         assert one.grad is None or torch.equal(one.grad, two.grad)
-        came = {id(param) for param in apart.parameters() if param.grad is not None}
+        came = {id(param) for param in deferring.parameters() if param.grad is not None}
         assert number or not came & products
         if not number:
-            gradient_sink(apart, left)
+            gradient_sink(deferring, left)
         weights.take(number).run()
-        for (key, param), other in zip(plain.named_parameters(), apart.parameters(), strict=True):
+        for (key, param), other in zip(plain.named_parameters(), deferring.parameters(), strict=True):
             assert torch.equal(param.grad, other.grad), key
 
 
 def test_order_of_batches_is_free() -> None:
     """Two backwards, then both halves that they left: as if each had been whole."""
-    plain, apart, weights = pair("linear", torch.float32)
+    plain, deferring, weights = pair("linear", torch.float32)
     inputs = [torch.randn(4, WIDTH, generator=seeds.generator(number)) for number in range(2)]
     for x in inputs:
         plain(x).sum().backward()
-    losses = [apart(x).sum() for x in inputs]
+    losses = [deferring(x).sum() for x in inputs]
     for number, loss in enumerate(losses):
-        with weights.apart(number):
+        with weights.deferring(number):
             loss.backward()
     for number in range(2):
         weights.take(number).run()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), apart.parameters(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), deferring.parameters(), strict=True))
 
 
 def test_who_else_has_a_parameter() -> None:
     """Where another kind of module owns the weight, too, its gradient comes whole with the backward."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Bilinear(WIDTH, WIDTH, 3))
     model[1].weight = model[0].bias
-    keep_apart(model, at_weights())
+    defer_weight_gradients(model, at_weights())
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_outside_of_its_block_a_backward_is_whole() -> None:
-    plain, apart, _ = pair("in place", torch.float32)
+    plain, deferring, _ = pair("in place", torch.float32)
     x = torch.randn(3, WIDTH, generator=seeds.generator(0))
     plain(x).sum().backward()
-    apart(x).sum().backward()
-    for one, other in zip(plain.parameters(), apart.parameters(), strict=True):
+    deferring(x).sum().backward()
+    for one, other in zip(plain.parameters(), deferring.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     with torch.no_grad():
-        assert not apart(x).requires_grad
+        assert not deferring(x).requires_grad
 
 
 def test_frozen_layers_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 8).requires_grad_(False), nn.Linear(8, 3))
-    weights = keep_apart(model, at_weights())
-    with weights.apart(0) as left:
+    weights = defer_weight_gradients(model, at_weights())
+    with weights.deferring(0) as left:
         model(torch.randn(2, WIDTH, generator=seeds.generator(0), requires_grad=True)).sum().backward()
     assert [id(param) for param in left.params.values()] == [id(param) for param in model[1].parameters()]

@@ -23,7 +23,7 @@ from partita.config.resolve import resolve
 from partita.engine import build
 from partita.engine.build import Given
 from partita.engine.engine import Engine
-from partita.parallel.applied import Parallel
+from partita.parallel.applied import AppliedParallelism
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.share import Share
@@ -156,11 +156,11 @@ def share_out(model: Model, collectives: Collectives) -> None:
 def applied_by_hand() -> Iterator[None]:
     """Engines are built with the shares that :func:`share_out` gives; stages run one micro-batch after the other."""
 
-    def apply(model: Any, resolved: Any, collectives: Collectives, transforms: Any, *_: Any) -> Parallel:
+    def apply(model: Any, resolved: Any, collectives: Collectives, transforms: Any, *_: Any) -> AppliedParallelism:
         share_out(model, collectives)
-        return Parallel(model.shares, transforms=transforms)
+        return AppliedParallelism(model.shares, transforms=transforms)
 
-    stages = SimpleNamespace(most_kept=(1, 1))
+    stages = SimpleNamespace(max_kept_forwards=(1, 1))
     with mock.patch.object(build, "apply_axes", apply), mock.patch.object(build, "simulate", return_value=stages):
         yield
 

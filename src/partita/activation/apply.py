@@ -9,7 +9,7 @@ from torch import nn
 
 from partita.activation.caches import NoCaches
 from partita.activation.inputs import StoredInputs
-from partita.activation.kept_whole import KeptWhole
+from partita.activation.recompute_budget import KeptWhole
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
 from partita.activation.tiled_loss import find_heads, tile_heads
@@ -28,7 +28,7 @@ from partita.transforms.modules import ModuleTransforms, Order
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedModules:
     """The modules that the config selects, by name: recomputed modules, tiled modules, heads with a tiled loss."""
 
     recomputed: dict[str, nn.Module]
@@ -36,7 +36,7 @@ class Chosen:
     heads: dict[str, nn.Linear]
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config, units: Sequence[str]) -> "Chosen":
+    def of(cls, model: nn.Module, config: Config, units: Sequence[str]) -> "SelectedModules":
         """Return the modules that the config selects, given the names of the model's units.
 
         Raises:
@@ -53,10 +53,10 @@ class Activations:
     """Storage of activations besides autograd's: inputs of recomputed modules, and calls that are not recomputed.
 
     Args:
-        under_way: the largest number of forwards that await their backward at the same time.
+        max_in_flight: the largest number of forwards that await their backward at the same time.
     """
 
-    def __init__(self, config: Config, memory: StateMemory, collectives: Collectives, under_way: int) -> None:
+    def __init__(self, config: Config, memory: StateMemory, collectives: Collectives, max_in_flight: int) -> None:
         settings, device = config.activations, collectives.mesh.device
         self._device = device
         self._all_ranks = collectives.all_ranks
@@ -70,7 +70,7 @@ class Activations:
         if settings.keep_bytes != "none":
             limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
             alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
-            self.kept = KeptWhole(limit, under_way, alike, memory.ledger)
+            self.kept = KeptWhole(limit, max_in_flight, alike, memory.ledger)
 
     def check(self) -> None:
         """Check that inputs fit into their tier on every rank. All ranks must call this.
@@ -89,7 +89,7 @@ class Activations:
 
 
 def keep_less(
-    model: nn.Module, chosen: Chosen, config: Config, transforms: ModuleTransforms, stored: Activations | None = None
+    model: nn.Module, chosen: SelectedModules, config: Config, transforms: ModuleTransforms, stored: Activations | None = None
 ) -> Recomputation:
     """Make the selected modules keep less for backward.
 

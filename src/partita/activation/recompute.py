@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from partita.activation.forward_state import ForwardCall, ForwardState
 from partita.activation.inputs import Call, StoredInputs
-from partita.activation.kept_whole import KeptWhole
+from partita.activation.recompute_budget import KeptWhole
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.sequence.exchange import is_checking

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.activation.logits import Logits, Origin
+from partita.activation.deferred_logits import DeferredLogits, Origin
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
 from partita.memory.autocast import autocast, autocast_dtype
-from partita.parallel.logits import Split, Vocabulary, split_logits
+from partita.parallel.sharded_logits import Split, Vocabulary, split_logits
 from partita.parallel.sequence.apply import HeadOfSlices
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter as enter_slice
@@ -104,7 +104,7 @@ def _default_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
 
 
 class TiledHead:
-    """A linear layer whose calls return :class:`~partita.activation.logits.Logits` if gradients are recorded.
+    """A linear layer whose calls return :class:`~partita.activation.deferred_logits.DeferredLogits` if gradients are recorded.
 
     The loss is computed inside a call of the layer, whose hooks unshard its weight once for all tiles.
     """
@@ -136,7 +136,7 @@ class TiledHead:
         elif (narrow := autocast_dtype(hidden.device)) is not None:
             dtype, around = narrow, partial(autocast, hidden.device, narrow, torch.is_autocast_cache_enabled())
         call = Call(self, own, hidden, around)
-        return Logits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
+        return DeferredLogits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """Compute ``loss(rows)`` in place of the layer's forward, between its hooks."""

@@ -56,9 +56,9 @@ class SparseAttention:
         else:
             self._modules = _attention_in(model, settings.layers)
         if "transformers" in sys.modules:
-            from partita.attention import huggingface
+            from partita.attention import transformers_interface
 
-            huggingface.check_settable(model)
+            transformers_interface.check_settable(model)
 
     @property
     def lines(self) -> list[str]:
@@ -69,9 +69,9 @@ class SparseAttention:
         if not self._modules:
             return
         if "transformers" in sys.modules:
-            from partita.attention import huggingface
+            from partita.attention import transformers_interface
 
-            changes.on_undo(huggingface.use(self._model))
+            changes.on_undo(transformers_interface.use(self._model))
         for name, module in self._modules.items():
             dot_products = _INTERFACE not in _names_in_forward(module)
             call = Intercepting(module, name, self._layouts, self._causal, dot_products)

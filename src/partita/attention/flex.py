@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from partita.attention.blocks import Visits
+from partita.attention.block_pairs import BlockPairs
 from partita.errors import PartitaError
 from partita.memory import accelerator
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # this import loads torch's compiler, which takes longer than
 MAX_KERNELS = 256
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
-_masks: WeakKeyDictionary[Visits, dict[torch.device, "BlockMask"]] = WeakKeyDictionary()
+_masks: WeakKeyDictionary[BlockPairs, dict[torch.device, "BlockMask"]] = WeakKeyDictionary()
 
 
 def runs_on(device: torch.device) -> bool:
@@ -32,7 +32,7 @@ def runs_on(device: torch.device) -> bool:
     return not accelerator.is_host(device) and bool(has_triton())
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, block_pairs: BlockPairs, scale: float) -> Tensor:
     """Compute attention by FlexAttention. Shapes are those of :func:`partita.attention.block_sparse`.
 
     Positions are padded to full blocks, because the kernel's backward can otherwise return NaN (pytorch issue 153799).
@@ -40,10 +40,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visits: Visits, scale: float) -> Ten
     Raises:
         PartitaError: the kernel cannot compute blocks of this size, or too many kernels were compiled.
     """
-    made = _masks.setdefault(visits, {})
+    made = _masks.setdefault(block_pairs, {})
     if q.device not in made:
-        made[q.device] = block_mask(visits, q.device)
-    num_queries, block = q.shape[2], visits.block
+        made[q.device] = block_mask(block_pairs, q.device)
+    num_queries, block = q.shape[2], block_pairs.block
     options = _tiles(block)
     q, k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % block)) for x in (q, k, v))
     mask, grouped = made[q.device], q.shape[1] != k.shape[1]
@@ -97,15 +97,15 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
+def block_mask(block_pairs: BlockPairs, device: torch.device) -> "BlockMask":
     """Convert block pairs to FlexAttention's lists of blocks, with a mask and without one, ordered by column."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    sight, num_samples = visits.sight.to(device), visits.sizes.samples
-    block, num_rows, num_cols = visits.block, visits.num_rows, visits.num_cols
+    mask_function, num_samples = block_pairs.mask_function.to(device), block_pairs.sizes.samples
+    block, num_rows, num_cols = block_pairs.block, block_pairs.num_rows, block_pairs.num_cols
     listed: list[tuple[Tensor, Tensor]] = []
-    for chosen in (~visits.whole, visits.whole):
-        row, col = visits.row[chosen], visits.col[chosen]
+    for chosen in (~block_pairs.whole, block_pairs.whole):
+        row, col = block_pairs.row[chosen], block_pairs.col[chosen]
         counts = torch.bincount(row, minlength=num_samples * num_rows)
         place = torch.arange(len(row), device="cpu") - (counts.cumsum(0) - counts)[row]
         indices = torch.zeros(num_samples * num_rows, num_cols, dtype=torch.int32, device="cpu")
@@ -114,7 +114,7 @@ def block_mask(visits: Visits, device: torch.device) -> "BlockMask":
         listed.append((counts.int().view(shape).to(device), indices.view(*shape, num_cols).to(device)))
 
     def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sight(sample if num_samples > 1 else sample * 0, query, key)
+        return mask_function(sample if num_samples > 1 else sample * 0, query, key)
 
     lengths = (num_rows * block, num_cols * block)
     (partial, whole) = listed

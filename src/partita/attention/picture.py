@@ -2,7 +2,7 @@
 
 import torch
 
-from partita.attention.blocks import visits
+from partita.attention.block_pairs import block_pairs
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, whole_samples
 
@@ -18,7 +18,7 @@ def picture(layout: Layout, length: int) -> str:
         ConfigError: a user's layout is smaller than the sequence.
     """
     sizes = Sizes(1, length, length)
-    found = visits(layout, sizes, whole_samples(sizes))
+    found = block_pairs(layout, sizes, whole_samples(sizes))
     step = -(-found.num_rows // CELLS)
     num_cells = -(-found.num_rows // step)
     cell = found.row.div(step, rounding_mode="floor") * num_cells + found.col.div(step, rounding_mode="floor")

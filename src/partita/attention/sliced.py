@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.attention.blocks import Visits, visits
+from partita.attention.block_pairs import BlockPairs, block_pairs
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, segments_of
-from partita.attention.visited import Recent, Visited, of_batch
+from partita.attention.batch_blocks import Recent, Visited, of_batch
 from partita.errors import PartitaError
 from partita.parallel.sequence import choose
 from partita.parallel.sequence.attention import Call, by_heads
@@ -54,14 +54,14 @@ class Reading:
     """The blocks of keys that this rank's queries read, and the rows that the ranks send each other.
 
     Attributes:
-        visited: the block pairs over the blocks of keys that this rank reads.
+        batch_blocks: the block pairs over the blocks of keys that this rank reads.
         counts: for each rank, the numbers of positions that it reads from each rank; samples with the same mask are
             counted once.
         sent: for each rank, the rows of this rank [samples x own positions] that it reads.
         places: for each rank, the indices in [samples x blocks x block] of the rows that are received from it.
     """
 
-    visited: Visited
+    batch_blocks: Visited
     counts: tuple[tuple[int, ...], ...]
     sent: list[Tensor]
     places: list[Tensor]
@@ -85,16 +85,16 @@ def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale:
         *(k.shape[3], v.shape[3], positions, q.shape[0], q.itemsize),
         reads=tuple(tuple(samples_per_mask * count for count in of_rank) for of_rank in found.counts),
     )
-    if choose.choose(sizes, ring=False) == choose.HEADS:
+    if choose.choose(sizes, ring=False) == choose.ALL_TO_ALL:
         whole = Sizes(num_samples, slices.length, slices.length)
 
         def own(call: Call) -> Tensor:
-            visited = of_batch(layout, whole, batch.seen, batch.documents)
-            return visited.attend(call.query, call.key, call.value, dropout, scale)
+            batch_blocks = of_batch(layout, whole, batch.seen, batch.documents)
+            return batch_blocks.attend(call.query, call.key, call.value, dropout, scale)
 
         return by_heads(Call(q, k, v, None, False), slices, own, sizes)
     keys, values = _read(k, v, found, slices, num_samples)
-    return found.visited.attend(q, keys, values, dropout, scale)
+    return found.batch_blocks.attend(q, keys, values, dropout, scale)
 
 
 def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int
     num_all, heads = k.shape[:2]
     both = torch.cat((k, v), -1).reshape(num_samples, -1, k.shape[2], k.shape[3] + v.shape[3])
     rows = both.transpose(1, 2).flatten(0, 1)
-    num = found.visited.visits.sizes.keys
+    num = found.batch_blocks.block_pairs.sizes.keys
     read = rows_that_are_read(rows, found.sent, found.places, num_samples * num, slices)
     back = read.unflatten(0, (num_samples, num)).transpose(1, 2).reshape(num_all, heads, num, -1)
     return back[..., : k.shape[3]], back[..., k.shape[3] :]
@@ -120,7 +120,7 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
     seen, documents = (None if each is None else each.cpu() for each in (batch.seen, batch.documents))
     segments = segments_of(Sizes(num_samples, slices.length, slices.length), seen, documents)
     by_rank = [
-        visits(batch.layout, Sizes(num_samples, stop - start, slices.length), segments.of_queries(start, stop), seen)
+        block_pairs(batch.layout, Sizes(num_samples, stop - start, slices.length), segments.of_queries(start, stop), seen)
         for start, stop in slices.ranges
     ]
     counts, sent = [], []
@@ -137,7 +137,7 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
     return Reading(Visited(read), tuple(counts), sent, places)
 
 
-def _positions(found: Visits) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(found: BlockPairs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sample, the position and the index among the sample's read positions of every key in the read
     blocks.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.activation.apply import Activations, Chosen, open_tier
+from partita.activation.apply import Activations, SelectedModules, open_tier
 from partita.activation.recompute import Recomputation
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.collective_errors import check_settings_alike, shared_errors
@@ -47,11 +47,11 @@ from partita.optim.traits import (
     counted_attributes,
     states_per_element,
 )
-from partita.parallel.applied import Parallel
-from partita.parallel.batch_check import SAMPLE_AXES, SameSamples
+from partita.parallel.applied import AppliedParallelism
+from partita.parallel.batch_check import SAME_BATCH_AXES, BatchCheck
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.run import Pipeline
-from partita.parallel.pipeline.simulate import simulate
+from partita.parallel.pipeline.schedule_cost import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.tensor.parameter import SplitParameters, check_hooks
 from partita.plan.mesh_shape import AXES, BATCH_AXES, STATE_AXES
@@ -93,8 +93,8 @@ class Parts:
     gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
-    parallel: Parallel
-    samples: SameSamples
+    parallel: AppliedParallelism
+    samples: BatchCheck
     pipeline: Pipeline
     alike: ReplicaCheck
 
@@ -116,7 +116,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         return _build(model, resolved, collectives, given, parallel)
 
 
-def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: Parallel) -> Parts:
+def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: AppliedParallelism) -> Parts:
     """Build the parts of an engine on a model that the parallel axes have changed."""
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
@@ -142,7 +142,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         if mesh.rank == 0:
             tell_of_lower_stage(blueprint, model, mesh.device)
         attention = find_attention(model, settings)
-        chosen = Chosen.of(model, settings, [unit.name for unit in blueprint.units])
+        chosen = SelectedModules.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
     with shared_errors(all_ranks):
@@ -168,8 +168,8 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
             open_tier(settings, memory)
             schedule = schedule_of(resolved)
-            under_way = simulate(schedule).most_kept[mesh.coordinate("pipeline")]
-            activations = Activations(settings, memory, collectives, under_way)
+            max_in_flight = simulate(schedule).max_kept_forwards[mesh.coordinate("pipeline")]
+            activations = Activations(settings, memory, collectives, max_in_flight)
             transformed = apply_to_forwards(
                 model,
                 settings,
@@ -186,7 +186,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    samples = SameSamples(SeveralAxes.of(collectives, SAMPLE_AXES), mesh.coordinate("data"))
+    samples = BatchCheck(SeveralAxes.of(collectives, SAME_BATCH_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
         scheduler,

@@ -206,7 +206,7 @@ class MicroBatches:
         if pipeline.weights is None:
             pipeline.backward(action, loss, self.backward)
             return
-        with pipeline.weights.apart(action.micro) as deferred:
+        with pipeline.weights.deferring(action.micro) as deferred:
             reducer.gradient_sink = deferred.add_gradient
             try:
                 pipeline.backward(action, loss, self._run)

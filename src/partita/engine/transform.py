@@ -19,11 +19,11 @@ from partita.config.schema import Config
 from partita.memory.accelerator import is_simulated
 from partita.parallel.applied import Parallel
 from partita.parallel.pipeline.apply import cut_model, remove_from_other_stages
-from partita.parallel.pipeline.weights import WeightGradients, keep_apart
+from partita.parallel.pipeline.deferred_gradients import WeightGradients, keep_apart
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
-from partita.parallel.sequence.first_batch import check_block
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.sequence.slice_check import check_block
+from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.rules import split_model
 from partita.parallel.tensor.splitter import TENSOR, Splitter
 from partita.transforms.modules import Level, ModuleTransforms, Order
@@ -51,8 +51,8 @@ def apply_axes(
     if mesh.size("pipeline") > 1:
         cut_model(model, resolved, mesh, parallel)
     if mesh.size(TENSOR) > 1:
-        parallel.entrance = Entrance(collectives.group((TENSOR,)))
-        splitter = Splitter(model, parallel.entrance, parallel)
+        parallel.copy_input = CopyToTensorRanks(collectives.group((TENSOR,)))
+        splitter = Splitter(model, parallel.copy_input, parallel)
         split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         parallel.lines += splitter.lines()
         if parallel.cut is not None:

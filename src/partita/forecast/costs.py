@@ -9,7 +9,7 @@ from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.sized import Sized
 from partita.forecast.stages import Stage
 from partita.parallel.pipeline.schedule import Shape, make_schedule
-from partita.parallel.pipeline.simulate import BACKWARD, waiting_per_work
+from partita.parallel.pipeline.schedule_cost import BACKWARD, waiting_per_work
 from partita.parallel.tensor.splitter import TENSOR
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedUnit, reduction_order

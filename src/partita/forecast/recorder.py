@@ -19,8 +19,8 @@ from partita.forecast.pieces import Piece, Trace, Work
 from partita.forecast.ranks import Sent
 from partita.forecast.shortened import Stand
 from partita.forecast.storages import Mark, Storages
-from partita.parallel.pipeline.weights import Left
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.pipeline.deferred_gradients import DeferredGradients
+from partita.parallel.tensor.functions import CopyToTensorRanks
 
 # Kinds of operators that take longer than reading and writing their tensors, by patterns of names; the first match
 # counts. A ``function`` applies to each element or row. Names with ``hard`` are piecewise linear, and excluded.
@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         deferred: the deferred weight gradients; None: they are computed in backward.
-        entrance: keeps the last input of a block until the next input. This memory counts for no block.
+        copy_input: keeps the last input of a block until the next input. This memory counts for no block.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class Recorder(TorchDispatchMode):
         blocks: Sequence[nn.Module],
         sent: Sent,
         storages: Storages,
-        deferred: Left | None = None,
-        entrance: Entrance | None = None,
+        deferred: DeferredGradients | None = None,
+        copy_input: CopyToTensorRanks | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks = blocks
         self._sent = sent
         self._storages = storages
         self._deferred = deferred
-        self._entrance = entrance
+        self._copy_input = copy_input
         self._position: Position = ("forward", -1)
         self._peaks = defaultdict[Position, Peaks](Peaks)
         self._in_place_peaks = defaultdict[Position, Peaks](Peaks)
@@ -174,8 +174,8 @@ class Recorder(TorchDispatchMode):
         return hook
 
     def _drop_held_input(self) -> None:
-        if self._entrance is not None:
-            self._entrance.forget()
+        if self._copy_input is not None:
+            self._copy_input.forget()
 
     def _backward_begins(self, number: int, output: Mark | None, gradient: Tensor) -> None:
         self._drop_held_input()

@@ -174,7 +174,7 @@ def size_model(
         splits = make_schedule(asked.schedule, shape).splits_weights
         attention = find_attention(model, config)
         rank = Rank(
-            stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, entrance=parallel.entrance
+            stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, copy_input=parallel.copy_input
         )
         for choice in choices:
             own = config.model_copy(

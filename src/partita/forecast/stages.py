@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from partita.errors import ConfigError
-from partita.parallel.pipeline.cut import Cut, cut
+from partita.parallel.pipeline.cut import StageCut, cut
 from partita.parallel.pipeline.schedule import Shape
 from partita.plan.mesh_shape import part_of_pipeline
 from partita.plan.share import Copies
@@ -42,9 +42,9 @@ class Cuts:
 
     model: nn.Module
     names: tuple[str, ...] | None = None
-    _found: dict[int, Cut] = field(default_factory=dict)
+    _found: dict[int, StageCut] = field(default_factory=dict)
 
-    def of(self, num_stages: int) -> Cut:
+    def of(self, num_stages: int) -> StageCut:
         """Return the cut into ``num_stages`` stages.
 
         Raises:
@@ -62,7 +62,7 @@ def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks:
 
 
 def stages_of(
-    found: Cut, shape: Shape, specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]
+    found: StageCut, shape: Shape, specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]
 ) -> list[Stage]:
     """Return the stage of each rank of a pipeline.
 
@@ -97,10 +97,10 @@ def stages_of(
     ]
 
 
-def _bounds(found: Cut, shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
+def _bounds(found: StageCut, shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
     for chunk in range(shape.chunks):
         stage = shape.stage(rank, chunk)
-        yield found.bounds[stage], found.bounds[stage + 1]
+        yield found.block_bounds[stage], found.block_bounds[stage + 1]
 
 
 def _tied(entry: Entry, ranks: tuple[int, ...]) -> Entry:

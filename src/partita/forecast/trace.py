@@ -25,8 +25,8 @@ from partita.forecast.recorder import Recorder
 from partita.forecast.shortened import Stand
 from partita.forecast.storages import Storages
 from partita.forecast.without_values import without_values
-from partita.parallel.pipeline.weights import Left, WeightGradients
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.pipeline.deferred_gradients import DeferredGradients, WeightGradients
+from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.plan.share import Shares
 from partita.sharding.half import HalfParameter
 
@@ -44,7 +44,7 @@ class Rank:
         cast_buffers: called when the buffers are on ``meta``.
         is_cut: the model is cut into pipeline stages, each with copies of the shared parameters that it uses.
         weights: storage of deferred weight gradients; None: they are computed in backward.
-        entrance: the entrance of layers that are split over tensor ranks. It keeps their last input until the next one.
+        copy_input: the entrance of layers that are split over tensor ranks. It keeps their last input until the next one.
     """
 
     stand: Stand
@@ -55,7 +55,7 @@ class Rank:
     cast_buffers: Callable[[], None] | None = None
     is_cut: bool = False
     weights: WeightGradients | None = None
-    entrance: Entrance | None = None
+    copy_input: CopyToTensorRanks | None = None
 
 
 def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
@@ -72,10 +72,10 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
     """
     blocks = list(dict.fromkeys(block for _, block in rank.stand))
     meta_parameters = MetaParameters(model, blocks, rank)
-    deferring = nullcontext() if rank.weights is None else rank.weights.apart(0)
+    deferring = nullcontext() if rank.weights is None else rank.weights.deferring(0)
     with meta_parameters, deferring as deferred:
         storages = Storages((param.untyped_storage() for param in meta_parameters.params), samples)
-        recorder = Recorder(blocks, Sent(rank.collectives), storages, deferred, rank.entrance)
+        recorder = Recorder(blocks, Sent(rank.collectives), storages, deferred, rank.copy_input)
         meta_parameters.report_to(recorder, deferred)
         try:
             with without_values(), recorder:
@@ -143,10 +143,10 @@ class MetaParameters:
         self._block_of = {id(inner): id(block) for block in blocks for inner in block.modules()}
         self._saved = list[tuple[dict[str, Any], dict[str, Any]]]()
         self._recorder: Recorder | None = None
-        self._deferred: Left | None = None
+        self._deferred: DeferredGradients | None = None
         self.params = list[nn.Parameter]()
 
-    def report_to(self, recorder: Recorder, deferred: Left | None = None) -> None:
+    def report_to(self, recorder: Recorder, deferred: DeferredGradients | None = None) -> None:
         """Report gradients to ``recorder``.
 
         If ``deferred`` is given, it receives them instead, until the deferred weight gradients are computed.

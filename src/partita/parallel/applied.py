@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from partita.parallel.pipeline.cut import Cut
+from partita.parallel.pipeline.cut import StageCut
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.blocks import Blocks
-from partita.parallel.tensor.functions import Entrance
-from partita.parallel.tensor.parameter import Part
+from partita.parallel.tensor.functions import CopyToTensorRanks
+from partita.parallel.tensor.parameter import TensorSharding
 from partita.plan.share import Share
 from partita.transforms.modules import ModuleTransforms
 
 
 @dataclass
-class Parallel:
+class AppliedParallelism:
     """Everything that the parallel axes changed in a model.
 
     Attributes:
@@ -23,18 +23,18 @@ class Parallel:
         notices: messages to log at the start.
         transforms: the changes to the modules.
         cut: where the stages of the pipeline begin; None without a pipeline.
-        entrance: the inputs of layers that are split over tensor ranks; None without tensor parallelism.
+        copy_input: the inputs of layers that are split over tensor ranks; None without tensor parallelism.
         stacks: the blocks that run on slices of the sequence, by the module that contains them.
         streams: the modules' streams of random numbers; None if they draw from torch's generators.
     """
 
     shares: dict[int, Share] = field(default_factory=dict)
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, TensorSharding] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     transforms: ModuleTransforms = field(default_factory=ModuleTransforms)
-    cut: Cut | None = None
-    entrance: Entrance | None = None
+    cut: StageCut | None = None
+    copy_input: CopyToTensorRanks | None = None
     stacks: list[Blocks] = field(default_factory=list)
     streams: RandomStreams | None = None
 

@@ -17,14 +17,14 @@ from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.sharding.pytree import tensors_in
 
 # The axes along which ranks get the same batch.
-SAMPLE_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)
+SAME_BATCH_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)
 # A check reads the inputs on the host and waits for all ranks: after the first forwards, only each EVERY-th is checked.
 NUM_FIRST, EVERY = 8, 64
 
 Fingerprint = tuple[str, tuple[int, ...], int]
 
 
-class SameSamples:
+class BatchCheck:
     """Comparison of the batches of the ranks of ``group``, whose coordinate on the data axis is ``data``."""
 
     def __init__(self, group: SeveralAxes, data: int) -> None:

@@ -8,9 +8,9 @@ from torch import nn
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.errors import ConfigError
-from partita.parallel.applied import Parallel
+from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import cut
-from partita.parallel.pipeline.off_stage import bring_back, forget, send_away
+from partita.parallel.pipeline.off_stage import restore, forget, mark_off_stage
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.plan.place import Place
 from partita.plan.residence import BF16, FP16
@@ -29,7 +29,7 @@ def schedule_of(resolved: Resolved) -> Schedule:
     return make_schedule(parallel.schedule, Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks))
 
 
-def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parallel) -> None:
+def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: AppliedParallelism) -> None:
     """Cut the model into stages, and mark the parameters that only other ranks store.
 
     Raises:
@@ -41,20 +41,20 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Parall
     parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
     own = mesh.coordinate("pipeline")
     full_precision = find_full_precision(model, resolved)
-    away = list[nn.Parameter]()
-    parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(away))
+    off_stage_params = list[nn.Parameter]()
+    parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(off_stage_params))
     for entry in find_all_parameters(model):
         ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(entry.param)]}))
         if own not in ranks:
             encoding = compute_encoding(entry, resolved, full_precision)
             is_half = resolved.config.precision.mode == "mixed" and encoding in (BF16, FP16)
-            send_away(entry.param, entry.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
-            away.append(entry.param)
+            mark_off_stage(entry.param, entry.fqns[0], mesh.device, dtype_of(encoding), is_half=is_half)
+            off_stage_params.append(entry.param)
         elif len(ranks) > 1:
             place = Place(tuple(entry.param.shape))
             parallel.shares[id(entry.param)] = Share(place, averaged=("tensor",), stages=ranks)
-    weakref.finalize(model, forget, [id(param) for param in away])
-    for stage in range(len(found.bounds) - 1):
+    weakref.finalize(model, forget, [id(param) for param in off_stage_params])
+    for stage in range(len(found.block_bounds) - 1):
         blocks = found.blocks_of(stage)
         block_names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
         parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {block_names}")
@@ -64,7 +64,7 @@ def _bring_back(params: Iterable[nn.Parameter]) -> None:
     """Turn parameters that only other stages hold back into ordinary ones, if they still have their values."""
     for param in params:
         if not param.is_meta:
-            bring_back(param)
+            restore(param)
 
 
 def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.off_stage import all_away
-from partita.parallel.pipeline.placeholder_output import StandIn
+from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.planner.group_units import find_blocks
 from partita.planner.parameters import find_all_parameters
 from partita.sharding.buffers import buffers_kept
@@ -22,24 +22,24 @@ KEY = "parallel.cut"
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """The division of a model into stages.
 
     Attributes:
         blocks: the names of the blocks, in the order in which the forward calls them.
-        bounds: stage ``s`` runs the blocks of ``range(bounds[s], bounds[s + 1])``.
+        block_bounds: stage ``s`` runs the blocks of ``range(block_bounds[s], block_bounds[s + 1])``.
         stages: for each parameter, by id, the stages that compute with it.
     """
 
     blocks: tuple[str, ...]
-    bounds: tuple[int, ...]
+    block_bounds: tuple[int, ...]
     stages: Mapping[int, tuple[int, ...]]
 
     def blocks_of(self, stage: int) -> tuple[str, ...]:
-        return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+        return self.blocks[self.block_bounds[stage] : self.block_bounds[stage + 1]]
 
 
-def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: torch.device) -> Cut:
+def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: torch.device) -> StageCut:
     """Cut a model into stages of about equal cost (elements of matrices), or before the blocks ``names``.
 
     Raises:
@@ -58,14 +58,14 @@ def cut(model: nn.Module, num_stages: int, names: Sequence[str] | None, device: 
         is_looked_up = any(isinstance(owner, nn.Embedding) for owner, _ in entry.owners)
         for position in reads[id(entry.param)][is_looked_up:]:  # an embedding multiplies nothing, a tied head does
             costs[max(position - 1, 0)] += _cost(entry.param)
-    bounds = _even(costs, num_stages) if names is None else _at(blocks, names, num_stages)
-    stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    block_bounds = _even(costs, num_stages) if names is None else _at(blocks, names, num_stages)
+    stage_of = [stage for stage, (start, stop) in enumerate(pairwise(block_bounds)) for _ in range(start, stop)]
     stages = dict[int, tuple[int, ...]]()
     for entry in entries:
         found = {stage_of[max(position - 1, 0)] for position in reads[id(entry.param)]}
         found |= {stage_of[at] for at, name in enumerate(blocks) if any(_inside(fqn, name) for fqn in entry.fqns)}
         stages[id(entry.param)] = tuple(sorted(found))
-    return Cut(blocks, bounds, stages)
+    return StageCut(blocks, block_bounds, stages)
 
 
 def _inside(fqn: str, module: str) -> bool:
@@ -159,7 +159,7 @@ class _RecordedBlock:
         self.module = module
         self._name = name
         self._order = order
-        self._placeholder = StandIn(module, name, device, lambda _: nullcontext())
+        self._placeholder = PlaceholderOutput(module, name, device, lambda _: nullcontext())
         self.runs = False
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[i
     return (0, *starts, len(blocks))
 
 
-def outside(model: nn.Module, blocks: Sequence[str], param_ids: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def modules_outside_blocks(model: nn.Module, blocks: Sequence[str], param_ids: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside the blocks that contain no block and own a parameter whose id is in ``param_ids``."""
     for name, module in model.named_modules():
         around = not name or any(_inside(block, name) for block in blocks)

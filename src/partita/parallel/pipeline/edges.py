@@ -17,8 +17,8 @@ from partita.errors import PartitaError
 from partita.memory.accelerator import readable
 from partita.memory.step_events import span
 from partita.parallel.pipeline.early_exit import Arguments
-from partita.parallel.pipeline.off_stage import Absent, arrived, is_missing
-from partita.parallel.pipeline.stage import bypasses
+from partita.parallel.pipeline.off_stage import OffStageTensor, received_value, is_missing
+from partita.parallel.pipeline.stage import missing_input_error
 
 PURPOSE = "pipeline"
 
@@ -96,8 +96,8 @@ class Edges:
         chosen = [arguments.leaves[at] for at in self._requested[form]]
         for leaf in chosen:
             if is_missing(leaf):
-                raise bypasses(leaf, f"'{reader}'")
-        values = [arrived(leaf) for leaf in chosen]
+                raise missing_input_error(leaf, f"'{reader}'")
+        values = [received_value(leaf) for leaf in chosen]
         handles = self.group.send([value.detach() for value in values], self._behind, "forward", PURPOSE)
         self._sent.append(list(handles))
         return [value for value in values if value.is_floating_point()]
@@ -194,4 +194,4 @@ def _strided_as(value: Tensor, like: Tensor) -> Tensor:
     """
     if value.stride() == like.stride():
         return value
-    return torch.empty_like(like._form, device=value.device).copy_(value) if isinstance(like, Absent) else value
+    return torch.empty_like(like._form, device=value.device).copy_(value) if isinstance(like, OffStageTensor) else value

@@ -1,7 +1,7 @@
 """Placeholders for tensors that depend on parameters of another pipeline stage.
 
 A stage runs the model's own forward. Before the stage's first block, tensors that depend on parameters of earlier
-stages are not computed: they have a shape, a dtype and a device, but no data (:class:`Absent`). After the value has
+stages are not computed: they have a shape, a dtype and a device, but no data (:class:`OffStageTensor`). After the value has
 been received, operations on the same tensor object use it.
 """
 
@@ -39,7 +39,7 @@ class Trial:
     is_over: bool = False
 
 
-class Absent(Tensor):
+class OffStageTensor(Tensor):
     """Placeholder for a tensor whose value depends on another stage.
 
     Attributes:
@@ -54,13 +54,13 @@ class Absent(Tensor):
     trial: "Trial | None"
 
     @staticmethod
-    def __new__(cls, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> "Absent":
+    def __new__(cls, form: Tensor, device: torch.device, origin: str, trial: "Trial | None" = None) -> "OffStageTensor":
         """Create a placeholder with the shape, strides and dtype of ``form``.
 
         Args:
             form: a tensor on ``meta``, or a tensor of zeros in a trial with data.
         """
-        placeholder: Absent = Tensor._make_wrapper_subclass(
+        placeholder: OffStageTensor = Tensor._make_wrapper_subclass(
             cls, form.shape, strides=form.stride(), dtype=form.dtype, device=device
         )
         placeholder._form = form
@@ -85,8 +85,8 @@ class Absent(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = () if is_access(func) else tree_leaves((args, kwargs))
-        if any(is_off_stage(leaf) or arrived(leaf) is not leaf for leaf in leaves):
-            args, kwargs = tree_map(lambda leaf: arrived(_read(leaf)), (args, kwargs))
+        if any(is_off_stage(leaf) or received_value(leaf) is not leaf for leaf in leaves):
+            args, kwargs = tree_map(lambda leaf: received_value(_read(leaf)), (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -96,7 +96,7 @@ class Absent(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OffStageTensor)]
         device, origin = found[0].device, found[0].origin
         trial = next((leaf.trial for leaf in found if leaf.trial is not None and not leaf.trial.is_over), None)
         has_data = trial is not None and trial.has_data
@@ -120,7 +120,7 @@ class Absent(Tensor):
         def wrapped(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return same[id(leaf)] if id(leaf) in same else Absent(leaf, device, origin, trial)
+            return same[id(leaf)] if id(leaf) in same else OffStageTensor(leaf, device, origin, trial)
 
         return tree_map(wrapped, output)
 
@@ -130,7 +130,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], or
     for at, argument in enumerate(func._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and isinstance(value, Tensor) and not isinstance(value, Absent):
+        if is_written and isinstance(value, Tensor) and not isinstance(value, OffStageTensor):
             raise DataNeededError(
                 f"{func} writes a value that depends on '{origin}', which another stage of the pipeline computes, into "
                 "a tensor of this stage: between the blocks, build the tensor by torch.cat, torch.where or another "
@@ -139,31 +139,31 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], or
 
 
 def _form_of(leaf: Any) -> Any:
-    if isinstance(leaf, Absent):
+    if isinstance(leaf, OffStageTensor):
         leaf = leaf._form
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _with_data(leaf: Any) -> Any:
-    if not isinstance(leaf, Absent):
+    if not isinstance(leaf, OffStageTensor):
         return leaf
     return torch.zeros_like(leaf._form, device=leaf.device) if leaf._form.is_meta else leaf._form
 
 
-def arrived(leaf: Any) -> Any:
+def received_value(leaf: Any) -> Any:
     """Return the received value of a placeholder. Return anything else unchanged."""
-    return leaf if not isinstance(leaf, Absent) or leaf.value is None else leaf.value
+    return leaf if not isinstance(leaf, OffStageTensor) or leaf.value is None else leaf.value
 
 
 def is_missing(value: object) -> bool:
     """Return whether this is a placeholder whose value has not been received."""
-    return isinstance(value, Absent) and value.value is None
+    return isinstance(value, OffStageTensor) and value.value is None
 
 
-def without_data(tensor: Tensor, origin: str) -> Absent:
+def without_data(tensor: Tensor, origin: str) -> OffStageTensor:
     """Return a placeholder with the shape, dtype and device of a tensor."""
-    form = _form_of(tensor) if isinstance(tensor, Absent) else torch.empty_like(tensor, device="meta")
-    return Absent(form, tensor.device, origin)
+    form = _form_of(tensor) if isinstance(tensor, OffStageTensor) else torch.empty_like(tensor, device="meta")
+    return OffStageTensor(form, tensor.device, origin)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ def _read(leaf: Any) -> Any:
     known.on_read(leaf)
     with torch._C.DisableTorchFunctionSubclass():
         form = torch.empty_like(leaf, device="meta", dtype=known.read_dtype, requires_grad=False)
-    return Absent(form, known.device, known.name)
+    return OffStageTensor(form, known.device, known.name)
 
 
-def send_away(
+def mark_off_stage(
     param: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None = None, *, is_half: bool = False
 ) -> None:
     """Mark a parameter as stored by other stages only. It keeps its values, which can still be sent to those stages.
@@ -252,8 +252,8 @@ def send_away(
     param.__class__ = AbsentParameter
 
 
-def bring_back(param: nn.Parameter) -> None:
-    """Undo :func:`send_away`, for a parameter that still has its values."""
+def restore(param: nn.Parameter) -> None:
+    """Undo :func:`mark_off_stage`, for a parameter that still has its values."""
     param.__class__ = _known.pop(id(param)).kind
 
 
@@ -272,10 +272,10 @@ def all_away(
     """
     marked = [(name, param) for name, param in module.named_parameters() if not is_off_stage(param)]
     for name, param in marked:
-        send_away(param, name, device, is_half=isinstance(param, HalfParameter))
+        mark_off_stage(param, name, device, is_half=isinstance(param, HalfParameter))
         _known[id(param)].on_read = on_read
     try:
         yield
     finally:
         for _, param in marked:
-            bring_back(param)
+            restore(param)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
-from partita.parallel.pipeline.off_stage import Absent, DataNeededError, Trial, all_away, without_data
+from partita.parallel.pipeline.off_stage import OffStageTensor, DataNeededError, Trial, all_away, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
 
 Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 
-class StandIn:
+class PlaceholderOutput:
     """Replacement for the forward of a module that another stage runs.
 
     The shapes and dtypes of the output are found by running the module without data, once for each combination of
@@ -44,7 +44,7 @@ class StandIn:
         return without_data(tensor, self._name)._form
 
     def _placeholder_for(self, form: Tensor) -> Tensor:
-        return Absent(form, self._device, self._name)
+        return OffStageTensor(form, self._device, self._name)
 
     def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -65,7 +65,7 @@ class StandIn:
             if not tensor.is_floating_point():
                 return tensor
             form = without_data(tensor, self._name)._form
-            return Absent(
+            return OffStageTensor(
                 torch.zeros_like(form, device=tensor.device) if trial.has_data else form,
                 tensor.device,
                 self._name,
@@ -95,7 +95,7 @@ def _key(value: Any) -> Any:
     if value is None or kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        own = value._form if isinstance(value, Absent) else value  # a plain tensor, read without __torch_function__
+        own = value._form if isinstance(value, OffStageTensor) else value  # a plain tensor, read without __torch_function__
         return own.shape, own.dtype
     if kind is dict or isinstance(value, Mapping):
         return tuple([(key, _key(item)) for key, item in value.items()])

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.memory import accelerator
-from partita.parallel.applied import Parallel
-from partita.parallel.pipeline.cut import outside
+from partita.parallel.applied import AppliedParallelism
+from partita.parallel.pipeline.cut import modules_outside_blocks
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.edges import Arrival, Edges
-from partita.parallel.pipeline.off_stage import Absent, is_missing
-from partita.parallel.pipeline.placeholder_output import StandIn
+from partita.parallel.pipeline.off_stage import OffStageTensor, is_missing
+from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Stages, StandsIn, bypasses
-from partita.parallel.pipeline.weights import WeightGradients
+from partita.parallel.pipeline.stage import Stages, MakePlaceholder, missing_input_error
+from partita.parallel.pipeline.deferred_gradients import WeightGradients
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.off_stage import is_off_stage
 from partita.sharding.hooks import EarlyOutput
@@ -48,7 +48,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        parallel: Parallel,
+        parallel: AppliedParallelism,
         schedule: Schedule,
         collectives: Collectives,
         early_output: EarlyOutput,
@@ -65,10 +65,10 @@ class Pipeline:
         self.weights = weights
         if (cut := parallel.cut) is not None:
             held = {id(param) for param in model.parameters() if not is_off_stage(param)}
-            around = dict(outside(model, cut.blocks, held))
-            stand_in = partial(_stand_in, parallel, device)
+            around = dict(modules_outside_blocks(model, cut.blocks, held))
+            placeholder = partial(_placeholder, parallel, device)
             changes = parallel.transforms.at(Order.STAGE)
-            self._stages = Stages(model, cut.blocks, around, stand_in, EarlyExit(early_output), changes)
+            self._stages = Stages(model, cut.blocks, around, placeholder, EarlyExit(early_output), changes)
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
             self._gradients_before = dict(gradients_before(schedule, numbers))
@@ -106,7 +106,7 @@ class Pipeline:
             return call()
         edges, kept = self._edges[action.chunk], _Kept()
         training = self._model.training
-        start, stop = self._cut.bounds[edges.stage : edges.stage + 2]
+        start, stop = self._cut.block_bounds[edges.stage : edges.stage + 2]
 
         def receive(arguments: Arguments, missing: Sequence[int]) -> list[Tensor]:
             values, kept.arrivals = edges.receive(arguments, missing, training)
@@ -130,8 +130,8 @@ class Pipeline:
         Raises:
             PartitaError: it depends on a value of another stage.
         """
-        if isinstance(loss, Absent) and is_missing(loss):
-            raise bypasses(loss, "the loss")
+        if isinstance(loss, OffStageTensor) and is_missing(loss):
+            raise missing_input_error(loss, "the loss")
 
     # ------------------------------------------------------------------------ backward
 
@@ -197,7 +197,7 @@ def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tupl
                     yield Action(Work.FORWARD, action.micro, chunk), num
 
 
-def _stand_in(parallel: Parallel, device: torch.device, module: nn.Module, name: str) -> StandsIn:
-    stand_in = StandIn(module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE))
+def _placeholder(parallel: AppliedParallelism, device: torch.device, module: nn.Module, name: str) -> MakePlaceholder:
+    placeholder = PlaceholderOutput(module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE))
     stack = next((stack for stack in parallel.stacks if module in stack.blocks.values()), None)
-    return stand_in if stack is None else partial(stack.pass_by, module, stand_in)
+    return placeholder if stack is None else partial(stack.placeholder_output, module, placeholder)

@@ -14,18 +14,18 @@ from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
-from partita.parallel.pipeline.off_stage import Absent, DataNeededError, arrived, is_missing
+from partita.parallel.pipeline.off_stage import OffStageTensor, DataNeededError, received_value, is_missing
 from partita.sharding.hooks import call_within_hooks
 from partita.transforms.modules import Level
 
 # Returns the placeholder output of a module that is not run here, for its args and kwargs.
-StandsIn = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+MakePlaceholder = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 # Receives what a block lacks: called with its arguments, and the indices of the missing leaves.
 Receive = Callable[[Arguments, Sequence[int]], Sequence[Tensor]]
 
 
 @dataclass
-class Passage:
+class StageForward:
     """One forward, for the stage of the blocks ``[start, stop)``.
 
     Attributes:
@@ -39,7 +39,7 @@ class Passage:
     position: int = 0
 
     @property
-    def between_own(self) -> bool:
+    def outside_is_own(self) -> bool:
         """True if the code that now runs outside blocks belongs to this stage."""
         return self.position > self.start or self.start == 0
 
@@ -50,7 +50,7 @@ class Stages:
     Args:
         blocks: the names of the blocks, in the order of the forward.
         outside: other modules with parameters that this rank holds, by name.
-        stand_in: returns, for a module and its name, the function that makes its placeholder output.
+        placeholder: returns, for a module and its name, the function that makes its placeholder output.
         early_exit: ends forwards that continue on the next stage.
         changes: wraps the modules' calls.
     """
@@ -60,19 +60,19 @@ class Stages:
         model: nn.Module,
         blocks: Sequence[str],
         outside: Mapping[str, nn.Module],
-        stand_in: Callable[[nn.Module, str], StandsIn],
+        placeholder: Callable[[nn.Module, str], MakePlaceholder],
         early_exit: EarlyExit,
         changes: Level,
     ) -> None:
         self.blocks = blocks
         self.early_exit = early_exit
-        self.passage: Passage | None = None
+        self.stage_forward: StageForward | None = None
         modules = dict(model.named_modules())
         stands: list[tuple[nn.Module, str, int | None]]
         stands = [(modules[name], name, index) for index, name in enumerate(blocks)]
         stands += [(module, name, None) for name, module in outside.items()]
         for module, name, index in stands:
-            changes.wrap_call(module, _Call(index, self, module, stand_in(module, name), name))
+            changes.wrap_call(module, _Call(index, self, module, placeholder(module, name), name))
 
     def forward(self, start: int, stop: int, call: Callable[[], Any], receive: Receive) -> Any:
         """Run ``call``, a forward of the model, for the stage of the blocks ``[start, stop)``.
@@ -83,11 +83,11 @@ class Stages:
         Raises:
             PartitaError: the forward calls its blocks in another order than expected.
         """
-        self.passage = Passage(start, stop, receive)
+        self.stage_forward = StageForward(start, stop, receive)
         try:
             output = self.early_exit.run(call)
         finally:
-            self.passage = None
+            self.stage_forward = None
         if stop < len(self.blocks) and not isinstance(output, Arguments):
             raise PartitaError(
                 f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
@@ -99,30 +99,30 @@ class Stages:
 class _Call:
     """Wrapper of a module's call, outside the module's hooks. ``index``: the block's, or None for other modules."""
 
-    def __init__(self, index: int | None, stages: Stages, module: nn.Module, stand_in: StandsIn, name: str) -> None:
+    def __init__(self, index: int | None, stages: Stages, module: nn.Module, placeholder: MakePlaceholder, name: str) -> None:
         self._index = index
         self._stages = stages
         self._module = module
-        self._stand_in = stand_in
+        self._placeholder = placeholder
         self._name = name
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        passage, index = self._stages.passage, self._index
-        if passage is None:
+        stage_forward, index = self._stages.stage_forward, self._index
+        if stage_forward is None:
             raise PartitaError(
                 f"'{self._name}' was called outside engine.train_batch and engine.eval_batch: under parallel.pipeline "
                 "no rank has the whole model; feed it by these"
             )
         if index is None:
-            return own(*args, **kwargs) if passage.between_own else self._pass(args, kwargs)
-        if index < passage.position or passage.position <= passage.stop < index:
-            raise self._out_of_order(passage.position, index)
-        passage.position = index + 1
-        if index == passage.stop:
+            return own(*args, **kwargs) if stage_forward.outside_is_own else self._pass(args, kwargs)
+        if index < stage_forward.position or stage_forward.position <= stage_forward.stop < index:
+            raise self._out_of_order(stage_forward.position, index)
+        stage_forward.position = index + 1
+        if index == stage_forward.stop:
             self._stages.early_exit.leave(Arguments.of(args, kwargs))
-        if index < passage.start:
+        if index < stage_forward.start:
             return self._pass(args, kwargs)
-        return self._call(own, passage, Arguments.of(args, kwargs))
+        return self._call(own, stage_forward, Arguments.of(args, kwargs))
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the placeholder output of a module that another stage runs.
@@ -130,30 +130,30 @@ class _Call:
         Hooks may store the output or change its form. A hook that reads values has no effect here; it runs on the other
         stage.
         """
-        return call_within_hooks(self._module, self._stand_in, args, kwargs, ignored=DataNeededError)
+        return call_within_hooks(self._module, self._placeholder, args, kwargs, ignored=DataNeededError)
 
-    def _call(self, own: Callable[..., Any], passage: Passage, arguments: Arguments) -> Any:
+    def _call(self, own: Callable[..., Any], stage_forward: StageForward, arguments: Arguments) -> Any:
         """Run a block of this stage, with the arguments that arrive for it.
 
         Raises:
             PartitaError: an argument depends on another stage, and does not arrive.
         """
         leaves = arguments.leaves
-        if self._index == passage.start:
+        if self._index == stage_forward.start:
             lacking = [at for at, leaf in enumerate(leaves) if is_missing(leaf)]
-            if lacking and passage.start == 0:  # no stage would send it
+            if lacking and stage_forward.start == 0:  # no stage would send it
                 raise PartitaError(
                     f"parallel.pipeline: the input of '{self._name}', the first block, depends on parameters that the "
                     "first stage does not hold: a module that the forward calls before its blocks is registered after "
                     "them; register it before them, in the order of the calls"
                 )
             if lacking:
-                for at, value in zip(lacking, passage.receive(arguments, lacking), strict=True):
+                for at, value in zip(lacking, stage_forward.receive(arguments, lacking), strict=True):
                     leaves[at].value = value
-        args, kwargs = tree_unflatten([arrived(leaf) for leaf in leaves], arguments.spec)
+        args, kwargs = tree_unflatten([received_value(leaf) for leaf in leaves], arguments.spec)
         for leaf in leaves:
             if is_missing(leaf):
-                raise bypasses(leaf, f"'{self._name}'")
+                raise missing_input_error(leaf, f"'{self._name}'")
         return own(*args, **kwargs)
 
     def _out_of_order(self, position: int, index: int) -> PartitaError:
@@ -171,7 +171,7 @@ class _Call:
         )
 
 
-def bypasses(value: Absent, reader: str) -> PartitaError:
+def missing_input_error(value: OffStageTensor, reader: str) -> PartitaError:
     """Return the error about a value of another stage that ``reader`` needs and that is not sent."""
     return PartitaError(
         f"{reader} needs a value that depends on '{value.origin}', which is on an earlier stage of the pipeline, and "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
-from partita.parallel.logits import slice_of
+from partita.parallel.sharded_logits import slice_of
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.biases import follow_biases
 from partita.parallel.sequence.blocks import Blocks

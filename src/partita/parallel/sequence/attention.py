@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partita.errors import PartitaError
 from partita.parallel.dot_product import DotProduct, InPlaceOfDotProducts
-from partita.parallel.sequence.choose import HEADS, KEYS, Sizes, choose
+from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, Sizes, choose
 from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
@@ -65,12 +65,12 @@ def running() -> Slices | None:
     return _running.get()
 
 
-def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False, scale: float | None = None) -> Tensor:
+def attend(call: Call, slices: Slices, own: Attend, *, needs_all_heads: bool = False, scale: float | None = None) -> Tensor:
     """Compute attention for a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
 
     Args:
         own: the model's own attention function; it is called with the exchanged tensors.
-        whole_heads: the function reads other tensors by head, which are not in the call.
+        needs_all_heads: the function reads other tensors by head, which are not in the call.
         scale: the scale of the scores if the function is ``softmax(scores) @ value``; None if it does more.
 
     Raises:
@@ -86,10 +86,10 @@ def attend(call: Call, slices: Slices, own: Attend, *, whole_heads: bool = False
         )
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
-    way = choose(sizes, whole_heads=whole_heads, ring=scale is not None)
-    if way == HEADS:
+    way = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)
+    if way == ALL_TO_ALL:
         return by_heads(call, slices, own, sizes)
-    if way == KEYS:
+    if way == GATHER_KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
         return own(_for_own_queries(replace(call, key=key, value=value), slices))
     assert scale is not None
@@ -221,7 +221,7 @@ class _TransformersAttention:
         if across:
             return attention(_for_own_queries(call, slices)).transpose(1, 2).contiguous(), None
         more = any(isinstance(other, Tensor) for other in others.values()) or hasattr(module, "sinks")
-        mixed = attend(call, slices, attention, whole_heads=more, scale=None if more or bias is not None else scale)
+        mixed = attend(call, slices, attention, needs_all_heads=more, scale=None if more or bias is not None else scale)
         return mixed.transpose(1, 2).contiguous(), None
 
     def _own(self, module: nn.Module) -> Callable[..., Any]:

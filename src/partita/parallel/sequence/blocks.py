@@ -26,7 +26,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 
 # Called before a block's first call, with the blocks, the block, and its args and kwargs.
-BeforeFirst = Callable[["Blocks", nn.Module, Any, Any], None]
+OnFirstCall = Callable[["Blocks", nn.Module, Any, Any], None]
 
 
 class Blocks:
@@ -51,7 +51,7 @@ class Blocks:
         self._first, *_ = blocks.values()
         *_, self._last = blocks.values()
         self.slices: Slices | None = None  # of the last forward
-        self.before_first: BeforeFirst | None = None
+        self.on_first_call: OnFirstCall | None = None
         self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
         self._sliced = dict[tuple[int, int], tuple[Tensor, Tensor]]()  # in this forward: a tensor, and its slice
@@ -83,8 +83,8 @@ class Blocks:
         slices = self._slices_of_call(module, hidden, name)
         if id(module) not in self._called:
             self._called.add(id(module))
-            if self.before_first is not None:
-                self.before_first(self, module, args, kwargs)
+            if self.on_first_call is not None:
+                self.on_first_call(self, module, args, kwargs)
                 self._sliced.clear()  # slices made by the check have no gradient
         return self.cut(module, (args, kwargs), slices)
 
@@ -136,15 +136,15 @@ class Blocks:
             self._sliced[key] = tensor, enter(tensor, dim, slices)
         return self._sliced[key][1]
 
-    def pass_by(self, block: nn.Module, stand_in: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def placeholder_output(self, block: nn.Module, placeholder: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the placeholder output of a block that another pipeline stage runs.
 
-        ``stand_in(args, kwargs)`` returns it for all positions. The result has only this rank's positions, except after
+        ``placeholder(args, kwargs)`` returns it for all positions. The result has only this rank's positions, except after
         the last block.
         """
         hidden = hidden_in((args, kwargs))
         if not self.are_on or hidden is None:
-            return stand_in(args, kwargs)
+            return placeholder(args, kwargs)
         slices = self._slices_of_call(block, hidden, self.name(block))
 
         def whole(tensor: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ class Blocks:
             is_whole = _is_hidden_states(tensor) and tensor.shape[1] == slices.length
             return slices.take(tensor, 1).clone() if is_whole else tensor
 
-        output = stand_in(*(map_tensors(given, whole) for given in (args, kwargs)))
+        output = placeholder(*(map_tensors(given, whole) for given in (args, kwargs)))
         return output if block is self._last else map_tensors(output, own)
 
-    def forget(self) -> None:
+    def drop_slices(self) -> None:
         """Drop the cached slices of a forward in which another rank runs the last block."""
         self._sliced.clear()
 

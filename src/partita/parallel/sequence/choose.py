@@ -12,9 +12,9 @@ from functools import cached_property
 
 from partita.plan.place import even
 
-HEADS, KEYS, BLOCKS, RING = "heads", "keys", "blocks", "ring"
+ALL_TO_ALL, GATHER_KEYS, GATHER_BLOCKS, RING = "heads", "keys", "blocks", "ring"
 # The largest size of the gathered keys and values of one attention on a rank. Each layer keeps them for backward.
-MOST_GATHERED_BYTES = 1 << 30
+MAX_GATHERED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Sizes:
             if backward:
                 return (length * whole * (self.itemsize + 4),) * num
             return tuple((length - self.positions[(rank + 1) % num]) * whole * self.itemsize for rank in range(num))
-        if method in (KEYS, BLOCKS):
+        if method in (GATHER_KEYS, GATHER_BLOCKS):
             read = self._read_from_others
             counts = [sum(of_rank) for of_rank in (read if backward else zip(*read, strict=True))]
             return tuple(count * self.key_heads * per_position // self.batch for count in counts)
@@ -101,21 +101,21 @@ def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
 
 
 def choose(
-    sizes: Sizes, *, whole_heads: bool = False, ring: bool = True, most_gathered_bytes: int = MOST_GATHERED_BYTES
+    sizes: Sizes, *, needs_all_heads: bool = False, ring: bool = True, max_gathered_bytes: int = MAX_GATHERED_BYTES
 ) -> str:
     """Return the method that fits and sends fewer bytes.
 
-    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (:data:`BLOCKS` with a sparse pattern) needs memory for
+    :data:`ALL_TO_ALL` needs a query head for each rank. :data:`GATHER_KEYS` (:data:`GATHER_BLOCKS` with a sparse pattern) needs memory for
     the gathered keys and values. :data:`RING` is chosen if neither fits.
 
     Args:
-        whole_heads: each rank needs all heads, because the attention reads other tensors by head.
+        needs_all_heads: each rank needs all heads, because the attention reads other tensors by head.
         ring: attention can be accumulated over pieces of the keys. If not, and the heads cannot be split, keys are
             gathered at any size.
     """
-    heads_fit = sizes.heads >= len(sizes.positions) and not whole_heads
-    keys_fit = sizes.gathered_bytes <= most_gathered_bytes or not (ring or heads_fit)
-    keys = KEYS if sizes.reads is None else BLOCKS
+    heads_fit = sizes.heads >= len(sizes.positions) and not needs_all_heads
+    keys_fit = sizes.gathered_bytes <= max_gathered_bytes or not (ring or heads_fit)
+    keys = GATHER_KEYS if sizes.reads is None else GATHER_BLOCKS
     if heads_fit and keys_fit:
-        return keys if sum(sizes.sent_bytes(keys)) < sum(sizes.sent_bytes(HEADS)) else HEADS
-    return HEADS if heads_fit else keys if keys_fit else RING
+        return keys if sum(sizes.sent_bytes(keys)) < sum(sizes.sent_bytes(ALL_TO_ALL)) else ALL_TO_ALL
+    return ALL_TO_ALL if heads_fit else keys if keys_fit else RING

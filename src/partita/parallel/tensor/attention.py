@@ -176,7 +176,7 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
                 splitter.decide(child, "copies, on own heads; gradients summed", by)
     _use_copies(splitter, module)
     own = heads.queries_of(rank)
-    changes.wrap_forward(module, DropsParts(module, splitter.entrance, own, heads.queries, heads=True))
+    changes.wrap_forward(module, DropsParts(module, splitter.copy_input, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
     splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
 

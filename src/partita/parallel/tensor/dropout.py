@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from partita.parallel.random import rank_specific_rng
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.linear import Ranges
 
 
@@ -28,9 +28,9 @@ class DropsParts:
         heads: heads are split (dim 1 of four), not features (the last dim).
     """
 
-    def __init__(self, module: nn.Module, entrance: Entrance, own: Ranges, num: int, *, heads: bool) -> None:
+    def __init__(self, module: nn.Module, copy_input: CopyToTensorRanks, own: Ranges, num: int, *, heads: bool) -> None:
         self._module = module
-        self._entrance = entrance
+        self._copy_input = copy_input
         self._num = num
         self._heads = heads
         ((self._start, self._stop),) = own
@@ -43,7 +43,7 @@ class DropsParts:
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Apply ``F.dropout`` to a full tensor, or to this rank's slice of one."""
-        if not (training and p > 0 and self._entrance.in_part):
+        if not (training and p > 0 and self._copy_input.in_part):
             return F.dropout(x, p, training, inplace)
         dim = 1 if self._heads else x.dim() - 1
         is_split = x.dim() == 4 or not self._heads
@@ -57,7 +57,7 @@ class DropsParts:
 
     def own_rng(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which each tensor rank draws different random numbers."""
-        return rank_specific_rng(f"tensor {self._entrance.group.index}", device)
+        return rank_specific_rng(f"tensor {self._copy_input.group.index}", device)
 
 
 def _probability_names(module: nn.Module) -> list[str]:

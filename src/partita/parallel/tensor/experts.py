@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.tensor.functions import Entrance, enter, leave
+from partita.parallel.tensor.functions import CopyToTensorRanks, enter, leave
 from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
 from partita.plan.place import even
@@ -44,7 +44,7 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
     for name in _WIDTH:
         if getattr(module, name, None) == width:
             splitter.changes.set_attribute(module, name, high - low)
-    splitter.changes.wrap_forward(module, Experts(splitter.entrance, splitter.own_parts(module)))
+    splitter.changes.wrap_forward(module, Experts(splitter.copy_input, splitter.own_parts(module)))
     sizes = "+".join(str(stop - start) for start, stop in cuts)
     splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
     return True
@@ -53,8 +53,8 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
 class Experts:
     """Wrapper of ``forward(hidden, chosen experts, their weights)`` that sums the partial outputs of the ranks."""
 
-    def __init__(self, entrance: Entrance, own: OwnParts) -> None:
-        self._group = entrance.group
+    def __init__(self, copy_input: CopyToTensorRanks, own: OwnParts) -> None:
+        self._group = copy_input.group
         self._own = own
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:

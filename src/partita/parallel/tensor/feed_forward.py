@@ -47,7 +47,7 @@ class FeedForward:
 def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
     """Make dropout between the layers of ``module`` use this rank's slice of the mask of all ``width`` features."""
     own = (even(width, splitter.size)[splitter.rank],)
-    forward = DropsParts(module, splitter.entrance, own, width, heads=False)
+    forward = DropsParts(module, splitter.copy_input, own, width, heads=False)
     splitter.changes.wrap_forward(module, forward)
 
 

@@ -107,7 +107,7 @@ def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     return out
 
 
-class Entrance:
+class CopyToTensorRanks:
     """Function f that is applied only once to an input of several consecutive layers (query, key and value projections;
     gate and up projections). Their gradients are accumulated before they are summed over the ranks.
 

@@ -9,7 +9,7 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.parallel.tensor.functions import Entrance, gathered, leave, own_slice
+from partita.parallel.tensor.functions import CopyToTensorRanks, gathered, leave, own_slice
 from partita.parallel.tensor.parameter import OwnParts
 
 Forward = Callable[..., Tensor]
@@ -98,19 +98,19 @@ class Column(LinearForward):
     def __init__(
         self,
         module: nn.Module,
-        entrance: Entrance,
+        copy_input: CopyToTensorRanks,
         own: OwnParts,
         sizes: tuple[int, ...] | None = None,
         chosen: Tensor | None = None,
     ) -> None:
         super().__init__(module, own, Product(module, own, chosen))
-        self._entrance = entrance
+        self._copy_input = copy_input
         self._sizes = sizes
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
-        y = self.product(self._entrance(x))
-        self._entrance.in_part = self._sizes is None
-        return y if self._sizes is None else gathered(y, self._entrance.group, self._sizes)
+        y = self.product(self._copy_input(x))
+        self._copy_input.in_part = self._sizes is None
+        return y if self._sizes is None else gathered(y, self._copy_input.group, self._sizes)
 
 
 class Row(LinearForward):
@@ -122,15 +122,15 @@ class Row(LinearForward):
     """
 
     def __init__(
-        self, module: nn.Module, entrance: Entrance, own: OwnParts, sizes: tuple[int, ...], *, splits: bool
+        self, module: nn.Module, copy_input: CopyToTensorRanks, own: OwnParts, sizes: tuple[int, ...], *, splits: bool
     ) -> None:
         super().__init__(module, own, Product(module, own, biased=False))
-        self._entrance = entrance
+        self._copy_input = copy_input
         self._sizes = sizes
         self._splits = splits
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
-        group, self._entrance.in_part = self._entrance.group, False
+        group, self._copy_input.in_part = self._copy_input.group, False
         if self._splits:
             x = own_slice(x, group, self._sizes)
         y = leave(self.product(x), group)

@@ -43,7 +43,7 @@ _IN_PLACE = frozenset(
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSharding:
     """The sharding of a parameter over the ranks of ``group``: rank ``r`` has ``places[r]`` of it.
 
     If ``places`` is None, each rank has a copy of the parameter, and its gradient is the sum of the ranks' partial
@@ -84,7 +84,7 @@ class Part:
 
 class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, local: Tensor, part: TensorSharding) -> Tensor:
         ctx.part, places, group = part, part.places, part.group
         assert places is not None
         whole = torch.empty(places[0].shape, dtype=local.dtype, device=local.device)
@@ -101,7 +101,7 @@ class _GatherShards(torch.autograd.Function):
 
 class _TakeShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, part: TensorSharding) -> Tensor:
         ctx.part = part
         assert part.places is not None
         return part.places[part.group.index].take(whole)
@@ -117,7 +117,7 @@ class _ViewOfFull(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, param: Tensor, part: TensorSharding) -> Tensor:
         ctx.part = part
         return param.view_as(param)
 
@@ -128,7 +128,7 @@ class _ViewOfFull(torch.autograd.Function):
 
 class _FromCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, local: Tensor, part: TensorSharding) -> Tensor:
         ctx.group = part.group
         return local.view_as(local)
 
@@ -163,7 +163,7 @@ class _Known:
 
     name: str
     kind: type[nn.Parameter]
-    part: Part
+    part: TensorSharding
     mesh: Mesh
     closed: bool = False
 
@@ -404,7 +404,7 @@ def check_hooks(param: nn.Parameter, name: str) -> None:
 class SplitParameters:
     """The parameters that are split over the tensor ranks. Their classes are replaced until the engine is closed."""
 
-    def __init__(self, members: Iterable[Member], parts: Mapping[int, Part], mesh: Mesh) -> None:
+    def __init__(self, members: Iterable[Member], parts: Mapping[int, TensorSharding], mesh: Mesh) -> None:
         self._members = [member for member in members if id(member.param) in parts]
         for member in self._members:
             param = member.param
@@ -448,7 +448,7 @@ class OwnParts(AbstractContextManager[None]):
         parts: by the names of the parameters in the module.
     """
 
-    def __init__(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
+    def __init__(self, module: nn.Module, parts: Mapping[str, TensorSharding]) -> None:
         self._params = module._parameters
         self._parts = parts
         self._replaced = list[list[tuple[str, Tensor, type]]]()

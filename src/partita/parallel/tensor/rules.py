@@ -1,7 +1,7 @@
 """Rules that decide how each module is split over the tensor ranks. The first rule that matches a module decides.
 
 1. ``parallel.tensor_rules`` of the config. 2. A table of classes. 3. The model's own plan (``tp_plan`` of
-transformers). 4. Layers that are found by their shapes and pass a check (:mod:`partita.parallel.tensor.proof`). 5. Any
+transformers). 4. Layers that are found by their shapes and pass a check (:mod:`partita.parallel.tensor.split_check`). 5. Any
 other linear layer: its outputs are split and then gathered, which shards its parameters and optimizer states whatever
 the surrounding code does.
 """
@@ -18,7 +18,7 @@ from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separat
 from partita.parallel.tensor.experts import are_experts, split_experts
 from partita.parallel.tensor.feed_forward import drop_parts, known_feed_forward, like_feed_forward
 from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
-from partita.parallel.tensor.proof import stands_proof
+from partita.parallel.tensor.split_check import stands_proof
 from partita.parallel.tensor.splitter import Splitter
 from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
 from partita.planner.group_units import modules_like

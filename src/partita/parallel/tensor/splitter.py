@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.parallel.applied import Parallel
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.applied import AppliedParallelism
+from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_outputs, output_dim
-from partita.parallel.tensor.parameter import OwnParts, Part
+from partita.parallel.tensor.parameter import OwnParts, TensorSharding
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 from partita.transforms.modules import Order
@@ -27,20 +27,20 @@ class Decision:
 
 
 class Splitter:
-    """Splits the modules of a model over the ranks of ``entrance.group``, and records the decisions.
+    """Splits the modules of a model over the ranks of ``copy_input.group``, and records the decisions.
 
     Attributes:
         names: the names of the modules, by id.
         decisions: by the module's name; at most one per module.
     """
 
-    def __init__(self, model: nn.Module, entrance: Entrance, parallel: Parallel) -> None:
+    def __init__(self, model: nn.Module, copy_input: CopyToTensorRanks, parallel: AppliedParallelism) -> None:
         self.model = model
-        self.entrance = entrance
+        self.copy_input = copy_input
         self.parallel = parallel
         self.changes = parallel.transforms.at(Order.TENSOR)
-        self.size = entrance.group.size
-        self.rank = entrance.group.index
+        self.size = copy_input.group.size
+        self.rank = copy_input.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
         self.decisions = dict[str, Decision]()
         self._num_owners = _count_owners(model)
@@ -72,12 +72,12 @@ class Splitter:
         """Shard a parameter: rank ``r`` gets the ranges ``ranges[r]`` of ``dim``."""
         places = tuple(Place(tuple(param.shape), dim, of_rank) for of_rank in ranges)
         self._share(param, place=places[self.rank], averaged=())
-        self.parallel.parts[id(param)] = Part(self.entrance.group, places)
+        self.parallel.parts[id(param)] = TensorSharding(self.copy_input.group, places)
 
     def sum_copies(self, param: nn.Parameter) -> None:
         """Keep a copy of a parameter on every rank. Its gradient is the sum of the ranks' partial gradients."""
         self._share(param, averaged=(), summed=(TENSOR,))
-        self.parallel.parts[id(param)] = Part(self.entrance.group)
+        self.parallel.parts[id(param)] = TensorSharding(self.copy_input.group)
 
     def own_parts(self, module: nn.Module) -> OwnParts:
         """Return the context in which the module computes with this rank's shards of its parameters."""
@@ -115,7 +115,7 @@ class Splitter:
             for param in module.parameters(recurse=False):
                 self.sum_copies(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
-        forward = Column(module, self.entrance, self.own_parts(module), sizes if gathers else None, chosen)
+        forward = Column(module, self.copy_input, self.own_parts(module), sizes if gathers else None, chosen)
         self.changes.wrap_forward(module, forward)
         self.decide(module, split + ", gathered" * gathers, by)
 
@@ -130,7 +130,7 @@ class Splitter:
         given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
         sizes = tuple(length(part) for part in given)
         self.cut(module.get_parameter("weight"), 1 - output_dim(module), given)
-        self.changes.wrap_forward(module, Row(module, self.entrance, self.own_parts(module), sizes, splits=splits))
+        self.changes.wrap_forward(module, Row(module, self.copy_input, self.own_parts(module), sizes, splits=splits))
         self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
-from partita.parallel.logits import Split, SplitLogits, Vocabulary, split_logits
-from partita.parallel.tensor.functions import Entrance, leave
+from partita.parallel.sharded_logits import Split, ShardedLogits, Vocabulary, split_logits
+from partita.parallel.tensor.functions import CopyToTensorRanks, leave
 from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
@@ -75,13 +75,13 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             if padding is not None:
                 here = start <= padding < stop
                 splitter.changes.set_attribute(module, "padding_idx", padding - start if here else None)
-            forward: Embedding | Head = Embedding(splitter.entrance, splitter.own_parts(module), (start, stop), num)
+            forward: Embedding | Head = Embedding(splitter.copy_input, splitter.own_parts(module), (start, stop), num)
             split += ", outputs summed"
         else:
             if (bias := module._parameters.get("bias")) is not None:
                 splitter.cut(bias, 0, ranges)
             forward = Head(
-                module, splitter.entrance, splitter.own_parts(module), Vocabulary(splitter.entrance.group, mesh, sizes)
+                module, splitter.copy_input, splitter.own_parts(module), Vocabulary(splitter.copy_input.group, mesh, sizes)
             )
             split += ", loss computed from slices"
         splitter.changes.wrap_forward(module, forward)
@@ -95,8 +95,8 @@ class Embedding:
     every rank.
     """
 
-    def __init__(self, entrance: Entrance, own: OwnParts, rows: tuple[int, int], num: int) -> None:
-        self._group = entrance.group
+    def __init__(self, copy_input: CopyToTensorRanks, own: OwnParts, rows: tuple[int, int], num: int) -> None:
+        self._group = copy_input.group
         self._own = own
         (self._start, self._stop) = rows
         self._num = num
@@ -111,10 +111,10 @@ class Embedding:
 class Head(LinearForward):
     """Forward of a split output layer: each rank computes the logits of its part of the vocabulary."""
 
-    def __init__(self, module: nn.Module, entrance: Entrance, own: OwnParts, vocabulary: Vocabulary) -> None:
+    def __init__(self, module: nn.Module, copy_input: CopyToTensorRanks, own: OwnParts, vocabulary: Vocabulary) -> None:
         super().__init__(module, own, Product(module, own))
-        self._entrance = entrance
+        self._copy_input = copy_input
         self.split = Split(vocabulary)
 
-    def __call__(self, forward: Forward, x: Tensor) -> SplitLogits:
-        return split_logits(self.product(self._entrance(x)), self.split)
+    def __call__(self, forward: Forward, x: Tensor) -> ShardedLogits:
+        return split_logits(self.product(self._copy_input(x)), self.split)

@@ -17,11 +17,11 @@ class Course:
 
     Attributes:
         bubble: the fraction of a batch's time in which ranks are idle.
-        most_kept: for each rank, the largest number of forwards (of one chunk each) whose activations it keeps.
+        max_kept_forwards: for each rank, the largest number of forwards (of one chunk each) whose activations it keeps.
     """
 
     bubble: float
-    most_kept: tuple[int, ...]
+    max_kept_forwards: tuple[int, ...]
 
 
 def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:

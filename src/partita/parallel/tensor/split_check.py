@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from partita.parallel.applied import Parallel
-from partita.parallel.tensor.functions import Entrance
+from partita.parallel.applied import AppliedParallelism
+from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.splitter import Splitter
 
 _TOLERANCE = 1e-4  # of the largest output, in fp32
@@ -75,9 +75,9 @@ def _on_slices(
     inputs: dict[str, Any],
 ) -> list[Tensor]:
     """Return the outputs of rank ``ranks.index``; an empty list if ``split`` does not split the module."""
-    parallel = Parallel()
+    parallel = AppliedParallelism()
     with parallel.transforms.temporary():
-        if split(Splitter(module, Entrance(ranks), parallel), module, "a proof") is not None:
+        if split(Splitter(module, CopyToTensorRanks(ranks), parallel), module, "a proof") is not None:
             return []
         shares = {name: parallel.shares.get(id(param)) for name, param in module.named_parameters()}
         own = {name: share.place.take(values[name]) for name, share in shares.items() if share is not None}

@@ -77,7 +77,7 @@ class Origin:
         return tuple(strides)
 
 
-class Logits(Deferred):
+class DeferredLogits(Deferred):
     """Logits that are computed on demand, from the layer and the hidden states on which they depend.
 
     Elementwise functions, reshapes that keep the classes, and selections of positions return deferred logits again.
@@ -134,7 +134,7 @@ class Logits(Deferred):
         if known is not None:
             return known
         _check_in_place(name, args)
-        args, kwargs = tree_map_only(Logits, lambda logits: logits.read(name), (args, kwargs))
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.read(name), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -164,7 +164,7 @@ def _check_in_place(name: str, args: Sequence[Any]) -> None:
         PartitaError: they are.
     """
     changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if changes and args and isinstance(args[0], Logits) and args[0]._is_related:
+    if changes and args and isinstance(args[0], DeferredLogits) and args[0]._is_related:
         raise PartitaError(
             f"logits that are computed in tiles (loss.tiled) are changed in place by '{name}', and tensors derived "
             "from them would not change: change a copy (logits * 2 instead of logits.mul_(2)), or set loss.tiled to "
@@ -174,10 +174,10 @@ def _check_in_place(name: str, args: Sequence[Any]) -> None:
 
 # ------------------------------------------------------------------------------- functions that keep logits deferred
 
-Derive = Callable[[Logits, Any, Sequence[Any], Mapping[str, Any]], Origin | None]
+Derive = Callable[[DeferredLogits, Any, Sequence[Any], Mapping[str, Any]], Origin | None]
 
 
-def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+def _elementwise(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
     """Return the origin of an elementwise function of logits; None if another argument is a tensor with dims."""
     for other in (*others, *kwargs.values()):
         if isinstance(other, torch.device | str) or (
@@ -194,7 +194,7 @@ def _elementwise(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mappi
     return replace(origin, dtype=dtype, changes=(*origin.changes, change))
 
 
-def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+def _reshaped(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
     """Return the origin of reshaped logits; None if the dim of the classes changes."""
     origin = logits.origin
     if origin.classes_dim != origin.hidden.dim() - 1:
@@ -207,7 +207,7 @@ def _reshaped(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
     return replace(origin, hidden=hidden, classes_dim=len(shape) - 1)
 
 
-def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+def _selected(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
     """Return the origin of selected positions with all classes; None if the index selects classes."""
     origin, (index,) = logits.origin, others
     index = list(index) if isinstance(index, tuple) else [index]
@@ -215,7 +215,7 @@ def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
         item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else item is not None and item is not ...
         for item in index
     )
-    if origin.classes_dim != origin.hidden.dim() - 1 or any(isinstance(item, bool | Logits) for item in index):
+    if origin.classes_dim != origin.hidden.dim() - 1 or any(isinstance(item, bool | DeferredLogits) for item in index):
         return None
     reaches_classes = num_indexed == len(origin.shape) or (... in index and index[-1] is not ...)
     if reaches_classes and index[-1] != slice(None):
@@ -224,7 +224,7 @@ def _selected(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
     return replace(origin, hidden=hidden, classes_dim=hidden.dim() - 1)
 
 
-def _permuted(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+def _permuted(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
     """Return the origin of logits with permuted dims."""
     origin = logits.origin
     last = origin.hidden.dim() - 1
@@ -237,7 +237,7 @@ def _permuted(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[
     return replace(origin, hidden=origin.hidden.permute(*order, last), classes_dim=classes_dim)
 
 
-def _unchanged(logits: Logits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
+def _unchanged(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:
     return logits.origin
 
 
@@ -252,18 +252,18 @@ _DERIVED: dict[str, Derive] = {
 _COMMUTING = ("mul", "multiply")
 
 
-def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Logits | None:
+def _derived(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLogits | None:
     """Return the result of a function of logits as deferred logits; None if it needs their values."""
     name, others = func.__name__, args[1:]
-    if name in _COMMUTING and not isinstance(args[0], Logits):
+    if name in _COMMUTING and not isinstance(args[0], DeferredLogits):
         args, others = args[1:], args[:1]
     derive = _DERIVED.get(name)
-    if derive is None or not args or not isinstance(args[0], Logits) or args[0].is_watched:
+    if derive is None or not args or not isinstance(args[0], DeferredLogits) or args[0].is_watched:
         return None
     origin = derive(args[0], func, others, kwargs)
     if origin is None:
         return None
-    made = Logits.of(origin)
+    made = DeferredLogits.of(origin)
     made._is_related = args[0]._is_related = args[0].is_used = True
     return made
 
@@ -277,7 +277,7 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
     call.apply_defaults()
     arguments = call.arguments
     logits, target = arguments["input"], arguments["target"]
-    if not isinstance(logits, Logits) or isinstance(target, Logits) or logits.is_watched:
+    if not isinstance(logits, DeferredLogits) or isinstance(target, DeferredLogits) or logits.is_watched:
         return None
     origin = logits.origin
     plain = arguments["weight"] is arguments["size_average"] is arguments["reduce"] is None

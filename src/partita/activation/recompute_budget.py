@@ -39,9 +39,9 @@ class KeptWhole:
         forward together, and must choose the same calls.
     """
 
-    def __init__(self, limit: int | None, under_way: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
+    def __init__(self, limit: int | None, max_in_flight: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
         self._limit = limit
-        self._under_way = under_way
+        self._under_way = max_in_flight
         self._alike = alike
         self._ledger = ledger
         self._index = 0  # index of the next call in its forward

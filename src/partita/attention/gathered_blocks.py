@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from partita.attention.blocks import Visits
+from partita.attention.block_pairs import BlockPairs
 
 # The largest number of elements of keys or values that one piece gathers; its memory is a small multiple of this.
 PIECE = 4 << 20
@@ -36,31 +36,31 @@ class Job:
     mask: Tensor | None
 
 
-def jobs_of(visits: Visits) -> list[Job]:
+def jobs_of(block_pairs: BlockPairs) -> list[Job]:
     """Group all block pairs: first the pairs without a mask, then those with a mask."""
     made: list[Job] = []
-    sample = visits.row.div(visits.num_rows, rounding_mode="floor")
-    col = sample * visits.num_cols + visits.col
+    sample = block_pairs.row.div(block_pairs.num_rows, rounding_mode="floor")
+    col = sample * block_pairs.num_cols + block_pairs.col
     for masked in (False, True):
-        chosen = visits.whole != masked
-        rows, counts = visits.row[chosen].unique_consecutive(return_counts=True)
+        chosen = block_pairs.whole != masked
+        rows, counts = block_pairs.row[chosen].unique_consecutive(return_counts=True)
         starts = counts.cumsum(0) - counts
         for count in counts.unique().tolist():
             those = counts == count
             cols = col[chosen][starts[those, None] + torch.arange(count, device="cpu")]
-            made += _masked(visits, rows[those], cols) if masked else [Job(rows[those], cols, None)]
+            made += _masked(block_pairs, rows[those], cols) if masked else [Job(rows[those], cols, None)]
     return made
 
 
-def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
+def _masked(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Iterator[Job]:
     """Yield the groups of rows with a mask. Rows with the same mask as the middle row share it, as in a sliding
     window.
     """
-    middle = _mask(visits, rows[len(rows) // 2, None], cols[len(rows) // 2, None])
+    middle = _mask(block_pairs, rows[len(rows) // 2, None], cols[len(rows) // 2, None])
     step = max(1, _MASKED_AT_ONCE // middle.numel())
     is_shared, masks = [], []
     for start in range(0, len(rows), step):
-        mask = _mask(visits, rows[start : start + step], cols[start : start + step])
+        mask = _mask(block_pairs, rows[start : start + step], cols[start : start + step])
         is_shared.append((mask == middle).flatten(1).all(1))
         masks.append(mask[~is_shared[-1]])
     shared = torch.cat(is_shared)
@@ -69,13 +69,13 @@ def _masked(visits: Visits, rows: Tensor, cols: Tensor) -> Iterator[Job]:
         yield Job(rows[~shared], cols[~shared], torch.cat(masks))
 
 
-def _mask(visits: Visits, rows: Tensor, cols: Tensor) -> Tensor:
+def _mask(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Tensor:
     """Return the mask [n, block, count x block] of rows [n] and blocks [n, count]."""
-    inside = torch.arange(visits.block, device="cpu")
-    sample = rows.div(visits.num_rows, rounding_mode="floor")[:, None, None]
-    query = ((rows % visits.num_rows)[:, None] * visits.block + inside)[:, :, None]
-    key = ((cols % visits.num_cols)[:, :, None] * visits.block + inside).flatten(1)[:, None, :]
-    return visits.sight(sample, query, key)
+    inside = torch.arange(block_pairs.block, device="cpu")
+    sample = rows.div(block_pairs.num_rows, rounding_mode="floor")[:, None, None]
+    query = ((rows % block_pairs.num_rows)[:, None] * block_pairs.block + inside)[:, :, None]
+    key = ((cols % block_pairs.num_cols)[:, :, None] * block_pairs.block + inside).flatten(1)[:, None, :]
+    return block_pairs.mask_function(sample, query, key)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from partita.attention.segments import Segments, Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class MaskFunction:
     """The mask of a batch, as a function of the indices of a query and a key.
 
     Fields are [samples, queries padded to full blocks]. ``single`` is flat, with a flag for each pair of blocks of each
@@ -51,7 +51,7 @@ class Sight:
             found = found & (at <= position)
         return found if self.seen is None else found & self.seen[sample, key]
 
-    def to(self, device: torch.device) -> "Sight":
+    def to(self, device: torch.device) -> "MaskFunction":
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -59,22 +59,22 @@ class Sight:
 
 
 @dataclass(frozen=True, eq=False)
-class Visits:
+class BlockPairs:
     """Pairs of a block of queries and a block of keys, sorted by row and then by column.
 
     ``row`` is the index of a block of queries in all samples, ``col`` the index of a block of keys within a sample.
-    ``whole`` is True if every query of the row sees every key of the block. The other pairs need a mask, by ``sight``.
+    ``whole`` is True if every query of the row sees every key of the block. The other pairs need a mask, by ``mask_function``.
     """
 
     sizes: Sizes
     row: Tensor
     col: Tensor
     whole: Tensor
-    sight: Sight
+    mask_function: MaskFunction
 
     @property
     def block(self) -> int:
-        return self.sight.layout.block
+        return self.mask_function.layout.block
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +98,7 @@ class Visits:
             torch.arange(len(found), device="cpu") - (counts.cumsum(0) - counts)[sample],
         )
 
-    def of_read(self) -> "Visits":
+    def of_read(self) -> "BlockPairs":
         """Return the same pairs over a compact sequence of only those blocks of keys that a sample's queries read."""
         sample, col, number = self.read
         width = int(number.max()) + 1 if len(number) else 1
@@ -108,7 +108,7 @@ class Visits:
         numbers[sample, col] = number
         moved = numbers[self.row.div(self.num_rows, rounding_mode="floor"), self.col]
         sizes = replace(self.sizes, keys=width * self.block)
-        return Visits(sizes, self.row, moved, self.whole, replace(self.sight, origin=origin))
+        return BlockPairs(sizes, self.row, moved, self.whole, replace(self.mask_function, origin=origin))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _Reach:
     all_stop: Tensor
 
 
-def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None = None) -> Visits:
+def block_pairs(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None = None) -> BlockPairs:
     """Return the block pairs of a batch.
 
     Args:
@@ -161,7 +161,7 @@ def visits(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor | None
         counts = seen.view(sizes.samples, num_cols, block).sum(2)[row.div(num_rows, rounding_mode="floor"), col]
         is_whole &= counts == block
         row, col, is_whole = (x[counts > 0] for x in (row, col, is_whole))
-    return Visits(sizes, row, col, is_whole, _sight(layout, sizes, segments, singles, seen))
+    return BlockPairs(sizes, row, col, is_whole, _sight(layout, sizes, segments, singles, seen))
 
 
 def _rows(segments: Segments, sizes: Sizes, block: int) -> _Rows:
@@ -259,7 +259,7 @@ def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
-def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> Sight:
+def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> MaskFunction:
     length = -(-sizes.queries // layout.block) * layout.block
     owner, number = _enumerate(segments.q_stop - segments.q_start)
     place = segments.sample[owner] * length + segments.q_start[owner] + number
@@ -272,4 +272,4 @@ def _sight(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, 
     position = by_query(segments.offset[owner] + number)
     k_start, k_stop = by_query(segments.k_start[owner]), by_query(segments.k_stop[owner])
     table, width = by_query(singles.table[owner]), by_query(singles.width[owner])
-    return Sight(layout, layout.ranges(), position, k_start, k_stop, table, width, singles.flags(), seen)
+    return MaskFunction(layout, layout.ranges(), position, k_start, k_stop, table, width, singles.flags(), seen)

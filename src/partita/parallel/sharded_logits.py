@@ -137,7 +137,7 @@ def _check_all_read(group: Group, mesh: Mesh, reader: str) -> None:
         ) from error
 
 
-class SplitLogits(Deferred):
+class ShardedLogits(Deferred):
     """Logits of which this rank stores a shard. Created by :func:`split_logits`.
 
     Attributes:
@@ -172,7 +172,7 @@ class SplitLogits(Deferred):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SplitLogits)]
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedLogits)]
         name, first = getattr(func, "__name__", str(func)), found[0]
         if cls.asks_for_gradient(func, args, kwargs):
             return cls.answer_gradient(func, args, kwargs)
@@ -201,19 +201,19 @@ class SplitLogits(Deferred):
 
 
 @eager
-def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> SplitLogits:
+def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> ShardedLogits:
     """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
         split: the sharding.
-        changed_by: see :class:`SplitLogits`; None: ``local`` shares memory with no other sharded logits.
+        changed_by: see :class:`ShardedLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by
     shape = split.whole_shape(local.shape)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
-    made = SplitLogits.place(
+    made = ShardedLogits.place(
         shape, strides, local, partial(_gradient_of_shard, split, local.shape[:-1], changed_by), local
     )
     made.split_as = split
@@ -247,12 +247,12 @@ def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str],
     return (gradient,)
 
 
-def slice_of(logits: Tensor, slices: Slices) -> SplitLogits:
+def slice_of(logits: Tensor, slices: Slices) -> ShardedLogits:
     """Return logits ``[samples, own positions, classes]`` as this rank's slice of the logits of all positions. The
     vocabulary may also be split.
     """
     split, local = Split(), logits
-    if isinstance(logits, SplitLogits):
+    if isinstance(logits, ShardedLogits):
         split, local = logits.split_as, logits.part
     return split_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
 
@@ -264,7 +264,7 @@ class _Call:
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    logits: SplitLogits
+    logits: ShardedLogits
     local: Tensor
 
     @property
@@ -276,7 +276,7 @@ class _Call:
         args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
         return self.func(*args, **kwargs)
 
-    def part(self, local: Tensor, **changed: Any) -> SplitLogits:
+    def part(self, local: Tensor, **changed: Any) -> ShardedLogits:
         """Return sharded logits with the shard ``local``; ``changed`` are the fields of the sharding that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
         return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)

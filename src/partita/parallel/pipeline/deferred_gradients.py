@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from partita.parallel.pipeline.off_stage import arrived, is_missing
+from partita.parallel.pipeline.off_stage import received_value, is_missing
 from partita.parallel.tensor.linear import LinearForward, is_linear
 from partita.planner.off_stage import is_off_stage
 from partita.sharding.compiler import eager
@@ -24,7 +24,7 @@ from partita.transforms.modules import Level, find
 
 
 @dataclass
-class Left:
+class DeferredGradients:
     """Deferred weight gradients of one backward: graphs that end in parameters, and the gradients of their outputs."""
 
     roots: list[GradientEdge] = field(default_factory=list)
@@ -57,19 +57,19 @@ class WeightGradients:
     """The deferred weight gradients of all micro-batches whose backward has run."""
 
     def __init__(self) -> None:
-        self._current: Left | None = None
-        self._of_micro = dict[int, Left]()
+        self._current: DeferredGradients | None = None
+        self._of_micro = dict[int, DeferredGradients]()
 
     @contextmanager
-    def apart(self, micro: int) -> Iterator[Left]:
+    def deferring(self, micro: int) -> Iterator[DeferredGradients]:
         """Defer the weight gradients of a micro-batch's backward, which runs in the ``with`` block."""
-        self._current = self._of_micro[micro] = Left()
+        self._current = self._of_micro[micro] = DeferredGradients()
         try:
             yield self._current
         finally:
             self._current = None
 
-    def take(self, micro: int) -> Left:
+    def take(self, micro: int) -> DeferredGradients:
         """Remove and return the deferred gradients of a micro-batch."""
         return self._of_micro.pop(micro)
 
@@ -78,7 +78,7 @@ class WeightGradients:
         self._of_micro.clear()
 
     def leave(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Defer a graph, see :meth:`Left.add`. Outside of :meth:`apart`, run its backward immediately."""
+        """Defer a graph, see :meth:`DeferredGradients.add`. Outside of :meth:`deferring`, run its backward immediately."""
         if self._current is None:
             torch.autograd.backward([root], [gradient], inputs=list(params))
         else:
@@ -166,7 +166,7 @@ class Apart:
 
     def __call__(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = [param for param in self._module.parameters(recurse=False) if param.requires_grad]
-        x = arrived(args[0]) if len(args) == 1 and not kwargs else None
+        x = received_value(args[0]) if len(args) == 1 and not kwargs else None
         if not params or not isinstance(x, Tensor) or is_missing(x) or not torch.is_grad_enabled():
             return product(*args, **kwargs)
         return self._run_separately(product, x, params)
@@ -179,7 +179,7 @@ class Apart:
         return _Output.apply(_anchor(), x, output, graph)  # type: ignore[no-untyped-call]
 
 
-def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
+def defer_weight_gradients(model: nn.Module, changes: Level) -> WeightGradients:
     """Make the modules that this rank runs defer their weight gradients.
 
     These are linear layers (also split ones) and embeddings that do not share parameters with modules of other kinds.
@@ -190,12 +190,12 @@ def keep_apart(model: nn.Module, changes: Level) -> WeightGradients:
     for module in chosen.values():
         if any(id(param) in others or is_off_stage(param) for param in _own_params(module)):
             continue
-        apart = Apart(module, weights)
+        deferring = Apart(module, weights)
         if (linear := find(module, LinearForward)) is not None:
             changes.on_undo(partial(setattr, linear, "product", linear.product))
-            linear.product = partial(apart, linear.product)
+            linear.product = partial(deferring, linear.product)
         else:
-            changes.wrap_forward(module, apart)
+            changes.wrap_forward(module, deferring)
     return weights
 
 

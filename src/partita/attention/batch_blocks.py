@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from partita.attention import flex
-from partita.attention.blocks import Visits, visits
-from partita.attention.gathered import Dropout, Gathered, Gathering, Job, jobs_of
+from partita.attention.block_pairs import BlockPairs, block_pairs
+from partita.attention.gathered_blocks import Dropout, Gathered, Gathering, Job, jobs_of
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, segments_of
 from partita.memory import accelerator
@@ -23,17 +23,17 @@ T = TypeVar("T")
 class Visited:
     """The block pairs of a batch, and the work lists derived from them. All layers share one object."""
 
-    def __init__(self, visits: Visits) -> None:
-        self.visits = visits
+    def __init__(self, block_pairs: BlockPairs) -> None:
+        self.block_pairs = block_pairs
         self._jobs: dict[torch.device, list[Job]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
         """Compute attention over the block pairs. Shapes and arguments are those of
         :func:`partita.attention.block_sparse`.
         """
-        sizes = self.visits.sizes
+        sizes = self.block_pairs.sizes
         if flex.runs_on(q.device) and not dropout:
-            return flex.attend(q, k, v, self.visits, scale)
+            return flex.attend(q, k, v, self.block_pairs, scale)
         groups = q.shape[1] // k.shape[1]
         samples = sizes.samples
         heads = q.shape[0] // samples * k.shape[1]
@@ -44,13 +44,13 @@ class Visited:
         if not is_host and not flex.runs_on(q.device):
             _warn_of_slow_kernel(q.device)
         flash = is_host and drop is None and q.shape[-1] == v.shape[-1]
-        how = Gathering(self._jobs_on(q.device), (sizes.queries, sizes.keys, self.visits.block), scale, drop, flash)
+        how = Gathering(self._jobs_on(q.device), (sizes.queries, sizes.keys, self.block_pairs.block), scale, drop, flash)
         out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
         return out.reshape(*q.shape[:-1], v.shape[-1])
 
     def _jobs_on(self, device: torch.device) -> list[Job]:
         if device not in self._jobs:
-            jobs = jobs_of(self.visits)
+            jobs = jobs_of(self.block_pairs)
             self._jobs[device] = [
                 Job(job.rows.to(device), job.cols.to(device), None if job.mask is None else job.mask.to(device))
                 for job in jobs
@@ -100,6 +100,6 @@ def of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tenso
     def make() -> Visited:
         host_seen, host_documents = (None if each is None else each.cpu() for each in (seen, documents))
         segments = segments_of(sizes, host_seen, host_documents)
-        return Visited(visits(layout, sizes, segments, host_seen))
+        return Visited(block_pairs(layout, sizes, segments, host_seen))
 
     return _recent.found((layout, sizes), (seen, documents), make)

@@ -17,7 +17,7 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.offline import verify
 from tests.kit import seeds
@@ -69,7 +69,7 @@ def train_until_killed(folder: str, number: int, expected: list[list[float]]) ->
     """Resume, and train and save until something ends it (or the expected losses do)."""
     seeds.start()
     with partita.initialize(Stack(2), config(number)) as engine:
-        first = engine.load(folder).step if complete(Path(folder)) else 0
+        first = engine.load(folder).step if complete_checkpoints(Path(folder)) else 0
         (Path(folder) / f"running-{rank()}").write_text(str(os.getpid()))
         for step in range(first, len(expected[rank()])):
             loss = step_of(engine, step)
@@ -89,7 +89,7 @@ def kill_once(folder: Path, number: int, expected: list[list[float]], chance: ra
     def kill() -> None:
         def ready() -> bool:  # the first run is left alone until there is something that the others can resume from
             return all(path.exists() and path.read_text() for path in running) and (
-                number > 0 or bool(complete(folder))
+                number > 0 or bool(complete_checkpoints(folder))
             )
 
         end = time.monotonic() + 60
@@ -110,7 +110,7 @@ def kill_once(folder: Path, number: int, expected: list[list[float]], chance: ra
     finally:
         killer.join()
         close_pool()
-    found = complete(folder)
+    found = complete_checkpoints(folder)
     for path in found.values():
         problems = list(verify(open_stored(path)))
         assert not problems, problems

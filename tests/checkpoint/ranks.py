@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from partita.checkpoint.backend import Backend, Request, Stored
 from partita.checkpoint.content import Content
-from partita.checkpoint.load import Loading, Wanted
+from partita.checkpoint.load import Loading, LoadOptions
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.optim.states import OptimizerStates, Views
@@ -128,7 +128,7 @@ def save(ranks: Sequence[Rank], backends: Sequence[Backend], folder: Path) -> No
 
 def check_loaded(rank: Rank, expected: Rank, stored: Stored) -> None:
     """Load into a rank, and compare weights and states with those of one that has them."""
-    loading = Loading(rank.content, None, stored, Wanted())  # type: ignore[arg-type]
+    loading = Loading(rank.content, None, stored, LoadOptions())  # type: ignore[arg-type]
     loading.check()
     assert loading.fill_segments(loading.plan()) is None
     for mine, theirs in zip(rank.content.updater.views, expected.content.updater.views, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from partita import PartitaError
 from partita.checkpoint.format.backend import FileBackend
 from partita.checkpoint.offline import verify
-from partita.inspection.whole import Whole
+from partita.inspection.full_tensors import FullTensors
 from partita.plan.mesh_shape import MeshShape
 from tests.checkpoint.ranks import BY_COLUMNS, BY_ROWS, SHAPES, STATES, Cut, check_loaded, random_values, rank_of, save
 
@@ -55,7 +55,7 @@ def test_whole_tensors_are_put_together() -> None:
         runtime.collectives.all_ranks.all_reduce = lambda flat: (
             sent.append(flat.clone()) if number else flat.add_(next(received))
         )
-        for info, weight in Whole(runtime, rank.content.updater).weights(master=False):
+        for info, weight in FullTensors(runtime, rank.content.updater).weights(master=False):
             found[info.fqns[0]] = weight.clone()
     assert found.keys() == SHAPES.keys()
     assert all(torch.equal(found[name], values[name]) for name in SHAPES)

@@ -26,7 +26,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.checkpoint.format import file as checkpoint_file
 from partita.checkpoint.format.backend import FileDraft
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.format.stored import open_stored
 from partita.huggingface.export import export_checkpoint
 from tests.kit import seeds
@@ -488,7 +488,7 @@ def test_damage_is_named(damage: str, file: str, tmp_path: Path) -> None:
     on_ranks(2, save_one, str(tmp_path))
     DAMAGES[damage](tmp_path / "step-2" / file)
     if (damage, file) == ("missing", "manifest.json"):
-        assert list(complete(tmp_path)) == [1]  # it is none
+        assert list(complete_checkpoints(tmp_path)) == [1]  # it is none
     else:
         on_ranks(2, damage_raises, str(tmp_path), file)
 
@@ -497,7 +497,7 @@ def test_what_a_crash_leaves_is_removed_and_never_chosen(tmp_path: Path) -> None
     on_ranks(2, save_one, str(tmp_path))
     (tmp_path / "step-2").rename(tmp_path / ".step-2.partial")
     (tmp_path / "step-9").mkdir()
-    assert list(complete(tmp_path)) == [1]
+    assert list(complete_checkpoints(tmp_path)) == [1]
     on_ranks(2, goes_on_from_step_1, str(tmp_path))
     assert names(tmp_path) == ["step-1", "step-2", "step-9"]
 
@@ -543,7 +543,7 @@ def disk_fails(folder: str, background: bool, call: str) -> None:
         losses_of(engine, 1, 1)
         engine.save(folder)
         engine.wait_for_checkpoint()
-        assert list(complete(Path(folder))) == [2]
+        assert list(complete_checkpoints(Path(folder))) == [2]
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
@@ -568,7 +568,7 @@ def test_a_rank_that_dies_while_it_writes_is_not_waited_for(tmp_path: Path) -> N
         on_ranks(2, dies_while_it_writes, str(tmp_path))
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
     assert "rank 1 ended before its file in" in other
-    assert complete(tmp_path) == {}
+    assert complete_checkpoints(tmp_path) == {}
 
 
 def other_models(folder: str) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import partita
 import partita.integrations.deepspeed as deepspeed
 from partita import PartitaError
-from partita.checkpoint.external.convert import open_foreign
+from partita.checkpoint.external.convert import open_external
 from partita.checkpoint.external.source import write
 from partita.checkpoint.external.universal import CLIENT_STATE, COUNTERS
 from partita.checkpoint.format.stored import open_stored
@@ -259,7 +259,7 @@ def converts_and_goes_on(folder: str) -> None:
     write_universal(Path(folder) / "run", plain, 2, {"last_batch_iteration": NUM_BEFORE - 1}, epoch=7)
     expected, rates = native_steps(engine, NUM_BEFORE), engine.get_lr()
     engine.destroy()
-    write(open_foreign(Path(folder) / "run", read_model), Path(folder) / "out")
+    write(open_external(Path(folder) / "run", read_model), Path(folder) / "out")
 
     torch.manual_seed(1)
     engine = deepspeed.initialize(model=Model(), config=deepspeed_config())[0]

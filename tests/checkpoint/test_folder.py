@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 
 from partita.checkpoint.format.folder import (
-    chosen,
-    complete,
+    resolve_checkpoint,
+    complete_checkpoints,
     next_sequence,
-    notice,
+    folder_warning,
     partial_of,
     publish,
     start_partial,
@@ -53,18 +53,18 @@ def content_of(checkpoint: Path) -> str:
 
 def test_newest_is_what_was_published_last(tmp_path: Path) -> None:
     save(tmp_path, 80, 90, 100, 10, 20)
-    assert list(complete(tmp_path)) == [100, 10, 20]
-    assert chosen(tmp_path).name == "step-20"
+    assert list(complete_checkpoints(tmp_path)) == [100, 10, 20]
+    assert resolve_checkpoint(tmp_path).name == "step-20"
     save(tmp_path, 100)
-    assert chosen(tmp_path).name == "step-100"
+    assert resolve_checkpoint(tmp_path).name == "step-100"
     assert names(tmp_path) == ["step-10", "step-100", "step-20"]
 
 
 def test_a_folder_without_a_checkpoint_and_none_are_two_errors(tmp_path: Path) -> None:
     with pytest.raises(PartitaError, match=r"is not a checkpoint, and has no complete one \(step-N\): name the folder"):
-        chosen(tmp_path)
+        resolve_checkpoint(tmp_path)
     with pytest.raises(PartitaError, match="'.*step-3' does not exist"):
-        chosen(tmp_path / "step-3")
+        resolve_checkpoint(tmp_path / "step-3")
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -83,25 +83,25 @@ def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
 
 def test_checkpoints_without_a_number_are_the_oldest(tmp_path: Path) -> None:
     save(tmp_path, 300, 100, 200, sequence=False)
-    assert list(complete(tmp_path)) == [100, 200, 300]
+    assert list(complete_checkpoints(tmp_path)) == [100, 200, 300]
     save(tmp_path, 5)
-    assert list(complete(tmp_path)) == [200, 300, 5]
+    assert list(complete_checkpoints(tmp_path)) == [200, 300, 5]
 
 
 def test_a_damaged_manifest_keeps_its_place(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     manifest = tmp_path / "step-2" / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-5] + b"\xff")
-    assert chosen(tmp_path).name == "step-2"
+    assert resolve_checkpoint(tmp_path).name == "step-2"
     save(tmp_path, 1)
-    assert chosen(tmp_path).name == "step-1"
+    assert resolve_checkpoint(tmp_path).name == "step-1"
 
 
 def test_later_steps_are_noticed(tmp_path: Path) -> None:
-    assert notice(tmp_path / "new", 1) is None
+    assert folder_warning(tmp_path / "new", 1) is None
     save(tmp_path, 8, 9)
-    assert notice(tmp_path, 9) is None
-    said = notice(tmp_path, 3)
+    assert folder_warning(tmp_path, 9) is None
+    said = folder_warning(tmp_path, 3)
     assert said is not None
     assert "holds later steps (to step-9) than step-3, which is saved now" in said
 
@@ -126,8 +126,8 @@ def test_a_step_that_is_saved_again_is_never_missing(num_renames: int, tmp_path:
     with mock.patch.object(Path, "rename", rename), pytest.raises(Killed):
         end(partial, 4, keep=1, content="second")
     for _ in range(2):  # as it was left, and after the next run has begun to save
-        (found,) = complete(tmp_path).values()
-        assert chosen(tmp_path) == chosen(tmp_path / "step-4") == found
+        (found,) = complete_checkpoints(tmp_path).values()
+        assert resolve_checkpoint(tmp_path) == resolve_checkpoint(tmp_path / "step-4") == found
         assert content_of(found) in ("first", "second")
         begin(tmp_path, 5)
     assert content_of(tmp_path / "step-4") in ("first", "second")
@@ -141,7 +141,7 @@ def test_a_step_that_is_saved_again_is_never_missing(num_renames: int, tmp_path:
 def test_runs_that_save_one_step_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     first = begin(tmp_path, 1)
     lock = Lock(first / "__0.lock")
-    assert "is being written by another run" in str(notice(tmp_path, 1))
+    assert "is being written by another run" in str(folder_warning(tmp_path, 1))
     second = begin(tmp_path, 1)
     assert content_of(end(second, 1, content="second")) == "second"
     assert first.exists()

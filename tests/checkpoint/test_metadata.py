@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from partita import PartitaError
 from partita.checkpoint.backend import Chunk, StoredTensor
-from partita.checkpoint.format.manifest import MANIFEST, METADATA, sealed
+from partita.checkpoint.format.manifest import MANIFEST, METADATA, with_checksum
 from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.format.system import checksum
 from partita.plan.box import Box
@@ -148,6 +148,6 @@ def test_manifests_of_another_kind(name: str, tmp_path: Path) -> None:
     content = json.dumps(TABLE | table).encode()
     (tmp_path / "t.json").write_bytes(content)
     manifest = {"format": 1, "tables": {"t.json": checksum(content)}, "aliases": {}} | changed
-    (tmp_path / MANIFEST).write_bytes(sealed(manifest))
+    (tmp_path / MANIFEST).write_bytes(with_checksum(manifest))
     with pytest.raises(PartitaError, match=said):
         open_stored(tmp_path)

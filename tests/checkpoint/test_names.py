@@ -58,7 +58,7 @@ def test_the_copy_that_is_meant(keys: list[str], prefix: str | None, chosen: str
             key = chosen + name
             assert names.model([name]) == (key if key in keys else None)
         if not chosen:
-            assert names.strange == []
+            assert names.unexpected == []
 
 
 @pytest.mark.parametrize(

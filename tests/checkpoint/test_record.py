@@ -18,7 +18,7 @@ from partita.checkpoint.backend import Chunk
 from partita.checkpoint.format.record import frame_of, read_tensor
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.offline import verify
-from partita.checkpoint.serializable import object_bytes, plain, read_object
+from partita.checkpoint.serializable import object_bytes, to_serializable, read_object
 
 
 class Color(enum.IntEnum):
@@ -39,7 +39,7 @@ KEPT: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_can_be_read_back(name: str) -> None:
     value, expected = KEPT[name]
-    found = read_object(object_bytes(plain(value, "x")))
+    found = read_object(object_bytes(to_serializable(value, "x")))
     assert (found, type(found)) == (expected, type(expected))
     assert [type(item) for item in found or ()] == [type(item) for item in expected or ()]
 
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot(name: str) -> None:
     value, said = REFUSED[name]
     with pytest.raises(PartitaError, match=rf"{said}, which could not be loaded again: expected numbers, text"):
-        plain(value, "x")
+        to_serializable(value, "x")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e4m3fn])

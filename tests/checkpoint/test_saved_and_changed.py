@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 import partita
 from partita import PartitaError
-from partita.checkpoint.format.manifest import MANIFEST, sealed
+from partita.checkpoint.format.manifest import MANIFEST, with_checksum
 from partita.engine.engine import Engine
 from tests.kit import seeds
 
@@ -67,7 +67,7 @@ def test_a_folder_that_is_none_is_said(name: str, tmp_path: Path) -> None:
 def test_a_later_format_is_refused(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     manifest = json.loads("".join((path / MANIFEST).read_text().splitlines()[:-1]))
-    (path / MANIFEST).write_bytes(sealed({**manifest, "format": 2}))
+    (path / MANIFEST).write_bytes(with_checksum({**manifest, "format": 2}))
     with _engine(tmp_path) as engine, pytest.raises(PartitaError, match=r"has format 2 .*update partita"):
         engine.load()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.cli import worker
 from partita.cli.launch import _show_failure, _variables
 from partita.errors import PartitaError
@@ -104,12 +104,12 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(tmp_path: Path) -> N
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
     assert code == 128 + signal.SIGTERM, error
-    last = max(complete(tmp_path / "saved"))
+    last = max(complete_checkpoints(tmp_path / "saved"))
     assert f"stopped by a signal after step {last};" in out
     code, out, error = finish(start(job, "--set", f"train.steps={last + 7}", *saving(tmp_path)))
     assert code == 0, error
     assert f"of step {last} from" in out
-    assert max(complete(tmp_path / "saved")) == last + 7
+    assert max(complete_checkpoints(tmp_path / "saved")) == last + 7
     assert not workers_of(job)
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on(tmp_path: Path) 
         wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
         for number in (1, 2):
             process.send_signal(signal.SIGUSR1)
-            wait_for(lambda number=number: len(complete(saved)) == number, "a checkpoint")  # type: ignore[misc]
+            wait_for(lambda number=number: len(complete_checkpoints(saved)) == number, "a checkpoint")  # type: ignore[misc]
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGTERM)
@@ -132,14 +132,14 @@ def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on(tmp_path: Path) 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start_torchrun(job, "--set", "train.steps=200", *saving(tmp_path))
-    wait_for(lambda: complete(tmp_path / "saved") or process.poll() is not None, "the first checkpoint")
+    wait_for(lambda: complete_checkpoints(tmp_path / "saved") or process.poll() is not None, "the first checkpoint")
     os.kill(workers_of(job)[1], signal.SIGKILL)
     code, out, error = finish(process)
     assert code == 0, error
     assert "restored model, optimizer, scheduler and random states of step " in out
     train, _ = read_metrics(tmp_path / "out" / METRICS_FILE)
     assert [row.step for row in train] == list(range(5, 201, 5))
-    assert max(complete(tmp_path / "saved")) == 200
+    assert max(complete_checkpoints(tmp_path / "saved")) == 200
 
 
 @pytest.mark.thorough
@@ -149,7 +149,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     arguments = ("--set", "train.steps=100000", *saving(tmp_path))
 
     def newest() -> int:
-        return max(complete(tmp_path / "saved"), default=0)
+        return max(complete_checkpoints(tmp_path / "saved"), default=0)
 
     nodes = [start_node(job, store.port, *arguments)]
     try:

@@ -19,15 +19,15 @@ def test_bytes_of_a_format() -> None:
     assert FULL.num_bytes(num, FP32) == 4 * num
     assert FULL.sent_bytes(num, BF16, 4) == 3 * 2 * num // 4
     assert Quantized(CODECS["int8"]).sent_bytes(num, FP32, 4) == 3 * 2 * 260
-    assert Quantized(CODECS["int4"], rounds_at_random=True).sent_bytes(num, BF16, 8) == 7 * 132
-    assert Quantized(CODECS["sign"], keeps_errors=True).sent_bytes(num, FP32, 1) == 0
+    assert Quantized(CODECS["int4"], stochastic_rounding=True).sent_bytes(num, BF16, 8) == 7 * 132
+    assert Quantized(CODECS["sign"], has_error_feedback=True).sent_bytes(num, FP32, 1) == 0
 
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="int8 encodes full blocks of 256 values; got 257"):
         Quantized(CODECS["int8"]).num_bytes(257)
     with pytest.raises(ValueError, match="top8 does not round at random"):
-        Quantized(CODECS["top8"], rounds_at_random=True)
+        Quantized(CODECS["top8"], stochastic_rounding=True)
 
 
 def test_sums_are_made_inside_nodes_first() -> None:

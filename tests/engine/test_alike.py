@@ -48,13 +48,13 @@ class Loss(Stack):
         return super().forward(x).square().mean()
 
 
-def alike(name: str) -> int:
+def replica_check(name: str) -> int:
     """Nothing is found; how often it was looked for."""
     compared, (per_node, _) = 0, RUNS[name]
     with on_nodes_of(per_node):
         build = Loss if name == "pipeline" else Stack
         with partita.initialize(build(4), sections_of(name, 2)) as engine:
-            check = engine._parts.alike
+            check = engine._parts.replica_check
             compare = check.compare
 
             def counted(at_step: int) -> None:
@@ -85,7 +85,7 @@ def differs(name: str, odd: int) -> tuple[str, int]:
 
 def by_default(communication: dict[str, Any]) -> int:
     with partita.initialize(Stack(1), {"zero": {"stage": 1}, "communication": communication}) as engine:
-        return engine._parts.alike._every
+        return engine._parts.replica_check._every
 
 
 def changes_nothing() -> None:
@@ -101,7 +101,7 @@ def changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found_where_all_is_alike(name: str) -> None:
-    assert on_ranks(4, alike, name) == [2, 2, 2, 2]
+    assert on_ranks(4, replica_check, name) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def shown(terminal: bool, quiet: bool = False) -> str:
             progress.row(ROW)
             if step % 5 == 0:
                 progress.held_out(HeldOutRow(step, 0, 1.5))
-        progress.say("[not] {markup}")
+        progress.print_line("[not] {markup}")
     return out.getvalue()
 
 
@@ -41,7 +41,7 @@ def test_the_time_left_is_by_the_steps_of_this_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.monotonic", lambda: 10.0 * next(clock))
     out = io.StringIO()
     progress = TrainingProgress(Console(file=out, width=200), 100)
-    progress.go_on(90)
+    progress.resume_at(90)
     progress.row(ROW)
     progress.held_out(HeldOutRow(92, 0, 1.5))  # 10 s for two steps
     assert out.getvalue().rstrip().endswith("ETA 0:40")

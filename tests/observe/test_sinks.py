@@ -64,7 +64,7 @@ def test_tensorboard_takes_back_the_steps_that_are_undone(tmp_path: Path) -> Non
     with closing(MetricsWriter(Run(tmp_path), ["tensorboard"])) as writer:
         for row in TRAIN:
             writer.write(row)
-        writer.go_back(1)
+        writer.rewind(1)
         writer.write(TRAIN[1])
     assert scalars(tmp_path, "loss/train") == LOSSES[:2]
 
@@ -193,7 +193,7 @@ class Failing(MetricsSink):
         if step > 1:
             raise ConnectionError("no route to host")
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         raise AssertionError
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ def test_a_service_that_is_down_is_left_out_with_a_warning(tmp_path: Path, monke
     with pytest.warns(UserWarning, match="no longer written to mlflow: no route to host; all of them are in .*jsonl"):
         writer.write(TRAIN[1])
     writer.write(TRAIN[2])  # nobody is asked again
-    writer.go_back(2)
+    writer.rewind(2)
     writer.close()
     assert read_metrics(tmp_path / METRICS_FILE)[0] == TRAIN[:2]
     assert scalars(tmp_path, "loss/train") == LOSSES[:2]

@@ -21,7 +21,7 @@ from partita.comm.group import Group
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.engine import build
-from partita.engine.build import Given
+from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.parallel.applied import AppliedParallelism
 from partita.plan.mesh_shape import MeshShape
@@ -242,7 +242,7 @@ def train(
     def on_rank(collectives: Collectives) -> Course:
         mesh: Any = collectives.mesh
         model, course = models[mesh.rank], Course()
-        given = Given(None, None, None, recipe.weights)
+        given = UserArguments(None, None, None, recipe.weights)
         engine = Engine(model, resolved, mesh, given, False)
         if load is not None:
             engine.load(load)

@@ -11,7 +11,7 @@ from torch import nn
 from partita.comm.collectives import Collectives
 from partita.config.load import load_config
 from partita.config.resolve import resolve
-from partita.engine.build import Given
+from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.plan.mesh_shape import MeshShape
 from tests.compression.lossless import lossless
@@ -23,7 +23,7 @@ from tests.kit.training import Trained, assert_same_bits, train_engine
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
-NOTHING = Given(None, None, None, None)
+NOTHING = UserArguments(None, None, None, None)
 
 
 def train(

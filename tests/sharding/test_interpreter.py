@@ -23,7 +23,7 @@ from tests.kit.threads import on_threads
 from tests.plan.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48
-INT4 = Quantized(CODECS["int4"], rounds_at_random=True)
+INT4 = Quantized(CODECS["int4"], stochastic_rounding=True)
 MESHES = [MeshShape(data=2), MeshShape(data=3), MeshShape(data=4, node=2), MeshShape(data=2, tensor=2)]
 TIERS = [Tiers(), Tiers(Tier.HOST, Tier.HOST, Tier.HOST), Tiers(Tier.DISK, Tier.DISK, Tier.DISK)]
 ENCODINGS = [Encodings(), Encodings(BF16), Encodings(BF16, FP32, BF16)]

@@ -150,7 +150,7 @@ MUTATIONS = (
         "pipeline",
     ),
     Mutation(
-        "inspection/whole.py",
+        "inspection/full_tensors.py",
         "Interpreter(self._collectives).run(ops, part, whole)",
         "Interpreter(self._collectives).begin(ops, part, whole)",
         "bf16, optimizer on host",

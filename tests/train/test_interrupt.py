@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from partita.train.interrupt import Interruption, Wish
+from partita.train.interrupt import Interruption, StopRequest
 
 
 def press(number: int = signal.SIGINT) -> None:
@@ -16,9 +16,9 @@ def press(number: int = signal.SIGINT) -> None:
 def test_the_first_press_is_a_wish_and_the_second_an_interrupt() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
-        assert interruption.wish is Wish.NOTHING
+        assert interruption.request is StopRequest.NOTHING
         press()
-        assert interruption.wish is Wish.STOP
+        assert interruption.request is StopRequest.STOP
         with pytest.raises(KeyboardInterrupt):
             press()
     assert signal.getsignal(signal.SIGINT) is before
@@ -28,13 +28,13 @@ def test_a_warning_asks_for_a_checkpoint_and_a_termination_to_stop() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with Interruption(saves=True) as interruption:
         press(signal.SIGUSR1)
-        assert interruption.wish is Wish.SAVE
+        assert interruption.request is StopRequest.SAVE
         interruption.saved()
-        assert interruption.wish is Wish.NOTHING
+        assert interruption.request is StopRequest.NOTHING
         press(signal.SIGTERM)
         press(signal.SIGUSR1)
         interruption.saved()
-        assert interruption.wish is Wish.STOP
+        assert interruption.request is StopRequest.STOP
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
-from partita.train.interrupt import Interruption, Wish
+from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
 from partita.train.models import build_model
@@ -129,20 +129,20 @@ def test_hugging_face_model_is_trained_and_saved_with_its_config(tmp_path: Path)
     assert model(windows, labels=windows).loss.item() < 4.5
 
 
-def wishing(wish: Wish, in_step: int) -> type[Interruption]:
+def wishing(request: StopRequest, in_step: int) -> type[Interruption]:
     """An interruption to which a signal comes while a step is done."""
 
     class Wishing(Interruption):
         steps = 0
 
         @property
-        def wish(self) -> Wish:
+        def request(self) -> StopRequest:
             self.steps += 1
-            return wish if self.steps == in_step else Wish.NOTHING
+            return request if self.steps == in_step else StopRequest.NOTHING
 
-        @wish.setter
-        def wish(self, value: Wish) -> None:
-            assert value is Wish.NOTHING
+        @request.setter
+        def request(self, value: StopRequest) -> None:
+            assert value is StopRequest.NOTHING
 
         def saved(self) -> None:
             pass
@@ -151,7 +151,7 @@ def wishing(wish: Wish, in_step: int) -> type[Interruption]:
 
 
 def test_ctrl_c_finishes_the_step_and_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Interruption", wishing(Wish.STOP, 3))
+    monkeypatch.setattr(loop, "Interruption", wishing(StopRequest.STOP, 3))
     outcome, shown = run(tiny(tmp_path))
     assert (outcome.steps, outcome.interrupted) == (3, True)
     train, held_out = read_metrics(outcome.out / METRICS_FILE)
@@ -171,9 +171,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     rows = read_metrics(expected.out / METRICS_FILE)
     job = tiny(tmp_path, [f"train.out={tmp_path}/again", f"engine.checkpoint.dir={tmp_path}/saved"])
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "Interruption", wishing(Wish.STOP, stopped_in))
+        patched.setattr(loop, "Interruption", wishing(StopRequest.STOP, stopped_in))
         assert run(job)[0].steps == stopped_in
-    assert list(complete(tmp_path / "saved")) == [stopped_in]
+    assert list(complete_checkpoints(tmp_path / "saved")) == [stopped_in]
     outcome, shown = run(job)
     assert f"of step {stopped_in} from" in shown
     assert (outcome.steps, outcome.interrupted) == (30, False)
@@ -250,10 +250,10 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_warning_of_a_pre_emption_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "Interruption", wishing(Wish.SAVE, 4))
+    monkeypatch.setattr(loop, "Interruption", wishing(StopRequest.SAVE, 4))
     outcome, _ = run(tiny(tmp_path, [f"engine.checkpoint.dir={tmp_path}/saved", "engine.checkpoint.every_steps=12"]))
     assert outcome.steps == 30
-    assert list(complete(tmp_path / "saved")) == [12, 24, 30]  # the newest three of 4, 12, 24 and the last
+    assert list(complete_checkpoints(tmp_path / "saved")) == [12, 24, 30]  # the newest three of 4, 12, 24 and the last
 
 
 @pytest.mark.parametrize("every_steps", [2, 3])

@@ -10,13 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.backend import Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.format.backend import FileBackend
-from partita.checkpoint.load import Restored, Wanted, load
+from partita.checkpoint.load import Restored, LoadOptions, load
 from partita.checkpoint.save import Saver
 from partita.checkpoint.training_state import TrainingState
 from partita.checkpoint.versions import versions
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
-from partita.inspection.modules import keepers_of
+from partita.inspection.modules import owning_ranks
 from partita.optim.fused import rule_of
 from partita.optim.step import StepResult, Updater
 from partita.sharding.runtime import Runtime
@@ -73,7 +73,7 @@ class Checkpoints:
             )
         self._rewinds += 1
         try:
-            restored = self._load(None, Wanted())
+            restored = self._load(None, LoadOptions())
         except PartitaError as error:
             raise PartitaError(f"{problem}; training cannot go back (precision.nonfinite: rewind): {error}") from error
         warnings.warn(f"{problem}; training goes back to step {restored.step}", stacklevel=5)
@@ -86,7 +86,7 @@ class Checkpoints:
         self._updater.take_written()
         runtime = self._content.runtime
         self._updater.settle()
-        self._training.keeper = keepers_of(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
+        self._training.owning_rank = owning_ranks(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
         self._training.compare_extra(runtime.collectives.all_ranks)
         about = {
             "versions": versions(),
@@ -97,13 +97,13 @@ class Checkpoints:
         steps, aliases = self._updater.steps, self._content.aliases()
         return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))
 
-    def load(self, folder: str | Path | None, options: Wanted) -> Restored:
+    def load(self, folder: str | Path | None, options: LoadOptions) -> Restored:
         """See :meth:`Engine.load`."""
         self._furthest = -1
         self._rewinds = 0
         return self._load(folder, options)
 
-    def _load(self, folder: str | Path | None, options: Wanted) -> Restored:
+    def _load(self, folder: str | Path | None, options: LoadOptions) -> Restored:
         self._saver.wait()
         self._updater.take_written()
         folder = self._folder(folder, "engine.load")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
-from partita.checkpoint.names import FEEDBACK, MODEL, STATE
-from partita.checkpoint.serializable import plain
+from partita.checkpoint.names import ERROR_FEEDBACK, MODEL, STATE
+from partita.checkpoint.serializable import to_serializable
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.memory.collector import collector_paused
@@ -140,7 +140,7 @@ class Content:
         views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
         kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
         addresses = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
-        additional = self.beside(segment)
+        additional = self.additional_states(segment)
         identity = (segment.trains, addresses, [values.data_ptr() for values in additional.values()])
         known = self._known.get(id(segment))
         if known is None or known.identity != identity:
@@ -155,16 +155,16 @@ class Content:
                 known.views = self._views(known, [*states_in_memory, *additional.values()])
         return known
 
-    def beside(self, segment: Segment) -> dict[str, Tensor]:
+    def additional_states(self, segment: Segment) -> dict[str, Tensor]:
         """Return the states saved in addition to weights and optimizer states, by the prefix of their keys.
 
         Each is this rank's shard of the segment, in memory.
         """
         residuals = self.runtime.reducer.sync_states.saved(segment)
-        return ({} if residuals is None else {FEEDBACK: residuals}) | self.on_all_ranks(segment)
+        return ({} if residuals is None else {ERROR_FEEDBACK: residuals}) | self.listener_states(segment)
 
-    def on_all_ranks(self, segment: Segment) -> dict[str, Tensor]:
-        """Return the listeners' states, a subset of :meth:`beside`.
+    def listener_states(self, segment: Segment) -> dict[str, Tensor]:
+        """Return the listeners' states, a subset of :meth:`additional_states`.
 
         Ranks with the same shard have the same values.
         """
@@ -186,7 +186,7 @@ class Content:
         spans = segment.layout.part(segment.shard_index)
         if segment.shard_index == 0:  # a parameter without elements is in no rank's shard
             spans += tuple(span for span in segment.layout.spans if not span.num_elements)
-        additional = self.beside(segment)
+        additional = self.additional_states(segment)
         for span in spans:
             place = slice(span.offset, span.offset + span.num_elements)
             elements = members[span.fqn].elements(span.start, span.stop)
@@ -206,7 +206,7 @@ class Content:
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):
                 if has_first:
-                    yield Value(name, value=plain(state, f"the optimizer's state '{key}' of '{member.fqn}'"))
+                    yield Value(name, value=to_serializable(state, f"the optimizer's state '{key}' of '{member.fqn}'"))
             elif key in BLOCK_STATES:
                 yield from _pieces(name, state.dtype, blocks_of(member, span.start, span.stop), take)
             elif not state.dim() or _has_own_shape(view, state):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import FEEDBACK, MODEL, MOMENTUM, STATE, Names, some_of
+from partita.checkpoint.names import ERROR_FEEDBACK, MODEL, DILOCO_MOMENTUM, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
@@ -40,7 +40,7 @@ from partita.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadOptions:
     """The selection of what to load from a checkpoint (see :meth:`Engine.load`)."""
 
     only_model: bool = False
@@ -72,7 +72,7 @@ class Restored:
 
 
 @collector_paused()
-def load(content: Content, training: TrainingState, backend: Backend, folder: Path, options: Wanted) -> Restored:
+def load(content: Content, training: TrainingState, backend: Backend, folder: Path, options: LoadOptions) -> Restored:
     """Load an engine's states from one checkpoint. Every rank reads its shards. A collective.
 
     Raises:
@@ -137,7 +137,7 @@ def _weights_storage(segment: Segment) -> Kept:
 class Loading:
     """The process of loading one checkpoint into an engine's states."""
 
-    def __init__(self, content: Content, training: TrainingState, stored: Stored, options: Wanted) -> None:
+    def __init__(self, content: Content, training: TrainingState, stored: Stored, options: LoadOptions) -> None:
         self._runtime = content.runtime
         self._updater = content.updater
         self._training = training
@@ -165,10 +165,10 @@ class Loading:
         started = int(self._stored.manifest.get("step", 0)) > 0
         if not self._options.only_model and started and not self._names.has_states and self._keeps_states():
             self._missing.append(STATE + "*")
-        if wrong or (self._options.strict and (self._missing or self._names.strange)):
+        if wrong or (self._options.strict and (self._missing or self._names.unexpected)):
             problems = [f"shapes differ: {some_of(wrong)}"] if wrong else []
             problems += [f"missing in the checkpoint: {some_of(self._missing)}"] if self._missing else []
-            problems += [f"not in the model: {some_of(self._names.strange)}"] if self._names.strange else []
+            problems += [f"not in the model: {some_of(self._names.unexpected)}"] if self._names.unexpected else []
             hint = "" if wrong else "; strict=False loads the matching entries and reports the rest"
             raise PartitaError(
                 f"checkpoint: '{self._stored.folder}' does not match the model: {'; '.join(problems)}{hint}"
@@ -230,7 +230,7 @@ class Loading:
         if self._options.only_model:
             return
         content = self._content
-        additional = content.beside(segment) if segment.is_first_copy else content.on_all_ranks(segment)
+        additional = content.additional_states(segment) if segment.is_first_copy else content.listener_states(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.shard_index), additional.items()):
             names = [prefix + name for name in members[span.fqn].info.fqns]
             if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
@@ -381,11 +381,11 @@ class Loading:
     def _warn_about_residuals(self) -> None:
         """Warn if only one of the two runs has error-feedback residuals, or DiLoCo's momentum."""
         segments = [segment for unit in self._runtime.units for segment in unit.segments]
-        of_listeners = {prefix for segment in segments for prefix in self._content.on_all_ranks(segment)}
+        of_listeners = {prefix for segment in segments for prefix in self._content.listener_states(segment)}
         has_residuals = bool(self._runtime.reducer.sync_states)
         for prefix, (what, key, is_here) in {
-            FEEDBACK: ("error-feedback residuals of gradients", "gradients", has_residuals),
-            MOMENTUM: ("momentum of the outer optimizer (DiLoCo)", "every", MOMENTUM in of_listeners),
+            ERROR_FEEDBACK: ("error-feedback residuals of gradients", "gradients", has_residuals),
+            DILOCO_MOMENTUM: ("momentum of the outer optimizer (DiLoCo)", "every", DILOCO_MOMENTUM in of_listeners),
         }.items():
             is_there = any(stored.startswith(prefix) for stored in self._stored.tensors)
             if is_there == is_here or self._runtime.collectives.mesh.rank:
@@ -407,5 +407,5 @@ class Loading:
             self._missing += self._training.restore(self._stored, strict=self._options.strict)
             self._warn_about_residuals()
         step = int(self._stored.manifest.get("step", self._updater.steps))
-        missing, unexpected = tuple(self._missing), tuple(self._names.strange)
+        missing, unexpected = tuple(self._missing), tuple(self._names.unexpected)
         return Restored(self._stored.folder, step, self._options.only_model, missing, unexpected)

@@ -15,10 +15,10 @@ from partita.inspection.modules import is_extra_state
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 # Error-feedback residuals of compressed gradients, by parameter. No other library has this state.
-FEEDBACK = "partita.feedback."
+ERROR_FEEDBACK = "partita.feedback."
 # State of the outer optimizer (DiLoCo): its momentum, and error-feedback residuals of compressed outer gradients.
-OUTER = "partita.outer."
-MOMENTUM, OUTER_FEEDBACK = OUTER + "momentum.", OUTER + "feedback."
+DILOCO = "partita.outer."
+DILOCO_MOMENTUM, DILOCO_ERROR_FEEDBACK = DILOCO + "momentum.", DILOCO + "feedback."
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # Captures the prefix before the first component of a key in an optimizer's state dict.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
@@ -95,7 +95,7 @@ def _holder(stored: Stored, key: str) -> str:
 
 def _without_optimizers(stored: Stored, keys: Iterable[str]) -> list[str]:
     prefixes = tuple(optimizer_prefixes(stored.keys))
-    return [key for key in keys if not key.startswith((*prefixes, FEEDBACK, OUTER))]
+    return [key for key in keys if not key.startswith((*prefixes, ERROR_FEEDBACK, DILOCO))]
 
 
 def _choose(stored: Stored, copies: Sequence[str], prefix: str | None) -> str:
@@ -146,7 +146,7 @@ class Names:
             raise _nothing_there(stored, chosen, copies)
         others = tuple(copy for copy in copies if copy and not chosen)
         # Names of the stored model that the engine's model lacks.
-        self.strange = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
+        self.unexpected = sorted(name for name in self._model.keys() - self.known if not name.startswith(others))
 
     def _copies(self, keys: Sequence[str]) -> list[str]:
         """Return the prefixes of the copies of the model.

@@ -44,7 +44,7 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(repr((type(value).__name__, parts)).encode(), digest_size=16).hexdigest()
 
 
-def plain(value: Any, where: str) -> Any:
+def to_serializable(value: Any, where: str) -> Any:
     """Convert ``value`` to what a checkpoint can restore: mappings to dictionaries, numpy's numbers to Python's.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from partita.checkpoint.backend import Stored, Value, saved_boxes
 from partita.checkpoint.names import GROUPS, MODEL, some_of
-from partita.checkpoint.serializable import digest, plain
+from partita.checkpoint.serializable import digest, to_serializable
 from partita.checkpoint.settings import Change, Settings, apply, changes, configured
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
@@ -32,7 +32,7 @@ CONFIGURED = "partita.configured"
 class TrainingState:
     """An engine's state except parameters and their optimizer states.
 
-    The first rank saves what all ranks share. ``keeper`` returns the rank that saves a buffer or an extra state.
+    The first rank saves what all ranks share. ``owning_rank`` returns the rank that saves a buffer or an extra state.
     """
 
     model: nn.Module
@@ -40,7 +40,7 @@ class TrainingState:
     scheduler: LRScheduler
     mesh: Mesh
     extra: dict[str, Any] = field(default_factory=dict)
-    keeper: Callable[[str], int] = field(default=lambda name: 0)
+    owning_rank: Callable[[str], int] = field(default=lambda name: 0)
     _has_own_extra: bool = field(init=False, default=False)
     _configured: list[Settings] = field(init=False)
 
@@ -55,7 +55,7 @@ class TrainingState:
     def _buffer_boxes(self) -> Iterator[tuple[str, Tensor, Box]]:
         """Yield the boxes of buffers that this rank saves, each with the name and the buffer."""
         for name, buffer in persistent_buffers(self.model):
-            if self.keeper(name) != self.mesh.rank:
+            if self.owning_rank(name) != self.mesh.rank:
                 continue
             for box, _ in saved_boxes(FlatRange.row_major(buffer.shape), buffer.dtype):
                 yield name, buffer.detach(), box
@@ -80,10 +80,10 @@ class TrainingState:
         values = [Value(f"{RANDOM}{self.mesh.rank}", value=random_states(self.mesh.device))]
 
         def add(key: str, value: Any, where: str) -> None:
-            values.append(Value(key, value=plain(value, where)))
+            values.append(Value(key, value=to_serializable(value, where)))
 
         for name, module in extra_states(self.model):
-            if self.keeper(name) == self.mesh.rank:
+            if self.owning_rank(name) == self.mesh.rank:
                 add(MODEL + name, module.get_extra_state(), f"the model's '{name}'")
         if self._has_own_extra:
             add(f"{EXTRA}.{self.mesh.rank}", self.extra, "engine.extra")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.checkpoint.external.convert import open_foreign
+from partita.checkpoint.external.convert import open_external
 from partita.checkpoint.external.source import write
 from partita.cli.console import show_notice, user_errors
 from partita.config.external_format import read_foreign
@@ -43,7 +43,7 @@ def checkpoint_command(
 ) -> None:
     """Convert a checkpoint for engine.load: universal ones of DeepSpeed, and those of FSDP and the Trainer."""
     with user_errors():
-        foreign = open_foreign(folder, read_model)
+        foreign = open_external(folder, read_model)
         path = write(foreign, out)
     for notice in foreign.notices:
         show_notice(Console(stderr=True), notice)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.cli.console import INTERRUPTED, Overwrite, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.worker import EXPLAIN
@@ -109,7 +109,7 @@ def train(
 def _has_checkpoint(job: Job) -> bool:
     """Return whether the run resumes from a checkpoint."""
     folder = job.engine.checkpoint.dir
-    return folder is not None and bool(complete(Path(folder)))
+    return folder is not None and bool(complete_checkpoints(Path(folder)))
 
 
 @dataclass(frozen=True)

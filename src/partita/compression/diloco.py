@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.checkpoint.names import MOMENTUM, OUTER_FEEDBACK
+from partita.checkpoint.names import DILOCO_MOMENTUM, DILOCO_ERROR_FEEDBACK
 from partita.comm.group import Group
-from partita.compression.error_feedback import with_errors
+from partita.compression.error_feedback import with_residuals
 from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
 from partita.optim.extension import ComingUpdate, UpdateListener
@@ -36,7 +36,7 @@ from partita.sharding.segment import Segment
 DILOCO_STATES = 2
 
 
-def separate(row: StatePlan) -> StatePlan:
+def separate_nodes(row: StatePlan) -> StatePlan:
     """Return the row for replicas, one on each node, that train separately.
 
     States that were sharded or summed over all data ranks are sharded or summed within a node.
@@ -54,20 +54,20 @@ def separate(row: StatePlan) -> StatePlan:
 
 def diloco_residual_sizes(segment: PlannedSegment, form: Format) -> tuple[int, ...]:
     """Return the sizes of the error-feedback residuals: of a rank's outer gradient, and of the sums that it sends."""
-    if not (isinstance(form, Quantized) and form.keeps_errors):
+    if not (isinstance(form, Quantized) and form.has_error_feedback):
         return ()
     num_elements = segment.layout.shard_elements
     return num_elements, num_elements // segment.mesh.group_size(segment.row.separate_axes)
 
 
-def kept_by_rounds(segment: PlannedSegment, form: Format) -> Iterator[KeptState]:
+def diloco_states(segment: PlannedSegment, form: Format) -> Iterator[KeptState]:
     """Return DiLoCo's states of one segment. ``form``: the format of outer gradients."""
     num_elements = DILOCO_STATES * segment.layout.shard_elements + sum(diloco_residual_sizes(segment, form))
     residence = Residence((), segment.row.summed_axes, FP32, segment.row.master.tier)
     yield KeptState("outer", residence, FP32.num_bytes(num_elements))
 
 
-def transfers_of_round(segment: PlannedSegment, form: Format, back: Format) -> tuple[Transfer, Transfer, Transfer]:
+def round_transfers(segment: PlannedSegment, form: Format, back: Format) -> tuple[Transfer, Transfer, Transfer]:
     """Return the transfers at the end of a round.
 
     These are the sum of the outer gradients, the gather of updated shards into the master weights, and the publication
@@ -137,7 +137,7 @@ class DilocoState:
             values.zero_()
 
 
-class OuterOptimizer(UpdateListener):
+class DilocoListener(UpdateListener):
     """Listener that counts local steps, and ends rounds.
 
     Args:
@@ -181,7 +181,7 @@ class OuterOptimizer(UpdateListener):
     def saved(self, segment: Segment) -> Mapping[str, Tensor]:
         if (state := self._states.get(id(segment))) is None:
             return {}
-        found = {MOMENTUM: state.momentum, OUTER_FEEDBACK: state.residual}
+        found = {DILOCO_MOMENTUM: state.momentum, DILOCO_ERROR_FEEDBACK: state.residual}
         return {key: values for key, values in found.items() if values is not None}
 
     # ---------------------------------------------------------------------- rounds
@@ -224,7 +224,7 @@ class OuterOptimizer(UpdateListener):
         num_bytes = interpreter.scratch_bytes(sums.operations, values.numel(), values.itemsize)
         scratch = values.new_empty(-(-num_bytes // values.itemsize)) if num_bytes else None
         mesh = self._runtime.collectives.mesh.shape
-        ops = with_errors(sums.operations, [] if is_warming_up else residuals, mesh)
+        ops = with_residuals(sums.operations, [] if is_warming_up else residuals, mesh)
         interpreter.run(ops, values, values, purpose="gradients", scratch=scratch)
         for residual, kept in zip(residuals, state.residuals, strict=True):
             kept.copy_(residual)

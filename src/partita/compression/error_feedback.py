@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from partita.compression.quantized import Quantized, WithErrors
+from partita.compression.quantized import Quantized, WithResiduals
 from partita.memory.streams import finish
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MeshShape
@@ -46,7 +46,7 @@ class ErrorFeedbackPlan(CustomSync):
     def make(self, layout: BucketLayout, memory: StateMemory) -> GradientSync:
         return ErrorFeedbackSync(layout, self, memory)
 
-    def error_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
+    def residual_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
         """Return the sizes of a segment's residuals: for each sum over a group, and for the gather of the sums."""
         num_elements, sizes, mesh = gradients.layout.padded, list[int](), gradients.mesh
         for op in (*self.sums, *self.gathers):
@@ -66,29 +66,29 @@ class ErrorFeedbackPlan(CustomSync):
         return in_phases(steps(residuals, summed, gradients.mesh))
 
     def kept(self, gradients: PlannedGradients) -> Iterator[KeptState]:
-        num_bytes = COPIES * sum(map(FP32.num_bytes, self.error_sizes(gradients)))
+        num_bytes = COPIES * sum(map(FP32.num_bytes, self.residual_sizes(gradients)))
         yield KeptState("feedback", self.residual, num_bytes)
 
     def working_bytes(self, gradients: PlannedGradients) -> int:
         is_offloaded = self.residual.tier is not Tier.DEVICE
-        return sum(map(FP32.num_bytes, self.error_sizes(gradients))) if is_offloaded else 0
+        return sum(map(FP32.num_bytes, self.residual_sizes(gradients))) if is_offloaded else 0
 
 
 def _keeps_errors(op: Step) -> bool:
     """Return True if an operation quantizes with error feedback."""
     if not isinstance(op, AllGather | ReduceScatter):
         return False
-    return isinstance(op.format, Quantized) and op.format.keeps_errors
+    return isinstance(op.format, Quantized) and op.format.has_error_feedback
 
 
-def with_errors(operations: Operations, residuals: Sequence[Tensor], mesh: MeshShape) -> Operations:
+def with_residuals(operations: Operations, residuals: Sequence[Tensor], mesh: MeshShape) -> Operations:
     """Return the operations with their ``residuals``, which are in the order of the operations that keep some."""
     found, remaining = list[Step](), list(residuals)
     for op in operations:
         if isinstance(op, AllGather | ReduceScatter) and _keeps_errors(op):
             assert isinstance(op.format, Quantized)
             num = len(op.format.groups_of_sum(op.axes, mesh)) if isinstance(op, ReduceScatter) else 1
-            op = replace(op, format=WithErrors(op.format, remaining[:num]))
+            op = replace(op, format=WithResiduals(op.format, remaining[:num]))
             del remaining[:num]
         found.append(op)
     return tuple(found)
@@ -97,11 +97,11 @@ def with_errors(operations: Operations, residuals: Sequence[Tensor], mesh: MeshS
 class ErrorFeedbackSync(GradientSync):
     """Quantized sums of one bucket with error feedback.
 
-    The sizes of the residuals are the plan's ``error_sizes``: ``[num_rows * num_columns]`` for the first sum, this
+    The sizes of the residuals are the plan's ``residual_sizes``: ``[num_rows * num_columns]`` for the first sum, this
     rank's shard of that for each further sum, and this rank's row for a gather of the sums.
     """
 
-    keeps_errors = True
+    has_error_feedback = True
 
     def __init__(self, layout: BucketLayout, plan: ErrorFeedbackPlan, memory: StateMemory) -> None:
         super().__init__(layout, plan)
@@ -109,7 +109,7 @@ class ErrorFeedbackSync(GradientSync):
         self._mesh = layout.planned.mesh
         self._exact_sums = plan.exact_sums(layout.planned.gradients)
         self._is_first_copy = layout.is_saved
-        per_segment = [plan.error_sizes(segment.planned.gradients) for segment in layout.segments]
+        per_segment = [plan.residual_sizes(segment.planned.gradients) for segment in layout.segments]
         self._sizes = [sum(sizes) for sizes in zip(*per_segment, strict=True)]
         self.residuals = self._allocate(memory)
         self._next_residuals = self._allocate(memory)
@@ -120,18 +120,18 @@ class ErrorFeedbackSync(GradientSync):
         return kept.lease().tensor
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
-        with self._levels_lent(scale, call.interpreter.device) as residuals:
-            ops = with_errors(self._sum_operations, residuals, self._mesh)
+        with self._step_residuals(scale, call.interpreter.device) as residuals:
+            ops = with_residuals(self._sum_operations, residuals, self._mesh)
             call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=call.scratch)
 
     def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
         assert full is not None
-        with self._levels_lent(1.0, call.interpreter.device) as residuals:
-            ops = with_errors(self._gather_operations, residuals[-1:], self._mesh)
+        with self._step_residuals(1.0, call.interpreter.device) as residuals:
+            ops = with_residuals(self._gather_operations, residuals[-1:], self._mesh)
             call.interpreter.run(ops, shard, full.view(-1), purpose="gradients", scratch=call.scratch)
 
     @contextmanager
-    def _levels_lent(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
+    def _step_residuals(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:
         """Yield the residuals, one tensor per sum or gather, on ``device``, multiplied by the gradients' ``scale``.
 
         The operations write the new residuals into them, which become valid with the update.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-from partita.compression.diloco import OuterOptimizer
-from partita.compression.onebit_adam import AfterWarmup, OnebitAdam
+from partita.compression.diloco import DilocoListener
+from partita.compression.onebit_adam import WarmupListener, OnebitAdam
 from partita.compression.settings import check_every, contradictions, gradient_codec, stores_deltas, warmup_steps
 from partita.compression.strategies import row_of
 from partita.config.messages import Contradiction
@@ -56,8 +56,8 @@ class CompressionExtension(RunExtension):
     ) -> tuple[UpdateListener, ...]:
         found = list[UpdateListener]()
         if isinstance(optimizer, OnebitAdam):
-            found.append(AfterWarmup(runtime.reducer, optimizer, views))
-        if OuterOptimizer.is_needed(runtime):
+            found.append(WarmupListener(runtime.reducer, optimizer, views))
+        if DilocoListener.is_needed(runtime):
             section, last_step = config.communication, config.schedule.total_steps
-            found.append(OuterOptimizer(runtime, optimizer, views, section, last_step))
+            found.append(DilocoListener(runtime, optimizer, views, section, last_step))
         return tuple(found)

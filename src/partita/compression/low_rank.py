@@ -201,7 +201,7 @@ class LowRankPlan(ErrorFeedbackPlan):
     def make(self, layout: BucketLayout, memory: StateMemory) -> "LowRankSync":
         return LowRankSync(layout, self, memory)
 
-    def error_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
+    def residual_sizes(self, gradients: PlannedGradients) -> tuple[int, ...]:
         return (gradients.layout.padded,)
 
     def messages(self, bucket: PlannedBucket) -> Iterator[Message]:
@@ -231,7 +231,7 @@ class LowRankSync(ErrorFeedbackSync):
 
     def _sum(self, full: Tensor, out: Tensor, call: SyncCall, *, add: bool, scale: float) -> None:
         rows = full.view(self.layout.num_rows, -1)
-        with self._levels_lent(scale, call.interpreter.device) as residuals:
+        with self._step_residuals(scale, call.interpreter.device) as residuals:
             self.factors.reduce(rows, residuals[0].view_as(rows), call.interpreter.group(self._summed_axes))
             write_out(rows[self.row], out, accumulate=add)
 

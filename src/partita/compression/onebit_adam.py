@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.compression.error_feedback import ErrorFeedbackPlan, ErrorFeedbackSync, with_errors
+from partita.compression.error_feedback import ErrorFeedbackPlan, ErrorFeedbackSync, with_residuals
 from partita.kernels.chunks import in_chunks
 from partita.memory.tiers import StateMemory
 from partita.optim.extension import ComingUpdate, UpdateListener
@@ -92,8 +92,8 @@ class AverageSync(ErrorFeedbackSync):
         rows = self.average.view(self.layout.num_rows, -1)
         places = [piece.of(rows[piece.row]) for pieces in unused for piece in pieces]
         last = [values.clone() for values in places]
-        with self._levels_lent(1.0, call.interpreter.device) as residuals:
-            ops = with_errors(self._gather_operations, residuals[-1:], self._mesh)
+        with self._step_residuals(1.0, call.interpreter.device) as residuals:
+            ops = with_residuals(self._gather_operations, residuals[-1:], self._mesh)
             call.interpreter.run(ops, shard.float(), self.average, purpose="gradients", scratch=call.scratch)
         self.layout.clear_gaps(rows)
         for values, before in zip(places, last, strict=True):
@@ -185,7 +185,7 @@ class OnebitAdam(Optimizer):
         return change if self.is_warming_up else change.clamp_(-1, 1)
 
 
-class AfterWarmup(UpdateListener):
+class WarmupListener(UpdateListener):
     """Listener that sets the optimizer's mode for the phases of training."""
 
     def __init__(self, reducer: GradientReducer, optimizer: OnebitAdam, views: Views) -> None:

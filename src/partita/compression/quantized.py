@@ -29,19 +29,19 @@ class Quantized(RunnableFormat):
 
     Attributes:
         codec: the codec of a block of values.
-        keeps_errors: True for error feedback (:class:`WithErrors`).
-        rounds_at_random: True for stochastic rounding, False for rounding to the nearest level.
+        has_error_feedback: True for error feedback (:class:`WithResiduals`).
+        stochastic_rounding: True for stochastic rounding, False for rounding to the nearest level.
 
     Raises:
         ValueError: the codec does not round at random.
     """
 
     codec: Codec
-    keeps_errors: bool = False
-    rounds_at_random: bool = False
+    has_error_feedback: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounds_at_random and not self.codec.unbiased:
+        if self.stochastic_rounding and not self.codec.unbiased:
             raise ValueError(f"{self.codec.name} does not round at random")
 
     def num_bytes(self, num_elements: int, encoding: Encoding = FP32) -> int:
@@ -69,13 +69,13 @@ class Quantized(RunnableFormat):
     ) -> Work:
         codes = call.scratch.view(torch.uint8)[: self.num_bytes(target.numel())]
         row = codes.view(group.size, -1)[group.index]
-        seed = seed_of(call.seed, group.index) if self.rounds_at_random else None
+        seed = seed_of(call.seed, group.index) if self.stochastic_rounding else None
         kernels.encode(self.codec, source, row, seed=seed, held=residual, threads=torch.get_num_threads())
         return _Gather(self.codec, codes, target, group.all_gather(codes, row, call.purpose, call.tag))
 
 
 @dataclass(frozen=True, eq=False)
-class WithErrors(RunnableFormat):
+class WithResiduals(RunnableFormat):
     """A quantized format for one call, with the error-feedback residuals of earlier calls.
 
     Attributes:
@@ -160,7 +160,7 @@ def reduce_scatter(
     """Reduce-scatter ``source`` ``[n]`` over all ``groups``, in order. Write this rank's shard to ``out``, or add it.
 
     The last group has the outermost axes. The shard is the same as after one reduce-scatter over all axes. Each rank's
-    position is part of its seed. ``residuals``: see :class:`WithErrors`.
+    position is part of its seed. ``residuals``: see :class:`WithResiduals`.
     """
     values, scratch = source, call.scratch.view(torch.uint8)
     num_codes = form.num_bytes(source.numel())
@@ -200,7 +200,7 @@ def _exchange(
     for rank in range(group.size):
         for number, values in enumerate(rows[rank] if rank != group.index else ()):
             first = (rank * rows.shape[1] + number) * num_blocks
-            chosen = seed if form.rounds_at_random else None
+            chosen = seed if form.stochastic_rounding else None
             residual = None if residuals is None else residuals[rank, number]
             encode(values, codes[rank, number], seed=chosen, first_block=first, held=residual)
     group.exchange_parts(received.view(-1), codes.view(-1))

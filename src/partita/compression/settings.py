@@ -13,12 +13,12 @@ from partita.kernels.codecs import CODECS, Codec, TorchCodec
 WARM_UP = 0.15
 CHECKED_EVERY = 100
 # Codec names in a configuration. Codecs with stochastic rounding need no error feedback; coarser ones do.
-AT_RANDOM = ("int8", "int4")
+STOCHASTIC_CODECS = ("int8", "int4")
 LOW_RANK = "low_rank"  # not a codec of blocks: matrices are sent as two low-rank factors
 ERROR_FEEDBACK_CODECS = {"2bit": "two_bits", "ternary": "ternary", "onebit": "sign", "topk": "top8"}
 
 
-def keeps_errors(name: str) -> bool:
+def has_error_feedback(name: str) -> bool:
     """Return True if the codec of this name is used with error feedback."""
     return name in ERROR_FEEDBACK_CODECS or ":" in name
 
@@ -91,7 +91,7 @@ def _error_feedback(config: Config) -> Iterator[Contradiction]:
     """Rules of codecs with error feedback."""
     codec, offload = gradient_codec(config), config.zero.offload
     yield from _warm_up(config)
-    if not keeps_errors(codec) and codec != LOW_RANK:
+    if not has_error_feedback(codec) and codec != LOW_RANK:
         return
     yield from _low_rank(config)
     if config.precision.gradients == "in_backward":
@@ -199,7 +199,7 @@ def _warm_up(config: Config) -> Iterator[Contradiction]:
         )
     if (name := config.optimizer.name) != "onebit_adam":
         return
-    if sends_averages(config) and config.communication.gradients in AT_RANDOM:
+    if sends_averages(config) and config.communication.gradients in STOCHASTIC_CODECS:
         yield (
             ("optimizer.name", "optimizer.sends", "communication.gradients"),
             f"optimizer.name: {name} sends its running average, which needs a codec with error feedback",

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from partita.compression.deltas import DeltaPlan
-from partita.compression.diloco import kept_by_rounds, separate, transfers_of_round
+from partita.compression.diloco import diloco_states, separate_nodes, round_transfers
 from partita.compression.error_feedback import ErrorFeedbackPlan
 from partita.compression.low_rank import LowRankPlan
 from partita.compression.onebit_adam import AveragePlan, average_gathers
 from partita.compression.quantized import Quantized, hops
 from partita.compression.settings import (
-    AT_RANDOM,
+    STOCHASTIC_CODECS,
     LOW_RANK,
     codec_named,
     gradient_codec,
-    keeps_errors,
+    has_error_feedback,
     sends_averages,
     warmup_steps,
 )
@@ -95,7 +95,7 @@ class CompressedStrategies(Strategies):
             gathers = average_gathers(gradients, self.later.sums)
             return AveragePlan(plan.sums, gathers, residual, self.momentum, average_gathers(gradients))
         feedback = ErrorFeedbackPlan(plan.sums, plan.gathers, residual)
-        return feedback if feedback.error_sizes(gradients) else plan
+        return feedback if feedback.residual_sizes(gradients) else plan
 
     def publishes(self, segment: PlannedSegment) -> tuple[PublishPlan, ...]:
         if not segment.update_is_gathered or self.later.deltas.is_exact:
@@ -104,12 +104,12 @@ class CompressedStrategies(Strategies):
 
     def kept(self, segment: PlannedSegment) -> Iterator[KeptState]:
         if segment.row.separate_axes:
-            yield from kept_by_rounds(segment, self.later.diloco)
+            yield from diloco_states(segment, self.later.diloco)
 
     def of_round(self, segment: PlannedSegment, *, is_warming_up: bool) -> Iterator[Transfer]:
         if segment.row.separate_axes:
             formats = self._phases[0 if is_warming_up else -1]
-            yield from transfers_of_round(segment, formats.diloco, formats.diloco_sums)
+            yield from round_transfers(segment, formats.diloco, formats.diloco_sums)
 
 
 def _sync(gradients: PlannedGradients, formats: Formats) -> SyncPlan:
@@ -130,7 +130,7 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
     that are not floating-point are sent uncompressed.
     """
     if config.communication.every is not None and mesh.node > 1:
-        row = separate(row)
+        row = separate_nodes(row)
     later, name = _of_gradients(gradient_codec(config), row), config.communication.parameters
     warmup = Formats()
     if config.communication.warmup != "full" and gradient_codec(config) != "full":
@@ -162,13 +162,13 @@ def row_of(config: Config, mesh: MeshShape, row: StatePlan) -> StatePlan:
 def _of_gradients(name: str, row: StatePlan) -> Formats:
     """Return the formats of gradients in blocks, and of their sums."""
     codec = codec_named(name)
-    if codec is not None and keeps_errors(name):
-        summed = Quantized(codec, keeps_errors=True)
+    if codec is not None and has_error_feedback(name):
+        summed = Quantized(codec, has_error_feedback=True)
         if not row.gradient_replica_axes:
             return Formats(summed, summed)
-    elif codec is not None and name in AT_RANDOM:
-        summed = Quantized(codec, rounds_at_random=True)
+    elif codec is not None and name in STOCHASTIC_CODECS:
+        summed = Quantized(codec, stochastic_rounding=True)
     else:
         return Formats()
     # Sums have no error feedback here, so they use a finer codec.
-    return Formats(summed, Quantized(CODECS["int8"], rounds_at_random=True))
+    return Formats(summed, Quantized(CODECS["int8"], stochastic_rounding=True))

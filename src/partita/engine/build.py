@@ -26,7 +26,7 @@ from partita.engine.transform import apply_axes, apply_to_forwards, find_attenti
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
-from partita.inspection.whole import Whole
+from partita.inspection.full_tensors import FullTensors
 from partita.memory.accelerator import is_simulated
 from partita.memory.capacity_check import check_room, tell_of_lower_stage
 from partita.memory.ledger import Ledger
@@ -68,7 +68,7 @@ _log = logging.getLogger("partita")
 
 
 @dataclass(frozen=True)
-class Given:
+class UserArguments:
     """The arguments that the user passes besides model and config (see :func:`partita.initialize`)."""
 
     optimizer: Optimizer | Factory | None
@@ -89,17 +89,17 @@ class Parts:
     activations: Activations
     recomputation: Recomputation
     updater: Updater
-    whole: Whole
+    whole: FullTensors
     gathered: Gathered
     checkpoints: Checkpoints
     weights: Path | None
     parallel: AppliedParallelism
-    samples: BatchCheck
+    batch_check: BatchCheck
     pipeline: Pipeline
-    alike: ReplicaCheck
+    replica_check: ReplicaCheck
 
 
-def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Parts:
+def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments) -> Parts:
     """Build an engine's parts and prepare the model. An error on one rank is raised on all, and the model restored."""
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
@@ -116,7 +116,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given) -> Par
         return _build(model, resolved, collectives, given, parallel)
 
 
-def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: Given, parallel: AppliedParallelism) -> Parts:
+def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: UserArguments, parallel: AppliedParallelism) -> Parts:
     """Build the parts of an engine on a model that the parallel axes have changed."""
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))
@@ -163,7 +163,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             parallel.transforms.at(Order.PARAMETERS).on_undo(split.close)
             updater = _make_updater(runtime, optimizer, resolved, counted)
             failed.callback(updater.close)
-            whole = Whole(runtime, updater)
+            whole = FullTensors(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.transforms)
             checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
             open_tier(settings, memory)
@@ -181,12 +181,12 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
             )
             early_output = runtime.events.early_output
             pipeline = Pipeline(model, parallel, schedule, collectives, early_output, transformed.weights)
-            alike = ReplicaCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
+            replica_check = ReplicaCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))
     except BaseException:
         memory.close()
         raise
     weights = source.folder if source is not None else None
-    samples = BatchCheck(SeveralAxes.of(collectives, SAME_BATCH_AXES), mesh.coordinate("data"))
+    batch_check = BatchCheck(SeveralAxes.of(collectives, SAME_BATCH_AXES), mesh.coordinate("data"))
     return Parts(
         optimizer,
         scheduler,
@@ -201,9 +201,9 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         checkpoints,
         weights,
         parallel,
-        samples,
+        batch_check,
         pipeline,
-        alike,
+        replica_check,
     )
 
 

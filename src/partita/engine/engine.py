@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from partita.checkpoint.load import Restored, Wanted
+from partita.checkpoint.load import Restored, LoadOptions
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import attend
 from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
-from partita.engine.build import Given, Parts, build
+from partita.engine.build import UserArguments, Parts, build
 from partita.engine.micro_batches import MicroBatches
 from partita.engine.profile import Profile
 from partita.errors import PartitaError
@@ -47,7 +47,7 @@ class Engine:
             restores them.
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: Given, owns_mesh: bool) -> None:
+    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments, owns_mesh: bool) -> None:
         self.module = model
         self.config = resolved.config
         self.mesh = mesh
@@ -75,7 +75,7 @@ class Engine:
             coordinate
                 have different inputs.
         """
-        batch_check = self._open().samples
+        batch_check = self._open().batch_check
         self._check_no_stages("engine(...)")
         batch_check.check(args, kwargs)
         return self.module(*args, **kwargs)
@@ -304,7 +304,7 @@ class Engine:
                 has several copies of the weights.
         """
         self.zero_grad()
-        restored = self._parts.checkpoints.load(folder, Wanted(only_model, strict, prefix))
+        restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()
         return restored
 

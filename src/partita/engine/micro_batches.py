@@ -134,7 +134,7 @@ class MicroBatches:
             if result.stepped:
                 parts.runtime.updated()
                 parts.activations.updated()
-                parts.alike.after_update(parts.updater.steps)
+                parts.replica_check.after_update(parts.updater.steps)
                 self._schedule.step()
             result = parts.checkpoints.after_update(result)
             self._schedule.note()
@@ -230,7 +230,7 @@ class MicroBatches:
     def _compare(self, drawn: Sequence[Any]) -> None:
         """Check that ranks with the same data coordinate have the same samples."""
         for batch in drawn:
-            self._parts.samples.check(*arguments(batch))
+            self._parts.batch_check.check(*arguments(batch))
 
     def _forward(self, action: Action, micros: dict[int, Any]) -> Tensor | None:
         """Run a stage's forward; return the loss if the stage is the last one."""

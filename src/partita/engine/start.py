@@ -18,7 +18,7 @@ from partita.config.launchers import launch_environment
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, describe, resolve
 from partita.config.schema import Config
-from partita.engine.build import Given
+from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
 from partita.memory import accelerator
@@ -98,7 +98,7 @@ def initialize(
         with generators_kept(
             device
         ):  # initialization and checks draw random numbers, more on some ranks than on others
-            engine = Engine(model, resolved, mesh, Given(optimizer, scheduler, loss_fn, weights), owned)
+            engine = Engine(model, resolved, mesh, UserArguments(optimizer, scheduler, loss_fn, weights), owned)
     except BaseException:
         if owned:
             mesh.close()

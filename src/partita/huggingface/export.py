@@ -30,7 +30,7 @@ from partita.errors import PartitaError
 from partita.huggingface.conversion import FileTensors, is_of_transformers
 from partita.huggingface.weights import INDEX, SINGLE, read_index
 from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
-from partita.inspection.whole import Whole
+from partita.inspection.full_tensors import FullTensors
 from partita.planner.parameters import find_quantized
 
 FILE_BYTES = 4 * 2**30
@@ -42,7 +42,7 @@ COMPANION_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 
 
 def export(
-    full: Whole,
+    full: FullTensors,
     model: nn.Module,
     folder: Path,
     beside: Path | None = None,
@@ -75,7 +75,7 @@ def export(
                 writer.add_all(tensors.of(name, entries[name]))
             warn_about_extra_states(name for name, _ in extra_states(model))
             writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
-    full.raise_together(writer.problem if writer is not None else None)
+    full.raise_on_all_ranks(writer.problem if writer is not None else None)
 
 
 def _kept_name(model: nn.Module, fqns: Sequence[str]) -> str:

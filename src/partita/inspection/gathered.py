@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.inspection.whole import Whole
+from partita.inspection.full_tensors import FullTensors
 from partita.optim.step import Updater
 from partita.planner.parameters import ParameterInfo, find_quantized
 from partita.sharding.assemble import equal_value_ranks
@@ -28,7 +28,7 @@ class Gathered:
     unsharded.
     """
 
-    def __init__(self, runtime: Runtime, updater: Updater, whole: Whole, transforms: ModuleTransforms) -> None:
+    def __init__(self, runtime: Runtime, updater: Updater, whole: FullTensors, transforms: ModuleTransforms) -> None:
         self._runtime = runtime
         self._updater = updater
         self._whole = whole

@@ -36,7 +36,7 @@ def has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def keepers_of(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[[str], int]:
+def owning_ranks(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callable[[str], int]:
     """Return a function that maps the name of a buffer or an extra state to the rank whose values are used.
 
     That is the first rank that runs the module. A collective, unless every rank runs all modules (``shared``).

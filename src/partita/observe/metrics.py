@@ -88,11 +88,11 @@ class MetricsWriter:
             self.close()
             raise
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Remove the rows after ``step``, the step that training has rewound to."""
         self._file.close()
         self._begin(step, is_evaluated=True)
-        self._notify(lambda sink: sink.go_back(step))
+        self._notify(lambda sink: sink.rewind(step))
 
     def _begin(self, after: int, *, is_evaluated: bool) -> None:
         folder = self._folder

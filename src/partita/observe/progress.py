@@ -47,7 +47,7 @@ class TrainingProgress:
         )
         self._task = self._bar.add_task("train", total=num_steps, figures="")
 
-    def go_on(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """Start from the ``step`` optimizer steps that an earlier run has done."""
         self._first_step = step
         self._started_s = time.monotonic()
@@ -69,9 +69,9 @@ class TrainingProgress:
         line = f"step {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {row.held_out_loss:.4f}"
         if not self._live and self._last_row is not None:
             line += f"  {figures(self._last_row)}  ETA {_duration(self._remaining_s(row.step))}"
-        self.say(line)
+        self.print_line(line)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print one line verbatim (no markup, no highlighting), above the bar if there is one."""
         self._console.print(Text(line), soft_wrap=True)
 

@@ -24,14 +24,14 @@ class Run:
 
 
 class MetricsSink(ABC):
-    """A destination of a run's figures, by name. One process writes. Steps increase, except after :meth:`go_back`."""
+    """A destination of a run's figures, by name. One process writes. Steps increase, except after :meth:`rewind`."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the figures after ``step`` optimizer steps."""
 
     @abstractmethod
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Undo the steps after ``step``. Their figures will be written again."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class TensorBoard(MetricsSink):
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         self._board.close()
         self._open(step + 1)
 
@@ -92,7 +92,7 @@ class WandB(MetricsSink):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Do nothing. Both values of a step stay, because what was sent cannot be undone."""
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class MLflow(MetricsSink):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run_id)
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Do nothing. Both values of a step stay, because MLflow keeps every value that was logged."""
 
     def close(self) -> None:

@@ -423,7 +423,7 @@ class SyncStates:
 
     def _with_states(self) -> Iterator[tuple[Bucket, GradientSync]]:
         """Yield the buckets whose sync after the warm-up uses error feedback."""
-        return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].keeps_errors)
+        return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].has_error_feedback)
 
     def __bool__(self) -> bool:
         """True if any sync keeps states. Sums are then scaled in place, including those of the warm-up."""

@@ -33,7 +33,7 @@ class GradientSync:
     This class keeps nothing between steps. Subclasses that do override the methods after :meth:`gather`.
     """
 
-    keeps_errors = False  # True with error feedback: sums are scaled in place, and the bucket's padding is cleared
+    has_error_feedback = False  # True with error feedback: sums are scaled in place, and the bucket's padding is cleared
 
     def __init__(self, layout: BucketLayout, plan: SyncPlan) -> None:
         self.layout = layout
@@ -62,7 +62,7 @@ class GradientSync:
         adds_later = add and self._sums_in_turn  # the second of two sums would add `shard` once per rank
         out = full.view(self.layout.num_rows, -1)[self.row] if adds_later else shard
         self._sum(full, out, call, add=add and not adds_later, scale=scale)
-        if self.keeps_errors:
+        if self.has_error_feedback:
             self.layout.clear_gaps(shard, only=self.row)
         if adds_later:
             shard.add_(out.to(shard.device))

@@ -397,7 +397,7 @@ class GradientReducer:
         error.)
         """
         assert self._user is not None
-        if bucket.sync.keeps_errors and not self.scales:
+        if bucket.sync.has_error_feedback and not self.scales:
             self.scales.add(self._user.loss_scale)
         return next(iter(self.scales), 1.0)
 

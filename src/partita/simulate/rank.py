@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from partita.comm.mesh import Mesh
 from partita.comm.simulated import Requests, SimulatedRanks
 from partita.config.resolve import Resolved
-from partita.engine.build import Given
+from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
 from partita.forecast.without_values import without_values
@@ -105,7 +105,7 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
             model = subject.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
-        given = Given(None, None, subject.loss_fn, None)
+        given = UserArguments(None, None, subject.loss_fn, None)
         with without_values(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Self
 
 
-class Wish(IntEnum):
+class StopRequest(IntEnum):
     """A request to the training loop. The greater one has priority."""
 
     NOTHING = 0
@@ -17,7 +17,7 @@ class Wish(IntEnum):
 
 
 class Interruption:
-    """A context in which a first SIGINT only sets ``wish`` to STOP; a second one raises Python's KeyboardInterrupt.
+    """A context in which a first SIGINT only sets ``request`` to STOP; a second one raises Python's KeyboardInterrupt.
 
     With checkpoints (``saves``), SIGTERM also stops, and SIGUSR1, which job schedulers send before a preemption, asks
     for a checkpoint. The loop sets ``agreed``: the greatest request of any rank.
@@ -26,7 +26,7 @@ class Interruption:
     """
 
     def __init__(self, *, saves: bool = False) -> None:
-        self.wish = self.agreed = Wish.NOTHING
+        self.request = self.agreed = StopRequest.NOTHING
         self._signals: Sequence[int] = (signal.SIGINT, *((signal.SIGTERM, signal.SIGUSR1) if saves else ()))
         self._before = {number: signal.getsignal(number) for number in self._signals}
 
@@ -43,11 +43,11 @@ class Interruption:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.wish = max(self.wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.STOP)
+        self.request = max(self.request, StopRequest.SAVE if number == signal.SIGUSR1 else StopRequest.STOP)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def saved(self) -> None:
         """Clear a request for a checkpoint, because it was saved."""
-        if self.wish is Wish.SAVE:
-            self.wish = Wish.NOTHING
+        if self.request is StopRequest.SAVE:
+            self.request = StopRequest.NOTHING

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
@@ -30,7 +30,7 @@ from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.plan.residence import ENCODINGS
 from partita.planner.dtypes import dtype_of
 from partita.train.data import Batches, Corpus, load_corpus
-from partita.train.interrupt import Interruption, Wish
+from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
@@ -129,7 +129,7 @@ class _Run:
             self._watched.close()
             if self._writer is not None:
                 self._writer.close()
-        interrupted = interruption.agreed is Wish.STOP
+        interrupted = interruption.agreed is StopRequest.STOP
         self._finish(steps, interrupted)
         return Outcome(steps, interrupted, self._last_held_out, self._job.out)
 
@@ -140,18 +140,18 @@ class _Run:
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps that are done."""
         folder, digest = self._job.engine.checkpoint.dir, self._batches.corpus.digest
-        if folder is None or not self._engine.any(bool(complete(Path(folder)))):
+        if folder is None or not self._engine.any(bool(complete_checkpoints(Path(folder)))):
             self._engine.extra[CORPUS] = digest
             return 0
         restored = self._engine.load(folder)
-        self._progress.say(str(restored))
+        self._progress.print_line(str(restored))
         if self._engine.extra.get(CORPUS, digest) != digest:
-            self._progress.say(
+            self._progress.print_line(
                 f"data: the text or its split has changed since '{restored.path}' was saved: training continues with "
                 "the new one, and the held-out text may contain text that was trained on"
             )
         self._engine.extra[CORPUS] = digest
-        self._progress.go_on(restored.step)
+        self._progress.resume_at(restored.step)
         return restored.step
 
     def _train(self, interruption: Interruption) -> int:
@@ -161,15 +161,15 @@ class _Run:
             self._evaluate(self._start)
         meter = _Meter()
         step = self._start
-        while step < plan.steps and interruption.agreed is not Wish.STOP:
+        while step < plan.steps and interruption.agreed is not StopRequest.STOP:
             step += 1
             self._watched.before(step)
             step = self._train_step(step, meter)
             if (report := self._watched.after(step)) is not None:
-                self._progress.say(f"{report}\ntimelines: {self._job.out}/trace-*.json.gz (ui.perfetto.dev)")
+                self._progress.print_line(f"{report}\ntimelines: {self._job.out}/trace-*.json.gz (ui.perfetto.dev)")
             self._progress.step(step)
-            interruption.agreed = Wish(int(max(self._engine.each(interruption.wish))))
-            stops = interruption.agreed is Wish.STOP
+            interruption.agreed = StopRequest(int(max(self._engine.each(interruption.request))))
+            stops = interruption.agreed is StopRequest.STOP
             evaluates = step % plan.eval_every == 0 or step == plan.steps
             if meter.losses and (stops or evaluates or step % plan.log_every == 0):
                 self._log(step, meter)
@@ -198,7 +198,7 @@ class _Run:
             num_undone = step - 1 - rewound_to
             del meter.losses[max(0, len(meter.losses) - num_undone) :]
             if self._writer is not None:
-                self._writer.go_back(rewound_to)
+                self._writer.rewind(rewound_to)
             return rewound_to
         meter.losses.append(loss)
         return step
@@ -270,12 +270,12 @@ class _Run:
     def _print_start(self, num_parameters: int) -> None:
         job, corpus = self._job, self._batches.corpus
         token = self._ready.token
-        self._progress.say(
+        self._progress.print_line(
             f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
             f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
         )
         if job.train.metrics == "auto" and not job.sinks:
-            self._progress.say("TensorBoard is not installed: no event files")
+            self._progress.print_line("TensorBoard is not installed: no event files")
 
     def _finish(self, steps: int, interrupted: bool) -> None:
         job, out = self._job, self._job.out
@@ -292,16 +292,16 @@ class _Run:
         plot_losses(out / "loss.png", train_rows, held_out_rows, title, self._ready.token)
         if sample is not None:
             (out / "sample.txt").write_text(sample)
-            self._progress.say(f"sample:\n{sample}")
+            self._progress.print_line(f"sample:\n{sample}")
         end = "stopped by a signal" if interrupted else "done"
-        self._progress.say(f"{end} after step {steps}; results are in {out}")
+        self._progress.print_line(f"{end} after step {steps}; results are in {out}")
 
     def _write_sample(self) -> str | None:
         sample = self._job.train.sample
         if not sample.tokens:
             return None
         if self._engine.mesh.size("pipeline") > 1:
-            self._progress.say("no sample of text: with pipeline stages, no rank has the full model to write it")
+            self._progress.print_line("no sample of text: with pipeline stages, no rank has the full model to write it")
             return None
         with self._engine.gathered(self._engine.module):  # one all-gather for the entire text
             return write_sample(self._ready, sample, self._job.data.sequence)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.external.source import Foreign, latest_step
+from partita.checkpoint.external.source import ExternalCheckpoint, latest_step
 from partita.checkpoint.external.torch_files import load_mapped
-from partita.checkpoint.format.system import explained
+from partita.checkpoint.format.system import explain_os_errors
 from partita.checkpoint.training_state import ENGINE, RANDOM, SCHEDULER
 from partita.errors import PartitaError
 
@@ -31,7 +31,7 @@ _ADMITTED: list[Any] = [
 ]
 
 
-def with_what_is_beside(library: str, stored: Stored, folder: Path) -> Foreign:
+def with_training_state(library: str, stored: Stored, folder: Path) -> ExternalCheckpoint:
     """Return a checkpoint of the weights and optimizer states in ``stored`` and the training state in ``folder``.
 
     Raises:
@@ -47,7 +47,7 @@ def with_what_is_beside(library: str, stored: Stored, folder: Path) -> Foreign:
     values |= {f"{RANDOM}{rank}": state for rank, state in _random_states(folder)}
     if others := sorted(path.name for path in folder.glob("random_states_*.pkl")):
         notices.append(f"{others[0]} is not converted: random numbers continue from the new run's random state")
-    return Foreign(library, stored, _step(folder, stored), values, notices=notices)
+    return ExternalCheckpoint(library, stored, _step(folder, stored), values, notices=notices)
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -60,7 +60,7 @@ def _step(folder: Path, stored: Stored) -> int:
     if not path.is_file():
         return latest_step(stored)
     try:
-        with explained(path):
+        with explain_os_errors(path):
             return int(json.loads(path.read_text())["global_step"])
     except (ValueError, LookupError, TypeError) as error:
         raise PartitaError(f"checkpoint: '{path}' is damaged: it has no global_step ({error})") from error

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from partita.checkpoint.external.companion_files import with_what_is_beside
+from partita.checkpoint.external.companion_files import with_training_state
 from partita.checkpoint.external.fsdp import open_fsdp
-from partita.checkpoint.external.source import Foreign
+from partita.checkpoint.external.source import ExternalCheckpoint
 from partita.checkpoint.external.trainer import Model, find_optimizer, open_trainer
 from partita.checkpoint.external.universal import find_universal, open_universal
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.format.manifest import METADATA
 from partita.errors import PartitaError
 
 
-def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
+def open_external(folder: Path, read_model: Callable[[Path], Model]) -> ExternalCheckpoint:
     """Open the checkpoint of another library in ``folder``.
 
     Args:
@@ -26,10 +26,10 @@ def open_foreign(folder: Path, read_model: Callable[[Path], Model]) -> Foreign:
     if (universal := find_universal(folder)) is not None:
         return open_universal(universal)
     if (stored := open_fsdp(folder)) is not None:
-        return with_what_is_beside("FSDP", stored, folder)
+        return with_training_state("FSDP", stored, folder)
     if (optimizer := find_optimizer(folder)) is not None:
         return open_trainer(folder, optimizer, read_model)
-    if (folder / METADATA).exists() or complete(folder):
+    if (folder / METADATA).exists() or complete_checkpoints(folder):
         raise PartitaError(
             f"convert: '{folder}' is a checkpoint of partita or torch.distributed.checkpoint, which engine.load reads "
             "without conversion"

@@ -5,7 +5,7 @@ from pathlib import Path
 from partita.checkpoint.backend import Stored
 from partita.checkpoint.external.fsdp import open_fsdp
 from partita.checkpoint.format.stored import open_stored
-from partita.checkpoint.format.system import explained
+from partita.checkpoint.format.system import explain_os_errors
 
 
 def open_any(folder: Path) -> Stored:
@@ -17,5 +17,5 @@ def open_any(folder: Path) -> Stored:
     Raises:
         PartitaError: there is none, or it is damaged.
     """
-    with explained(folder):
+    with explain_os_errors(folder):
         return open_fsdp(folder) or open_stored(folder)

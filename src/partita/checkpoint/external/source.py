@@ -10,9 +10,9 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Request, Stored, Value, saved_boxes
 from partita.checkpoint.external.torch_files import IMPLEMENTATION
-from partita.checkpoint.format.backend import Alone, FileBackend
+from partita.checkpoint.format.backend import SingleProcess, FileBackend
 from partita.checkpoint.names import GROUPS, MODEL, STATE
-from partita.checkpoint.serializable import plain
+from partita.checkpoint.serializable import to_serializable
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
 from partita.config.schema import Precision
@@ -25,7 +25,7 @@ _KEEP_ALL = 2**31
 
 
 @dataclass
-class Foreign:
+class ExternalCheckpoint:
     """Another library's checkpoint after ``step`` updates.
 
     ``stored``: weights and optimizer states, under partita's keys. ``values``: all other values, also under partita's
@@ -52,7 +52,7 @@ class Foreign:
         return [key for key in self.stored.tensors if key.startswith((MODEL, STATE))]
 
 
-def write(external: Foreign, folder: Path) -> Path:
+def write(external: ExternalCheckpoint, folder: Path) -> Path:
     """Write a partita checkpoint to ``folder/step-N``, with at most one tensor in memory at a time.
 
     Raises:
@@ -69,9 +69,9 @@ def write(external: Foreign, folder: Path) -> Path:
         "converted": {"library": external.library, "from": str(external.stored.folder)},
     }
     request = Request(folder.absolute(), external.step, _KEEP_ALL, False, about, external.aliases)
-    draft = FileBackend(Alone()).draft(request, secrets.token_hex(4))
+    draft = FileBackend(SingleProcess()).draft(request, secrets.token_hex(4))
     boxes = [value for key in keys for value, _ in _boxes(external.stored, key)]
-    others = [Value(key, value=plain(value, f"'{key}'")) for key, value in sorted(external.values.items())]
+    others = [Value(key, value=to_serializable(value, f"'{key}'")) for key, value in sorted(external.values.items())]
     try:
         draft.begin(boxes, others)
         draft.join()

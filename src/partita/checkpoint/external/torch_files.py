@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Chunk, Stored, StoredTensor
-from partita.checkpoint.format.system import explained
+from partita.checkpoint.format.system import explain_os_errors
 from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.errors import PartitaError
 from partita.plan.box import Box
@@ -47,7 +47,7 @@ class TorchFiles(Stored):
         else:
             self.values[key] = Chunk(key, None, file, 0, 0)
 
-    def hold(self, key: str, value: Any) -> None:
+    def add_in_memory(self, key: str, value: Any) -> None:
         """Register a value that is in no file, and keep it in memory."""
         self.in_memory[key] = value
         self.add(key, value, IN_MEMORY, key)
@@ -125,7 +125,7 @@ def load_mapped(path: Path) -> Any:
             tensors. Loading other classes could run any code.
     """
     try:
-        with explained(path):
+        with explain_os_errors(path):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except PartitaError:
         raise

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from partita.checkpoint.external.companion_files import with_what_is_beside
-from partita.checkpoint.external.source import Foreign
+from partita.checkpoint.external.companion_files import with_training_state
+from partita.checkpoint.external.source import ExternalCheckpoint
 from partita.checkpoint.external.torch_files import TorchFiles
 from partita.checkpoint.names import GROUPS, MODEL
 from partita.errors import PartitaError
@@ -38,7 +38,7 @@ def find_optimizer(folder: Path) -> str | None:
     return next((name for name in OPTIMIZERS if (folder / name).is_file()), None)
 
 
-def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Model]) -> Foreign:
+def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Model]) -> ExternalCheckpoint:
     """Open a Trainer's checkpoint. Its weights are kept in memory.
 
     Raises:
@@ -48,11 +48,11 @@ def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Mode
     model = read_model(folder)
     stored = TorchFiles(folder)
     for name, value in model.weights.items():
-        stored.hold(f"{MODEL}{name}", value)
+        stored.add_in_memory(f"{MODEL}{name}", value)
     found = stored.mapping(optimizer)
     groups = _groups(folder / optimizer, found, model)
     stored.add_optimizer(optimizer, dict(enumerate(name for group in groups for name in group)))
-    external = with_what_is_beside(LIBRARY, stored, folder)
+    external = with_training_state(LIBRARY, stored, folder)
     for number, names in enumerate(groups):
         external.values[f"{GROUPS}{number}.params"] = list(names)
     external.aliases = {f"{MODEL}{name}": [MODEL + other for other in others] for name, others in model.aliases.items()}

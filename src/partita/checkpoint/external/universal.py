@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from partita.checkpoint.external.source import Foreign, latest_step, schedule_of
+from partita.checkpoint.external.source import ExternalCheckpoint, latest_step, schedule_of
 from partita.checkpoint.external.torch_files import IMPLEMENTATION, TorchFiles, load_mapped
-from partita.checkpoint.format.system import explained
+from partita.checkpoint.format.system import explain_os_errors
 from partita.checkpoint.names import GROUPS, MODEL, STATE, some_of
 from partita.checkpoint.training_state import CONFIGURED, ENGINE, EXTRA, SCHEDULER
 from partita.errors import PartitaError
@@ -64,7 +64,7 @@ def find_universal(folder: Path) -> Path | None:
     """
     for latest in (LATEST, LATEST_SHARDS):
         if (folder / latest).is_file():
-            with explained(folder / latest):
+            with explain_os_errors(folder / latest):
                 folder = folder / Path((folder / latest).read_text().strip()).name
             break
     if (folder / ZERO).is_dir():
@@ -78,7 +78,7 @@ def find_universal(folder: Path) -> Path | None:
     return None
 
 
-def open_universal(folder: Path) -> Foreign:
+def open_universal(folder: Path) -> ExternalCheckpoint:
     """Open a universal checkpoint.
 
     Raises:
@@ -99,7 +99,7 @@ def open_universal(folder: Path) -> Foreign:
             "load with strict=False, which keeps the model's values"
         )
     updates = int(run.get("global_steps", 0)) - int(run.get("skipped_steps", 0))
-    external = Foreign(LIBRARY, stored, updates or latest_step(stored), _extra(run), notices=notices)
+    external = ExternalCheckpoint(LIBRARY, stored, updates or latest_step(stored), _extra(run), notices=notices)
     _count_updates(stored, external.step)
     _add_optimizer(external, folder, run)
     return external
@@ -128,7 +128,7 @@ def _add_parameter(stored: TorchFiles, folder: Path, shapes: Mapping[str, tuple[
         within = (PARAM,) if isinstance(found, Mapping) else ()
         value = found[PARAM] if within else found
         if path.stem == STEP:
-            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(value), dtype=torch.float32, device="cpu"))
+            stored.add_in_memory(f"{STATE}{name}.{STEP}", torch.tensor(float(value), dtype=torch.float32, device="cpu"))
             continue
         if not within and name not in shapes:
             raise PartitaError(
@@ -145,7 +145,7 @@ def _count_updates(stored: TorchFiles, step: int) -> None:
     trained = {key.removeprefix(STATE).rpartition(".")[0] for key in stored.tensors if key.startswith(STATE)}
     for name in sorted(trained):
         if f"{STATE}{name}.{STEP}" not in stored.tensors:
-            stored.hold(f"{STATE}{name}.{STEP}", torch.tensor(float(step), dtype=torch.float32, device="cpu"))
+            stored.add_in_memory(f"{STATE}{name}.{STEP}", torch.tensor(float(step), dtype=torch.float32, device="cpu"))
 
 
 def _extra(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _extra(run: Mapping[str, Any]) -> dict[str, Any]:
     return {EXTRA: {CLIENT_STATE: client, COUNTERS: {name: run[name] for name in COUNTED if name in run}}}
 
 
-def _add_optimizer(external: Foreign, folder: Path, run: Mapping[str, Any]) -> None:
+def _add_optimizer(external: ExternalCheckpoint, folder: Path, run: Mapping[str, Any]) -> None:
     """Add the settings of the optimizer's groups, the scheduler and the loss scale to ``external``."""
     path = folder / ZERO / OPTIMIZER
     try:

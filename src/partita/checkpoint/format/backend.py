@@ -23,7 +23,7 @@ from partita.checkpoint.format.folder import (
     LOCK_SUFFIX,
     discard,
     next_sequence,
-    notice,
+    folder_warning,
     partial_of,
     publish,
     start_partial,
@@ -36,12 +36,12 @@ from partita.checkpoint.format.manifest import (
     add_aliases,
     add_table,
     has_own_metadata,
-    sealed,
+    with_checksum,
     table_of,
 )
 from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles
-from partita.checkpoint.format.system import Lock, checksum, damaged, explained, is_locked, read_small, write_small
+from partita.checkpoint.format.system import Lock, checksum, damaged, explain_os_errors, is_locked, read_small, write_small
 from partita.errors import PartitaError
 from partita.memory.accelerator import HOST
 from partita.memory.collector import collector_paused
@@ -64,7 +64,7 @@ class Writers(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcess:
     """A single process that writes values from the host."""
 
     rank: int = 0
@@ -115,7 +115,7 @@ class FileDraft(Draft):
     def begin(self, boxes: Sequence[Value], others: Sequence[Value]) -> None:
         self._layout = FileLayout(self._backend.box_layout(boxes), others)
         if self._rank == 0:
-            warning = notice(self._request.folder, self._request.step) if not self._backend.warned else None
+            warning = folder_warning(self._request.folder, self._request.step) if not self._backend.warned else None
             if warning is not None:
                 self._backend.warned = True
                 warnings.warn(warning, stacklevel=6)
@@ -170,7 +170,7 @@ class FileDraft(Draft):
             "metadata": checksum(index),
             "aliases": self._request.aliases,
         }
-        write_small(self._partial / MANIFEST, sealed(manifest))
+        write_small(self._partial / MANIFEST, with_checksum(manifest))
         publish(self._partial, self._request.step, self._request.keep)
 
     def _await_tables(self) -> None:
@@ -180,7 +180,7 @@ class FileDraft(Draft):
         missing = set(range(self._num_ranks))
         while missing:
             ended = {rank for rank in missing & self._seen if not is_locked(partial / _lock_name(rank))}
-            with explained(partial):  # after the locks: a rank writes its table before it releases its lock
+            with explain_os_errors(partial):  # after the locks: a rank writes its table before it releases its lock
                 files = {path.name: path for path in partial.iterdir()}
             for failed in (path for path in files.values() if path.suffix == FAILED_SUFFIX):
                 raise PartitaError(f"rank {failed.stem.strip('_')} could not write: {read_small(failed).decode()}")

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from partita.checkpoint.format.record import BoxLayout, FileLayout, Part, Record
-from partita.checkpoint.format.system import explained, open_direct
+from partita.checkpoint.format.system import explain_os_errors, open_direct
 from partita.memory.accelerator import HOST
 from partita.memory.allocate import allocate_host
 from partita.memory.collector import collector_paused
@@ -59,7 +59,7 @@ class Snapshots:
         if layout.boxes is not self._boxes:
             self._boxes = None
             self._places = [_place(memory, record) for record in layout.boxes.records]
-            _put(memory, layout.around())
+            _put(memory, layout.frame_parts())
         num_copied = 0
         for tensors in filter(None, batches):
             places = self._places[num_copied : num_copied + len(tensors)]
@@ -153,7 +153,7 @@ class _Writer:
         self._num_bytes = layout.num_bytes
         self._offset = 0
         self.sums = _Sums(layout.records)
-        with explained(path):
+        with explain_os_errors(path):
             self._file, self._direct = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 _reserve(self._file, self._num_bytes)
@@ -189,7 +189,7 @@ class _Writer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            with explained(self._path):
+            with explain_os_errors(self._path):
                 for event in self._events:
                     event.wait()
                 os.ftruncate(self._file, self._num_bytes)

@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 
 from partita.checkpoint.format.manifest import MANIFEST, METADATA, SEQUENCE
-from partita.checkpoint.format.system import explained, is_locked, sync_folder
+from partita.checkpoint.format.system import explain_os_errors, is_locked, sync_folder
 from partita.errors import PartitaError
 
 LOCK_SUFFIX = ".lock"
@@ -29,14 +29,14 @@ _NUMBER = re.compile(rb'"%b": (\d+)' % SEQUENCE.encode())
 _HEAD_BYTES = 4096
 
 
-def complete(folder: Path) -> dict[int, Path]:
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints in a folder, by step, in the order in which they were published."""
     return dict(sorted(_found(folder).items(), key=lambda item: (_sequence(item[1]), item[0])))
 
 
 def _found(folder: Path) -> dict[int, Path]:
     found = dict[int, Path]()
-    with explained(folder):
+    with explain_os_errors(folder):
         for pattern in (_REPLACED, _STEP):
             for path in folder.iterdir() if folder.is_dir() else ():
                 if (match := pattern.fullmatch(path.name)) and (path / MANIFEST).exists():
@@ -62,7 +62,7 @@ def next_sequence(folder: Path) -> int:
     return 1 + max(map(_sequence, _found(folder).values()), default=0)
 
 
-def chosen(folder: Path) -> Path:
+def resolve_checkpoint(folder: Path) -> Path:
     """Return ``folder`` if it is a checkpoint, or else the checkpoint in it that was published last.
 
     A checkpoint that has a hidden name while it is replaced is found by its original name.
@@ -70,12 +70,12 @@ def chosen(folder: Path) -> Path:
     Raises:
         PartitaError: there is none.
     """
-    with explained(folder):
+    with explain_os_errors(folder):
         if (folder / MANIFEST).exists() or (folder / METADATA).exists():
             return folder
     if (match := _STEP.fullmatch(folder.name)) and (replaced := _found(folder.parent).get(int(match[1]))):
         return replaced
-    found = list(complete(folder).values())
+    found = list(complete_checkpoints(folder).values())
     if not found:
         if not folder.exists():
             raise PartitaError(f"checkpoint: '{folder}' does not exist: it has no complete checkpoint (step-N)")
@@ -94,7 +94,7 @@ def partial_of(folder: Path, step: int, token: str) -> Path:
 def start_partial(partial: Path) -> None:
     """Create a hidden folder to write into. Leftovers of earlier crashes next to it are removed."""
     folder = partial.parent
-    with explained(folder):
+    with explain_os_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -103,9 +103,9 @@ def start_partial(partial: Path) -> None:
         partial.mkdir()
 
 
-def notice(folder: Path, step: int) -> str | None:
+def folder_warning(folder: Path, step: int) -> str | None:
     """Return a warning if the folder holds later steps or another run writes into it; None otherwise."""
-    with explained(folder):
+    with explain_os_errors(folder):
         if not folder.is_dir():
             return None
     last = max(_found(folder), default=step)
@@ -161,7 +161,7 @@ def publish(partial: Path, step: int, keep: int) -> Path:
     All other checkpoints except the ``keep - 1`` published last are removed.
     """
     folder, final = partial.parent, partial.parent / f"step-{step}"
-    with explained(final):
+    with explain_os_errors(final):
         sync_folder(partial)
         while not _renamed(partial, final):
             _hide(final, "replaced")
@@ -170,7 +170,7 @@ def publish(partial: Path, step: int, keep: int) -> Path:
             lock.unlink()
         for replaced in folder.glob(f".step-{step}.*.replaced"):
             discard(replaced)
-        others = [path for other, path in complete(folder).items() if other != step]
+        others = [path for other, path in complete_checkpoints(folder).items() if other != step]
         for path in others[: max(0, len(others) - keep + 1)]:
             discard(path)
     return final

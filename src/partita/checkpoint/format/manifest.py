@@ -62,7 +62,7 @@ def add_aliases(stored: Stored, aliases: Mapping[str, list[str]]) -> None:
             stored.tensors[other] = stored.tensors[key]
 
 
-def sealed(manifest: Mapping[str, Any]) -> bytes:
+def with_checksum(manifest: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest, with its checksum as the last line."""
     content = json.dumps(manifest, indent=1)
     return f"{content}\n{checksum(content.encode())}\n".encode()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Chunk
-from partita.checkpoint.format.system import explained, open_direct, read_into
+from partita.checkpoint.format.system import explain_os_errors, open_direct, read_into
 from partita.memory.allocate import allocate
 
 NUM_THREADS, RUN_BYTES, BYTES_AHEAD = 4, 8 * 2**20, 96 * 2**20
@@ -59,7 +59,7 @@ def _pages(chunk: Chunk) -> tuple[int, int]:
     return chunk.offset // PAGE * PAGE, -(-(chunk.offset + chunk.num_bytes) // PAGE) * PAGE
 
 
-class Reading:
+class ReadAhead:
     """A context manager over the values of ``chunks`` of a folder's files, in order. It closes its files and threads.
 
     Args:
@@ -111,7 +111,7 @@ class Reading:
     def _read(self, run: _Run) -> Tensor:
         """Read a run's bytes, and check each chunk."""
         path, last = self._folder / run.file, run.chunks[-1]
-        with explained(path):
+        with explain_os_errors(path):
             borrowed = self._borrow(run.num_bytes)
             memory = borrowed.numpy().data[: run.num_bytes]
             read_into(memory, last.offset + last.num_bytes - run.start, self._open(path), path, run.start)

@@ -139,7 +139,7 @@ class FileLayout:
             yield tail
         yield from self.others
 
-    def around(self) -> Iterator[Part]:
+    def frame_parts(self) -> Iterator[Part]:
         """Return the heads and tails of all boxes, in order."""
         return itertools.chain.from_iterable(self._frames())
 

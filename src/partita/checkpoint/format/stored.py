@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Chunk, Stored
-from partita.checkpoint.format.folder import chosen
+from partita.checkpoint.format.folder import resolve_checkpoint
 from partita.checkpoint.format.manifest import MANIFEST, METADATA, read_manifest
-from partita.checkpoint.format.reading import Reading
+from partita.checkpoint.format.reading import ReadAhead
 from partita.checkpoint.format.record import read_tensor
 from partita.checkpoint.format.system import checksum, damaged, read_range
 from partita.checkpoint.serializable import read_object
@@ -34,8 +34,8 @@ class StoredFiles(Stored):
             full[chunk.box.slices].copy_(self.decoded(chunk, self.record(chunk)))
         return full
 
-    def read(self, chunks: Sequence[Chunk]) -> Reading:
-        return Reading(self.folder, chunks, self.check, self.decoded)
+    def read(self, chunks: Sequence[Chunk]) -> ReadAhead:
+        return ReadAhead(self.folder, chunks, self.check, self.decoded)
 
     def record(self, chunk: Chunk) -> memoryview:
         """Read a chunk's bytes, and check them.
@@ -102,7 +102,7 @@ def open_stored(folder: Path) -> StoredFiles:
     Raises:
         PartitaError: there is none, or its index is damaged or names classes that do not belong in an index.
     """
-    stored = StoredFiles(chosen(folder))
+    stored = StoredFiles(resolve_checkpoint(folder))
     index = stored.folder / (MANIFEST if (stored.folder / MANIFEST).exists() else METADATA)
     try:
         if index.name == MANIFEST:

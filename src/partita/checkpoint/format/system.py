@@ -26,7 +26,7 @@ REMEDIES = {
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_os_errors(path: Path) -> Iterator[None]:
     """Convert system errors in the block to errors about a checkpoint's file.
 
     Raises:
@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 def write_small(path: Path, content: bytes) -> None:
     """Write a new small file atomically. Its content is durable on return."""
     temporary = path.with_name(f"{path.name}.new")
-    with explained(path):
+    with explain_os_errors(path):
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
@@ -85,7 +85,7 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    with explained(path):
+    with explain_os_errors(path):
         return path.read_bytes()
 
 
@@ -108,7 +108,7 @@ def read_range(path: Path, offset: int, num_bytes: int) -> memoryview:
         PartitaError: the file has fewer bytes.
     """
     into: memoryview = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
-    with explained(path), open(path, "rb", buffering=0) as file:
+    with explain_os_errors(path), open(path, "rb", buffering=0) as file:
         read_into(into, num_bytes, file.fileno(), path, offset)
     return into
 
@@ -133,7 +133,7 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        with explained(path):
+        with explain_os_errors(path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.checkpoint.external.universal import CLIENT_STATE, COUNTERS, find_universal
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.training_state import EXTRA
 from partita.engine.engine import Engine
@@ -109,7 +109,7 @@ class TaggedCheckpoints:
         if named is None and (folder / LATEST).is_file():
             named = (folder / LATEST).read_text().strip()
         path = folder if named is None else folder / named
-        if complete(path):
+        if complete_checkpoints(path):
             return path
         if find_universal(path) is not None:
             raise PartitaError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 
-from partita.checkpoint.format.folder import complete
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.errors import PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT
 
@@ -58,7 +58,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
         return f"its {_STATE} is truncated"
     states = checkpoint / CHECKPOINT
     if states.is_dir():
-        return None if complete(states) else f"no complete states in '{CHECKPOINT}'"
+        return None if complete_checkpoints(states) else f"no complete states in '{CHECKPOINT}'"
     if any(checkpoint.glob("optimizer.pt")):
         return (
             f"it was saved without partita (optimizer.pt); convert it with 'partita convert checkpoint {checkpoint}' "

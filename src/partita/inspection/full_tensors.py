@@ -17,7 +17,7 @@ from partita.comm.collective_errors import lack_of_memory, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
-from partita.inspection.modules import extra_states, further_names, keepers_of, persistent_buffers, state_dict_names
+from partita.inspection.modules import extra_states, further_names, owning_ranks, persistent_buffers, state_dict_names
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.states import View
@@ -32,7 +32,7 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 
 
-class Whole:
+class FullTensors:
     """Parameters, gradients and optimizer states of a running engine, unsharded, after all pending updates.
 
     Attributes: ``shares``: True if ranks hold different shards of parameters; ``infos``: every parameter of the
@@ -213,7 +213,7 @@ class Whole:
             known.update(fqn for fqn, _ in unit)
         return units
 
-    def raise_together(self, problem: str | None) -> None:
+    def raise_on_all_ranks(self, problem: str | None) -> None:
         """Raise a ``problem`` of any rank on every rank."""
         for found in self._all_ranks.exchange_objects(problem, "full parameters"):
             if found is not None:
@@ -274,7 +274,7 @@ class Whole:
         They come from the ranks that run the modules, and are complete on the first rank.
         """
         model, rank = self._runtime.model, self._collectives.mesh.rank
-        rank_of = keepers_of(model, self._all_ranks, shared=self._runtime.runs_all)
+        rank_of = owning_ranks(model, self._all_ranks, shared=self._runtime.runs_all)
         own: dict[str, Any] = {
             name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model) if rank_of(name) == rank
         }

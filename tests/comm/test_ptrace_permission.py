@@ -11,7 +11,7 @@ import pytest
 
 import partita
 from partita.comm.node import ptrace_permission
-from partita.comm.node.ptrace_permission import admit, common_ancestor, withdraw
+from partita.comm.node.ptrace_permission import grant, common_ancestor, revoke
 from tests.kit.models import Stack
 from tests.kit.ranks import on_ranks
 
@@ -57,19 +57,19 @@ def test_init_is_named_by_its_own_children_only(siblings: list[int], parent: int
 def test_named_for_as_long_as_one_of_them_is_admitted(siblings: list[int], tmp_path: Path) -> None:
     one, other = siblings
     with named("1", tmp_path) as calls:
-        admit([one])
-        admit([one, other])
-        withdraw([one])
-        withdraw([other])
-        withdraw([one])
+        grant([one])
+        grant([one, other])
+        revoke([one])
+        revoke([other])
+        revoke([one])
     assert calls == [one, os.getpid(), one, 0]
 
 
 @pytest.mark.parametrize("scope", [None, "0", "2", "3"])
 def test_nobody_is_named_where_nobody_asks(scope: str | None, siblings: list[int], tmp_path: Path) -> None:
     with named(scope, tmp_path) as calls:
-        admit(siblings)
-        withdraw(siblings)
+        grant(siblings)
+        revoke(siblings)
     assert calls == []
 
 

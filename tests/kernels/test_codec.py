@@ -59,7 +59,7 @@ def bits(tensor: Tensor) -> Tensor:
 def test_every_level_and_plain_torch_give_the_same_bits(
     codec: Codec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values, held = values_of(dtype), torch.randn(NUM)
+    values, residual = values_of(dtype), torch.randn(NUM)
     seeds = (None, 7) if codec.unbiased else (None,)
     for seed, with_held in itertools.product(seeds, (False, True)):
         results = list[list[Tensor]]()
@@ -67,12 +67,12 @@ def test_every_level_and_plain_torch_give_the_same_bits(
             with monkeypatch.context() as patch:
                 if level is None:
                     patch.setattr(native, "module", lambda: None)
-                rest = held.clone() if with_held else None
-                codes = coded(codec, values, seed=seed, first_block=5, held=rest, level=level)
+                rest = residual.clone() if with_held else None
+                codes = coded(codec, values, seed=seed, first_block=5, residual=rest, level=level)
                 added = torch.ones(NUM)
                 decode(codec, codes, added, add=True, level=level)
                 outputs = [decoded(codec, codes, out, level=level) for out in DTYPES]
-                results.append([codes, *map(bits, outputs), bits(added), bits(held if rest is None else rest)])
+                results.append([codes, *map(bits, outputs), bits(added), bits(residual if rest is None else rest)])
         for other in results[1:]:
             assert all(map(torch.equal, results[0], other))
 
@@ -167,17 +167,17 @@ def test_what_was_sent_and_what_is_held_is_what_was_given(
 ) -> None:
     """Feedback telescopes."""
     request.getfixturevalue(kernels)
-    held = torch.zeros(NUM)
+    residual = torch.zeros(NUM)
     given, sent = torch.zeros(NUM, dtype=torch.float64), torch.zeros(NUM, dtype=torch.float64)
     for number in range(30):
         values = torch.randn(NUM)
         seed = number if codec.unbiased and number % 2 else None
-        codes = coded(codec, values, held=held, seed=seed)
+        codes = coded(codec, values, residual=residual, seed=seed)
         given += values
         sent += decoded(codec, codes)
-    scale = given.abs().max() + held.abs().max()
-    assert (sent + held - given).abs().max() <= 30 * 2.0**-22 * scale
-    assert held.abs().max() < 100  # bounded: it is sent in the end
+    scale = given.abs().max() + residual.abs().max()
+    assert (sent + residual - given).abs().max() <= 30 * 2.0**-22 * scale
+    assert residual.abs().max() < 100  # bounded: it is sent in the end
 
 
 @CODEC
@@ -211,7 +211,7 @@ def test_errors() -> None:
     with pytest.raises(PartitaError, match=r"values must be float32 or bfloat16 or float16, got float64"):
         encode(codec, values.double(), codes)
     with pytest.raises(PartitaError, match=r"held must be float32, got bfloat16"):
-        encode(codec, values, codes, held=values.bfloat16())
+        encode(codec, values, codes, residual=values.bfloat16())
     with pytest.raises(PartitaError, match=r"out must be float32, got bfloat16"):
         decode(codec, codes, values.bfloat16(), add=True)
     top8 = CODECS["top8"]

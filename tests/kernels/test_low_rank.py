@@ -42,15 +42,15 @@ def test_the_best_rank_is_approached_step_by_step() -> None:
 
 def test_feedback_telescopes() -> None:
     ranks, right = 3, first_right(30, 2, 2, DEVICE)
-    held, sent, given = [torch.zeros(20, 30) for _ in range(ranks)], torch.zeros(20, 30), torch.zeros(20, 30)
+    residual, sent, given = [torch.zeros(20, 30) for _ in range(ranks)], torch.zeros(20, 30), torch.zeros(20, 30)
     for _ in range(20):
         matrices = [torch.randn(20, 30) for _ in range(ranks)]
         given = given + sum(matrices, torch.zeros(())) / ranks
-        fed = [m + h for m, h in zip(matrices, held, strict=True)]
+        fed = [m + h for m, h in zip(matrices, residual, strict=True)]
         left, right = mean_of(fed, right)
         sent = sent + product(left, right)
-        held = [m - product(left, right) for m in fed]
-    torch.testing.assert_close(sent + sum(held, torch.zeros(())) / ranks, given, rtol=1e-4, atol=1e-4)
+        residual = [m - product(left, right) for m in fed]
+    torch.testing.assert_close(sent + sum(residual, torch.zeros(())) / ranks, given, rtol=1e-4, atol=1e-4)
 
 
 def test_columns_without_anything_new_are_zero() -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from partita.memory.collector import collector_paused, collector_spared
+from partita.memory.collector import collector_paused, collector_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_what_was_there_is_not_looked_at_inside_the_block() -> None:
     gc.unfreeze()
     kept = [object() for _ in range(3)]
     before = gc.get_freeze_count()
-    with pytest.raises(KeyError), collector_spared():
+    with pytest.raises(KeyError), collector_frozen():
         assert gc.get_freeze_count() > before
         assert not any(each is kept for each in gc.get_objects())
         raise KeyError

@@ -11,7 +11,7 @@ from torch import nn
 import partita
 from partita import PartitaError
 from partita.memory import allocate
-from partita.memory.out_of_memory import is_shortage
+from partita.memory.out_of_memory import is_out_of_memory
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
@@ -28,14 +28,14 @@ BATCH = {"batch": {"micro": 8}}
     [MemoryError(), OUT, torch.OutOfMemoryError("CUDA out of memory. Tried ..."), OSError(errno.ENOMEM, "no memory")],
 )
 def test_what_is_a_lack_of_memory(error: BaseException) -> None:
-    assert is_shortage(error)
+    assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("shape"), OSError(errno.ENOSPC, "disk"), PartitaError("can't allocate memory"), KeyError()]
 )
 def test_what_is_none(error: BaseException) -> None:
-    assert not is_shortage(error)
+    assert not is_out_of_memory(error)
 
 
 def deep() -> nn.Module:
@@ -70,7 +70,7 @@ def test_the_error_says_who_holds_what(where: str, fails: Callable[[partita.Engi
     with partita.initialize(deep(), BATCH) as engine:
         with pytest.raises(PartitaError, match=SAID.format(where)) as caught:
             fails(engine)
-        assert is_shortage(caught.value.__cause__)
+        assert is_out_of_memory(caught.value.__cause__)
         assert "zero.offload.optimizer: disk" in str(caught.value)
         engine.zero_grad()
         engine.backward(square_loss(engine, rank(), 1))

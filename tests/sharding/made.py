@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from partita.comm.collectives import Collectives
-from partita.memory.buffer_pool import BufferPool, Loan
+from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory
@@ -129,7 +129,7 @@ def made(
     """``num_units`` units at rest, with ``depth`` slots to gather into."""
     mesh, ledger = collectives.mesh, Ledger()
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
-    model, loan, agreement = blocks(num_units), Loan(), Agreeing()
+    model, loan, agreement = blocks(num_units), StorageSwap(), Agreeing()
     planned = planned_units(model, name, mesh.shape, tiers)
     sizes = tuple(unit.num_bytes for unit in planned if not unit.always_unsharded)
     pool = BufferPool("buffer_pool", PlannedPool(sizes, depth), ledger, mesh.device, backed=loan.swap)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from partita.errors import PartitaError
-from partita.memory.tiers import InMemory, Kept, StateMemory
+from partita.memory.tiers import InMemory, StoredState, StateMemory
 from partita.plan.residence import Tier
 
 STATE = "activations"
@@ -30,11 +30,11 @@ class InputMemory:
         self.tier = tier
         self._device = device
         self._finish = finish
-        self._free = list[Kept]()
-        self._returned = deque[Kept]()  # appended by any thread that frees a graph
+        self._free = list[StoredState]()
+        self._returned = deque[StoredState]()  # appended by any thread that frees a graph
         self._error: PartitaError | None = None
 
-    def take(self, num_bytes: int) -> Kept:
+    def take(self, num_bytes: int) -> StoredState:
         """Return a buffer of at least ``num_bytes``."""
         while self._returned:
             self._free.append(self._returned.popleft())
@@ -51,7 +51,7 @@ class InputMemory:
             self._error = self._error or error
             return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
 
-    def give_back(self, buffer: Kept) -> None:
+    def give_back(self, buffer: StoredState) -> None:
         """Free a buffer for later copies, which the stream runs after the current ones."""
         if buffer.tier is self.tier:
             self._returned.append(buffer)

@@ -22,7 +22,7 @@ from partita.activation.partition import Partition, Parts
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record
-from partita.memory.tiers import Kept, StateMemory
+from partita.memory.tiers import StoredState, StateMemory
 from partita.plan.residence import Tier
 
 # The number of modules at the end of forward whose inputs are not offloaded: their backward comes too early.
@@ -206,7 +206,7 @@ class Moved:
         self._on_device: Tensor | None = tensor
         self._version = tensor._version
         self._is_kept = False
-        self._buffer: Kept | None = None
+        self._buffer: StoredState | None = None
         self._offloaded: Event | None = None
         self._back: Back | None = None
         self._num_bytes = tensor.nbytes

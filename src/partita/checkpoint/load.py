@@ -25,7 +25,7 @@ from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
-from partita.memory.tiers import Kept
+from partita.memory.tiers import StoredState
 from partita.optim.fused import convert_state
 from partita.optim.states import BLOCK_STATES, View
 from partita.optim.traits import state_names, states_per_element
@@ -129,7 +129,7 @@ class _Target:
             target.copy_(next(tensors)[overlap.within(chunk.box).slices])
 
 
-def _weights_storage(segment: Segment) -> Kept:
+def _weights_storage(segment: Segment) -> StoredState:
     """Return the storage of the master weights, or, if there are none, of the parameters."""
     return segment.master.state if segment.master is not None else segment.stored
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from partita.checkpoint.backend import Backend, Draft, Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.training_state import TrainingState
-from partita.comm.collective_errors import lack_of_memory, shared_errors
+from partita.comm.collective_errors import find_memory_shortfall, shared_errors
 from partita.memory.capacity import HOST_SHARE, host_memory
 
 _log = logging.getLogger("partita")
@@ -128,7 +128,7 @@ class Saver:
     def _host_fits(self, num_bytes: int) -> bool:
         """Return True if every node has host memory for the copies of its ranks; the same on all ranks."""
         free = int(HOST_SHARE * host_memory()[1])
-        shortfall = lack_of_memory(num_bytes, free, self._all_ranks, "engine.save")
+        shortfall = find_memory_shortfall(num_bytes, free, self._all_ranks, "engine.save")
         if shortfall is not None and self._is_first:
             _log.info("checkpoint: training waits for it, as no copy of the states fits in %s", shortfall.memory)
         return shortfall is None

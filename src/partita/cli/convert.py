@@ -9,7 +9,7 @@ from rich.console import Console
 from partita.checkpoint.external.convert import open_external
 from partita.checkpoint.external.source import write
 from partita.cli.console import show_notice, user_errors
-from partita.config.external_format import read_foreign
+from partita.config.external_format import convert_external
 from partita.errors import ConfigError
 from partita.huggingface.trained import read_model
 
@@ -25,7 +25,7 @@ def config_command(
 ) -> None:
     """Write another library's config as partita's YAML, with a comment about each key."""
     with user_errors():
-        text = read_foreign(file, processes, per_node).as_yaml()
+        text = convert_external(file, processes, per_node).as_yaml()
         if out is None:
             typer.echo(text, nl=False)
             return

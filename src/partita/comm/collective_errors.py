@@ -45,7 +45,7 @@ def shared_errors(group: Group, undo: Callable[[], None] = lambda: None) -> Iter
         raise PartitaError(f"rank {rank} of the group over {', '.join(group.axes)} failed: {first}")
 
 
-def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
+def check_equal_settings(settings: Mapping[str, object], group: Group) -> None:
     """Check that all ranks have equal ``settings``. Ranks with different settings would train differently or hang.
 
     Raises:
@@ -63,7 +63,7 @@ def check_settings_alike(settings: Mapping[str, object], group: Group) -> None:
 
 
 @dataclass(frozen=True)
-class TooLittle:
+class MemoryShortfall:
     """A memory (a node's, or that of ``rank N``) with fewer bytes ``free`` than its ranks need."""
 
     memory: str
@@ -71,7 +71,7 @@ class TooLittle:
     free: int
 
 
-def lack_of_memory(needed: int, free: int, group: Group, call: str, *, shared: bool = True) -> TooLittle | None:
+def find_memory_shortfall(needed: int, free: int, group: Group, call: str, *, shared: bool = True) -> MemoryShortfall | None:
     """Return the first memory with fewer free bytes than its ranks need together, or None. Collective: every rank gets
     the same answer.
 
@@ -85,5 +85,5 @@ def lack_of_memory(needed: int, free: int, group: Group, call: str, *, shared: b
     for where, num_bytes, there in group.exchange_objects((memory, needed, free), call):
         total[where] += num_bytes
         least[where] = min(there, least.get(where, there))
-    short = [TooLittle(where, total[where], least[where]) for where in total if total[where] > least[where]]
+    short = [MemoryShortfall(where, total[where], least[where]) for where in total if total[where] > least[where]]
     return short[0] if short else None

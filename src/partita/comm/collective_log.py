@@ -34,17 +34,17 @@ class Board:
 
     def post(self, note: str) -> None:
         """Replace this rank's note (at first: empty)."""
-        with _explained():
+        with _error_context():
             self._store.set(self._own, note)
 
     def read(self) -> list[str]:
         """Return every rank's note, in rank order; waits for ranks that have not made the board yet."""
-        with _explained():
+        with _error_context():
             return [note.decode() for note in self._store.multi_get(self._keys)]
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _error_context() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

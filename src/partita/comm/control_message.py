@@ -24,7 +24,7 @@ PAYLOAD_BYTES = MESSAGE_BYTES - HEADER.size
 
 T = TypeVar("T")
 Gather = Callable[[Tensor], tuple[Tensor, Work]]
-Explained = Callable[[], AbstractContextManager[None]]
+ErrorContext = Callable[[], AbstractContextManager[None]]
 
 
 class ControlMessage(Generic[T]):
@@ -35,7 +35,7 @@ class ControlMessage(Generic[T]):
         payload: this rank's bytes ``[n]``; ``n`` may differ between ranks unless ``read`` requires equal sizes.
         gather: starts an all-gather of a row of bytes, ``[m]`` to ``[ranks, m]``; None: there is one rank.
         read: converts every rank's bytes into the result of :meth:`wait`.
-        explained: a context manager that adds an explanation to errors of the backend.
+        error_context: a context manager that adds an explanation to errors of the backend.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class ControlMessage(Generic[T]):
         payload: Tensor,
         gather: Gather | None,
         read: Callable[[list[Tensor]], T],
-        explained: Explained,
+        error_context: ErrorContext,
     ) -> None:
         self._payload = payload
         self._gather = gather
         self._read = read
-        self._explained = explained
+        self._error_context = error_context
         self._call = call
         if gather is not None:
             row = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             head = HEADER.pack(call.encode()[:40], payload.numel())
             row[: HEADER.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             row[HEADER.size :][: payload.numel()] = payload[:PAYLOAD_BYTES]
-            with explained():
+            with error_context():
                 self._rows, self._first = gather(row)
 
     def wait_for(self, seconds: float) -> bool:
@@ -74,7 +74,7 @@ class ControlMessage(Generic[T]):
         Raises:
             PartitaError: the ranks are at different calls, or one of them does not send in time.
         """
-        with self._explained(), span("wait for ranks", self._call):
+        with self._error_context(), span("wait for ranks", self._call):
             return self._read([self._payload] if self._gather is None else self._payloads(self._gather))
 
     def _payloads(self, gather: Gather) -> list[Tensor]:

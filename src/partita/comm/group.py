@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partita.comm.collective_log import Board
-from partita.comm.control_message import ControlMessage, Explained
+from partita.comm.control_message import ControlMessage, ErrorContext
 from partita.comm.mesh import Mesh
 from partita.comm.transport import Transport, Work
 from partita.comm.watchdog import Watchdog
@@ -26,20 +26,20 @@ T = TypeVar("T")
 class Handle:
     """A collective in flight. :meth:`wait` returns when the current stream may use its result."""
 
-    def __init__(self, work: Work, explained: Explained) -> None:
+    def __init__(self, work: Work, error_context: ErrorContext) -> None:
         self._work = work
-        self._explained = explained
+        self._error_context = error_context
 
     def wait(self) -> None:
-        with self._explained():
+        with self._error_context():
             self._work.wait()
 
 
-class Sent(Handle):
+class PendingSend(Handle):
     """A send in flight. It keeps the tensor alive until the send has completed."""
 
-    def __init__(self, work: Work, explained: Explained, tensor: Tensor) -> None:
-        super().__init__(work, explained)
+    def __init__(self, work: Work, error_context: ErrorContext, tensor: Tensor) -> None:
+        super().__init__(work, error_context)
         self.tensor = tensor
 
 
@@ -89,10 +89,10 @@ class Group:
                 ``purpose``.
         """
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
-        explained = partial(self._explained, f"all-gather of {purpose}")
-        with explained():
+        error_context = partial(self._error_context, f"all-gather of {purpose}")
+        with error_context():
             work = self.transport.all_gather(whole, part, connections or purpose, tag)
-        return Handle(work, explained)
+        return Handle(work, error_context)
 
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         """Reduce-scatter ``sent`` ``[size * n]`` into ``out`` ``[n]``, summing in rank order.
@@ -103,20 +103,20 @@ class Group:
             accumulate: add to ``out`` instead of overwriting it.
         """
         self._count("reduce_scatter", "gradients", (self.size - 1) * sent.nbytes // self.size)
-        with self._explained("reduce-scatter of gradients"):
+        with self._error_context("reduce-scatter of gradients"):
             self.transport.reduce_scatter(out, sent, received, accumulate=accumulate)
 
     def received_elements(self, sent: int, itemsize: int) -> int:
         """Return the number of scratch elements for a reduce-scatter of ``sent`` elements of ``itemsize`` bytes."""
         return received_elements(sent, itemsize, self.size, in_pieces=accelerator.is_host(self._mesh.device))
 
-    def exchange_parts(self, received: Tensor, sent: Tensor) -> None:
+    def all_to_all_single(self, received: Tensor, sent: Tensor) -> None:
         """All-to-all of equal chunks: send chunk ``i`` of ``sent`` to rank ``i``, and receive chunk ``i`` of
         ``received`` from it. Used for quantized gradients, which the receiver decodes and sums.
         """
         self._count("all_to_all", "gradients", (self.size - 1) * sent.nbytes // self.size)
         arriving, leaving = received.view(self.size, -1).unbind(), sent.view(self.size, -1).unbind()
-        with self._explained("all-to-all of gradients"):
+        with self._error_context("all-to-all of gradients"):
             self.transport.all_to_all(arriving, leaving, "gradients")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Group:
         if self.size == 1:
             return tensor
         self._count("all_reduce", "control", 2 * (self.size - 1) * tensor.nbytes // self.size)
-        with self._explained("all-reduce of control"):
+        with self._error_context("all-reduce of control"):
             self.transport.all_reduce(tensor)
         return tensor
 
@@ -138,7 +138,7 @@ class Group:
             return tensor
         tensor = tensor.contiguous()
         self._count("all_reduce", purpose, 2 * (self.size - 1) * tensor.nbytes // self.size)
-        with self._explained(f"all-reduce of {purpose}"):
+        with self._error_context(f"all-reduce of {purpose}"):
             return self.transport.sum(tensor, connections)
 
     def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
@@ -152,7 +152,7 @@ class Group:
         parts = [part.contiguous() for part in sent]
         received = [part.new_empty(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
         self._count("all_to_all", purpose, sum(part.nbytes for part in parts) - parts[self.index].nbytes)
-        with self._explained(f"all-to-all of {purpose}"):
+        with self._error_context(f"all-to-all of {purpose}"):
             self.transport.all_to_all([part.view(-1) for part in received], [part.view(-1) for part in parts])
         return received
 
@@ -163,7 +163,7 @@ class Group:
         part = part.contiguous()
         received = [part if i == self.index else part.new_empty(tuple(shape)) for i, shape in enumerate(shapes)]
         self._count("all_gather", purpose, (self.size - 1) * part.nbytes)
-        with self._explained(f"all-gather of {purpose}"):
+        with self._error_context(f"all-gather of {purpose}"):
             self.transport.all_to_all([row.view(-1) for row in received], [part.view(-1)] * self.size)
         return received
 
@@ -173,23 +173,23 @@ class Group:
         """
         flat = [tensor.contiguous().view(-1) for tensor in tensors]
         self._count("send", purpose, sum(tensor.nbytes for tensor in flat))
-        explained = partial(self._explained, f"sending of {purpose}")
-        with explained():
-            return [Sent(self.transport.send(part, to, lane), explained, part) for part in flat if part.numel()]
+        error_context = partial(self._error_context, f"sending of {purpose}")
+        with error_context():
+            return [PendingSend(self.transport.send(part, to, lane), error_context, part) for part in flat if part.numel()]
 
     def receive(self, tensors: Sequence[Tensor], source: int, lane: str, purpose: str) -> Sequence[Handle]:
         """Start receiving the next tensors that a rank sends on a lane into contiguous ``tensors``."""
-        explained = partial(self._explained, f"receiving of {purpose}")
-        with explained():
+        error_context = partial(self._error_context, f"receiving of {purpose}")
+        with error_context():
             flat = [tensor.view(-1) for tensor in tensors if tensor.numel()]
-            return [Handle(self.transport.receive(part, source, lane), explained) for part in flat]
+            return [Handle(self.transport.receive(part, source, lane), error_context) for part in flat]
 
     def broadcast(self, tensors: Sequence[Tensor], purpose: str) -> None:
         """Broadcast ``tensors``, of any shape, strides and dtype, from the group's first rank."""
         if self.size == 1:
             return
         works, copies = [], [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
-        with self._explained(f"broadcast of {purpose}"):
+        with self._error_context(f"broadcast of {purpose}"):
             for tensor in copies:
                 self._count("broadcast", purpose, (self.size - 1) * tensor.nbytes if self.index == 0 else 0)
                 sent = tensor.view(-1).view(torch.uint8)  # no backend knows every dtype
@@ -224,9 +224,9 @@ class Group:
         return self._send(call, payload, lambda rows: [pickle.loads(bytes(row.numpy())) for row in rows]).wait()
 
     def _send(self, call: str, payload: Tensor, read: Callable[[list[Tensor]], T]) -> ControlMessage[T]:
-        explained = partial(self._explained, "exchange of control")
+        error_context = partial(self._error_context, "exchange of control")
         if self.size == 1:
-            return ControlMessage(call, payload, None, read, explained)
+            return ControlMessage(call, payload, None, read, error_context)
         axes, ranks = self._controlling()
         own = range(self.size) if axes == self.axes else [ranks.index(rank) for rank in self.ranks]
 
@@ -234,7 +234,7 @@ class Group:
             rows = row.new_empty((len(ranks), row.numel()))
             return rows, self._mesh.transport(axes).gather_messages(rows, row)
 
-        return ControlMessage(call, payload, gather, lambda rows: read([rows[place] for place in own]), explained)
+        return ControlMessage(call, payload, gather, lambda rows: read([rows[place] for place in own]), error_context)
 
     def _controlling(self) -> tuple[tuple[str, ...], Sequence[int]]:
         """Return the axes of the group that carries this group's control messages, and its ranks. It is this group, or
@@ -272,7 +272,7 @@ class Group:
             step_events.sent(key, sent_bytes)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _error_context(self, what: str) -> Iterator[None]:
         """Convert the backend's errors into a PartitaError that names the operation and what every rank is doing. gloo
         raises in ``wait``, and at once if a peer has ended.
         """

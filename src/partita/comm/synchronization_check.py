@@ -18,7 +18,7 @@ PATIENCE_S = 1.0
 GRACE_S = 5
 
 
-def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
+def check_synchronized(group: Group, watchdog: Watchdog | None, call: str) -> None:
     """Wait until every rank of the group is at ``call`` (its name, at most 40 letters).
 
     Raises:
@@ -28,10 +28,10 @@ def attend(group: Group, watchdog: Watchdog | None, call: str) -> None:
     if watchdog is None:
         message.wait()
         return
-    with watchdog.attending(call):
+    with watchdog.synchronizing(call):
         before = dict[int, int]()
         while not message.wait_for(PATIENCE_S):
-            found = watchdog.waiting_elsewhere(call)
+            found = watchdog.waiting_in_other_collectives(call)
             stuck = [rank for rank in group.ranks if rank in found and before.get(rank) == found[rank]]
             if stuck:
                 atexit.register(_end_soon)

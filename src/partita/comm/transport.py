@@ -29,7 +29,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Arriving(Protocol):
+class IncomingTensor(Protocol):
     """A flat tensor ``[n]`` that is being received from one other rank, piece by piece."""
 
     def piece(self, start: int, stop: int) -> Tensor:
@@ -82,7 +82,7 @@ class Exchange:
         leaving: the sends.
     """
 
-    def __init__(self, arriving: Sequence[Arriving], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
+    def __init__(self, arriving: Sequence[IncomingTensor], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
         self._arriving = arriving
         self._leaving = leaving
         self._starts = range(0, num_elements, piece)
@@ -375,7 +375,7 @@ class HostTransport(_Backed):
         purpose: str,
         tag: int = 0,
         cut: tuple[int, int] | None = None,
-    ) -> tuple[dict[int, Arriving], list[Work]]:
+    ) -> tuple[dict[int, IncomingTensor], list[Work]]:
         """Start the receives from, and sends to, the other ranks.
 
         Receives are posted before sends: if a send arrives before its receive, gloo uses the network in only one
@@ -385,7 +385,7 @@ class HostTransport(_Backed):
             cut: number of elements from each rank, and per piece (None: the size of the buffer, in one piece).
         """
         size, own, group, peers = self._size, self._index, self._groups[purpose], self.peers or {}
-        arriving, leaving = dict[int, Arriving](), list[Work]()
+        arriving, leaving = dict[int, IncomingTensor](), list[Work]()
         for source in ((own - distance) % size for distance in range(1, size)):
             buffer = buffers[source]
             num_elements, piece = cut or (buffer.numel(), buffer.numel())
@@ -420,7 +420,7 @@ class HostTransport(_Backed):
 class _SinglePiece:
     """A receive in a single piece."""
 
-    def __init__(self, arriving: Arriving, tensor: Tensor) -> None:
+    def __init__(self, arriving: IncomingTensor, tensor: Tensor) -> None:
         self._arriving = arriving
         self._num_elements = tensor.numel()
 

@@ -73,7 +73,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        self._ended = self._attends = ""
+        self._ended = self._synchronizes_at = ""
         self._description: str | None = None
         self.endings: list[str] = []  # errors of ranks that have ended; filled by describe_ranks
         self._hook = sys.excepthook
@@ -109,20 +109,20 @@ class Watchdog:
             "micro_batches": self._log.num_micro_batches,
             "events": self._log.count,
             "does": self._ended or self._log.doing,
-            "attends": self._attends,
+            "call": self._synchronizes_at,
             "stack": "".join(stack).rstrip(),
             "at": place_of(frame) if frame is not None else "",
             "blocked": asdict(blocked) if blocked else None,
         }
 
     @contextmanager
-    def attending(self, call: str) -> Iterator[None]:
+    def synchronizing(self, call: str) -> Iterator[None]:
         """Report during the block that this rank is at ``call``."""
-        self._attends = call
+        self._synchronizes_at = call
         try:
             yield
         finally:
-            self._attends = ""
+            self._synchronizes_at = ""
 
     def ended(self, error: BaseException) -> None:
         """Report that this rank ends because of an error. No effect in a forked child."""
@@ -155,7 +155,7 @@ class Watchdog:
                     )
             return self._description
 
-    def waiting_elsewhere(self, call: str) -> dict[int, int]:
+    def waiting_in_other_collectives(self, call: str) -> dict[int, int]:
         """Return the ranks that wait in a collective other than ``call``, with the number of operations they have
         logged. Ranks that compute, or do not answer, are omitted.
         """
@@ -166,7 +166,7 @@ class Watchdog:
         return {
             rank: int(answer["events"])
             for rank, answer in answers.items()
-            if answer["attends"] != call and any(place in str(answer["stack"]) for place in COLLECTIVES)
+            if answer["call"] != call and any(place in str(answer["stack"]) for place in COLLECTIVES)
         }
 
     def _ask(self) -> str:

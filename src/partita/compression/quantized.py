@@ -70,7 +70,7 @@ class Quantized(RunnableFormat):
         codes = call.scratch.view(torch.uint8)[: self.num_bytes(target.numel())]
         row = codes.view(group.size, -1)[group.index]
         seed = seed_of(call.seed, group.index) if self.stochastic_rounding else None
-        kernels.encode(self.codec, source, row, seed=seed, held=residual, threads=torch.get_num_threads())
+        kernels.encode(self.codec, source, row, seed=seed, residual=residual, threads=torch.get_num_threads())
         return _Gather(self.codec, codes, target, group.all_gather(codes, row, call.purpose, call.tag))
 
 
@@ -202,8 +202,8 @@ def _exchange(
             first = (rank * rows.shape[1] + number) * num_blocks
             chosen = seed if form.stochastic_rounding else None
             residual = None if residuals is None else residuals[rank, number]
-            encode(values, codes[rank, number], seed=chosen, first_block=first, held=residual)
-    group.exchange_parts(received.view(-1), codes.view(-1))
+            encode(values, codes[rank, number], seed=chosen, first_block=first, residual=residual)
+    group.all_to_all_single(received.view(-1), codes.view(-1))
 
 
 def _add_up(

@@ -100,7 +100,7 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
     key = "num_processes"
     processes = int(conversion.number(key, 0)) or None
     if key in conversion:
-        conversion.say(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given")
+        conversion.add_notice(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given")
     converted = conversion.finish(processes)
     return _merge_deepspeed(converted, named) if named else converted
 
@@ -147,7 +147,7 @@ def _precision(conversion: Conversion) -> None:
     if mixed not in _COMPUTE:
         conversion.refuse(key, f"{shown(mixed)} is not available", f"write one of {', '.join(_COMPUTE)}")
     elif mixed == "no" and conversion.text("distributed_type").upper() in ("FSDP", "DEEPSPEED"):
-        conversion.say(KeyClass.MAPPED, key, "the dtype that the script sets; by default the model's own dtype")
+        conversion.add_notice(KeyClass.MAPPED, key, "the dtype that the script sets; by default the model's own dtype")
     else:
         conversion.set("precision.compute", _COMPUTE[mixed], key)
 
@@ -158,10 +158,10 @@ def _distributed(conversion: Conversion, ranks: int, ranks_per_node: int | None)
     kind = conversion.text(key).upper()
     named = None
     if kind == "FSDP":
-        conversion.say(KeyClass.MAPPED, key, "see fsdp_config")
+        conversion.add_notice(KeyClass.MAPPED, key, "see fsdp_config")
         _fsdp(conversion)
     elif kind == "DEEPSPEED":
-        conversion.say(KeyClass.MAPPED, key, "see deepspeed_config")
+        conversion.add_notice(KeyClass.MAPPED, key, "see deepspeed_config")
         named = _deepspeed(conversion, ranks, ranks_per_node)
     elif kind in ("MEGATRON_LM", "XLA", "TPU"):
         conversion.refuse(key, f"{kind} is not available", "use FSDP, DEEPSPEED or MULTI_GPU")
@@ -197,7 +197,7 @@ def _fsdp(conversion: Conversion) -> None:
 def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> Converted | None:
     key = f"{DEEPSPEED}deepspeed_config_file"
     if file := conversion.text(key):
-        conversion.say(KeyClass.MAPPED, key, "this file is read, too")
+        conversion.add_notice(KeyClass.MAPPED, key, "this file is read, too")
         return deepspeed.read(file, ranks, ranks_per_node, arguments={})
     key = f"{DEEPSPEED}zero_stage"
     stage = conversion.number(key, 2)

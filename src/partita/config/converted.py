@@ -92,7 +92,7 @@ class Conversion:
         self, name: str, data: Mapping[str, object], rules: Mapping[str, Rule], meant: Mapping[str, str] | None = None
     ) -> None:
         self.settings: dict[str, object] = {}
-        self.left: list[str] = []
+        self.unresolved: list[str] = []
         self._name = name
         self._rules = rules
         self._meant = meant or {}
@@ -148,14 +148,14 @@ class Conversion:
         """Replace the values ``"auto"``.
 
         ``known`` has the keys that a trainer's arguments fill in, with their values (None: not known yet). A key whose
-        value is not known yet is added to :attr:`left`, and with ``refuse`` it is an error. For other keys, ``"auto"``
+        value is not known yet is added to :attr:`unresolved`, and with ``refuse`` it is an error. For other keys, ``"auto"``
         means the default.
         """
         for key in [key for key, value in self._values.items() if value == "auto"]:
             self._values[key] = known.get(key)
             if key not in known or self._values[key] is not None:
                 continue
-            self.left.append(key)
+            self.unresolved.append(key)
             if refuse:
                 fix = "write a value, or start a script that uses transformers' Trainer with partita run"
                 self.refuse(key, '"auto" takes the value of transformers\' TrainingArguments, which is not known', fix)
@@ -173,16 +173,16 @@ class Conversion:
         text = text or ("" if key in self else "its default")
         becomes = f"{target}: {shown(value)}{f' ({text})' if text else ''}"
         before = self._notices.get(key)
-        self.say(KeyClass.MAPPED, key, f"{before.text}, {becomes}" if before else f"becomes {becomes}")
+        self.add_notice(KeyClass.MAPPED, key, f"{before.text}, {becomes}" if before else f"becomes {becomes}")
 
-    def say(self, kind: KeyClass, key: str, text: str) -> None:
+    def add_notice(self, kind: KeyClass, key: str, text: str) -> None:
         self._notices[key] = Notice(key, kind, text)
 
     def refuse(self, key: str, problem: str, fix: str) -> None:
         self._notices[key] = Notice(key, KeyClass.ERROR, problem)
         self._problems.append(Problem(tuple(key.split(".")), f"{key}: {problem}", fix))
 
-    def leave(self, section: str, text: str) -> None:
+    def ignore_section(self, section: str, text: str) -> None:
         """Record one notice for every key of a section that has none yet."""
         for key in self.keys(section):
             if key in self:
@@ -195,7 +195,7 @@ class Conversion:
             ConfigError: keys are not available (the message lists each with its remedy), or partita refuses a setting
                 (the message names the key that requested it).
         """
-        for key in self.left:
+        for key in self.unresolved:
             self._notices.setdefault(key, Notice(key, KeyClass.MAPPED, "set by the trainer's arguments (auto)"))
         for key, value in self._values.items():
             self._apply_rule(key, value)
@@ -217,15 +217,15 @@ class Conversion:
             known = self._known(key)
             near = nearest(key.rpartition(".")[2], known)
             hint = f"; did you mean {known[near]}?" if near else ""
-            self.say(KeyClass.WARNING, key, f"unknown key, without effect{hint}")
+            self.add_notice(KeyClass.WARNING, key, f"unknown key, without effect{hint}")
         elif rule.kind is KeyClass.MAPPED:
-            self.say(KeyClass.IGNORED, key, "it has no effect in combination with the other keys")
+            self.add_notice(KeyClass.IGNORED, key, "it has no effect in combination with the other keys")
         elif rule.kind is KeyClass.IGNORED:
-            self.say(rule.kind, key, rule.text)
+            self.add_notice(rule.kind, key, rule.text)
         elif value in rule.harmless or is_off(value):
             return
         elif rule.kind is KeyClass.WARNING:
-            self.say(rule.kind, key, rule.text)
+            self.add_notice(rule.kind, key, rule.text)
         else:
             self.refuse(key, f"{shown(value)} is not available", rule.text)
 

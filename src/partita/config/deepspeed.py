@@ -154,14 +154,14 @@ def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:
         conversion.set("precision.compute", compute, enabled[0])
         conversion.set("precision.mode", "cast", enabled[0])
         conversion.set("precision.outputs", "compute", enabled[0])
-    elif by_trainer and (set(switches) & set(conversion.left) or not any(key in conversion for key in switches)):
+    elif by_trainer and (set(switches) & set(conversion.unresolved) or not any(key in conversion for key in switches)):
         compute = None
     else:
         conversion.set("precision.compute", compute, switches[1], "neither fp16 nor bf16 is enabled")
     if compute == "fp16":
         _loss_scale(conversion)
-    elif f"{FP16}enabled" in conversion.left:
-        conversion.leave(FP16, "the trainer's fp16 settings apply")
+    elif f"{FP16}enabled" in conversion.unresolved:
+        conversion.ignore_section(FP16, "the trainer's fp16 settings apply")
     return compute
 
 
@@ -188,7 +188,7 @@ def _gradients(conversion: Conversion, compute: str | None) -> None:
         elif text:
             dtypes[key] = dtype
     if dtypes.pop("data_types.param_dtype", "") == compute:
-        conversion.say(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
+        conversion.add_notice(KeyClass.IGNORED, "data_types.param_dtype", "it is the compute dtype")
     for key, dtype in dtypes.items():
         widest = "fp32" if "fp32" in dtypes.values() else dtype
         text = "" if dtype == widest else "gradients are stored and communicated in one dtype, the wider"
@@ -273,7 +273,7 @@ def offload(conversion: Conversion, stage: float, optimizer: str, param: str) ->
             conversion.set("zero.offload.path", path, key)
             folder = path
         else:
-            conversion.say(KeyClass.WARNING, key, f"there is one folder for all states: {shown(folder)}")
+            conversion.add_notice(KeyClass.WARNING, key, f"there is one folder for all states: {shown(folder)}")
 
 
 # --------------------------------------------------------------------------------------------- optimizer and schedule
@@ -284,12 +284,12 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
     kind = conversion.text(key)
     name = _OPTIMIZERS.get(kind.lower())
     if not kind:
-        return conversion.leave("optimizer.", "no type is given: the optimizer that you pass is used")
+        return conversion.ignore_section("optimizer.", "no type is given: the optimizer that you pass is used")
     if name is None:
         fix = "use AdamW, SGD or Lion, or build it and pass it: partita.initialize(model, config, optimizer=...)"
         if kind.lower() in _COMPRESSED:
             fix = "set optimizer.name: onebit_adam in a config of partita (docs/wires.md)"
-        conversion.leave("optimizer.", "it belongs to the optimizer")
+        conversion.ignore_section("optimizer.", "it belongs to the optimizer")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
     mode = f"{OPTIMIZER_PARAMS}adam_w_mode"
     if kind.lower() == "adam" and not conversion.flag(mode, True):
@@ -314,15 +314,15 @@ def _schedule(conversion: Conversion) -> None:
     key = "scheduler.type"
     kind = conversion.text(key)
     if not kind:
-        return conversion.leave("scheduler.", "no type is given: the scheduler that you pass is used")
+        return conversion.ignore_section("scheduler.", "no type is given: the scheduler that you pass is used")
     if kind not in _CURVES:
         fix = f"use one of {', '.join(_CURVES)}, or build it and pass it: partita.initialize(..., scheduler=...)"
-        conversion.leave("scheduler.", "it belongs to the schedule")
+        conversion.ignore_section("scheduler.", "it belongs to the schedule")
         return conversion.refuse(key, f"{shown(kind)} is not available", fix)
-    left = [known for known in conversion.left if known.startswith(SCHEDULER_PARAMS)]
-    if left:
-        conversion.say(KeyClass.WARNING, key, "the trainer's own schedule is used instead (lr_scheduler_type)")
-        return conversion.leave("scheduler.", f"the trainer's schedule is used, because {', '.join(left)} are auto")
+    unresolved = [known for known in conversion.unresolved if known.startswith(SCHEDULER_PARAMS)]
+    if unresolved:
+        conversion.add_notice(KeyClass.WARNING, key, "the trainer's own schedule is used instead (lr_scheduler_type)")
+        return conversion.ignore_section("scheduler.", f"the trainer's schedule is used, because {', '.join(unresolved)} are auto")
     warmup = _warmup(conversion)
     if kind == "WarmupCosineLR":
         _cosine_rates(conversion)
@@ -379,5 +379,5 @@ def _cosine_rates(conversion: Conversion) -> None:
         return conversion.refuse(key, "it is relative to the optimizer's lr, which is not given", fix)
     conversion.set("schedule.initial_lr", share * conversion.number(f"{OPTIMIZER_PARAMS}lr", 0.0), key)
     if share:
-        conversion.say(KeyClass.WARNING, key, "the first step has this rate, too; in DeepSpeed its rate is 0")
+        conversion.add_notice(KeyClass.WARNING, key, "the first step has this rate, too; in DeepSpeed its rate is 0")
     return None

@@ -10,7 +10,7 @@ from partita.config.converted import Converted
 _ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 
 
-def read_foreign(path: Path, ranks: int, ranks_per_node: int | None = None) -> Converted:
+def convert_external(path: Path, ranks: int, ranks_per_node: int | None = None) -> Converted:
     """Convert a file of DeepSpeed or accelerate for this number of ranks.
 
     Missing keys of a DeepSpeed file have DeepSpeed's defaults. If the file has values that a trainer sets (``"auto"``),

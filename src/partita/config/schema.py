@@ -14,7 +14,7 @@ from partita.config.plain_values import plain
 from partita.config.values import (
     Auto,
     Bytes,
-    ClassPlace,
+    ClassPath,
     Count,
     CountOrZero,
     Flag,
@@ -31,10 +31,10 @@ from partita.config.values import (
     Texts,
     Windows,
     as_pairs,
-    as_whole,
+    as_integer,
 )
 
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_integer)]
 Tier = Literal["none", "host", "disk", "auto"]
 TensorRule = Literal["column", "row", "column_gathered", "row_split", "vocabulary", "whole"]
 TensorRules = Annotated[
@@ -44,7 +44,7 @@ TensorRules = Annotated[
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
-GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"] | ClassPlace
+GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"] | ClassPath
 ParameterCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk"]
 
 

@@ -40,7 +40,7 @@ def as_number(value: object) -> object:
     return value
 
 
-def as_whole(value: object) -> object:
+def as_integer(value: object) -> object:
     number = as_number(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
@@ -49,14 +49,14 @@ def as_size(value: object) -> object:
     """Return bytes from a number or from text with a unit: 1.1 GiB is rounded to the nearest byte."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        return as_whole(value)
+        return as_integer(value)
     amount = as_number(match[1])
     prefix = (match[2] or "").lower()
     if not isinstance(amount, int | float):
         raise ValueError("not a number of bytes")
     base = 1024 if prefix.endswith("i") else 1000
     size = amount * base ** ("", "k", "m", "g", "t").index(prefix[:1])
-    return round(size) if prefix and isfinite(size) else as_whole(size)
+    return round(size) if prefix and isfinite(size) else as_integer(size)
 
 
 def _path(value: object) -> object:
@@ -86,15 +86,15 @@ def _rows(value: object) -> object:
 
 
 def _figure(value: object) -> str:
-    number = as_whole(value)
+    number = as_integer(value)
     if number not in (0, 1):
         raise ValueError("neither 0 nor 1")
     return str(number)
 
 
 Flag = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
-CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_whole)]
+Count = Annotated[int, Strict(), Field(ge=1, le=_LARGEST_COUNT), BeforeValidator(as_integer)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=_LARGEST_COUNT), BeforeValidator(as_integer)]
 _WrittenBytes = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)] | Annotated[str, Field(pattern=rf"^{_SIZE.pattern}$")]
 Bytes = Annotated[
     int,
@@ -122,7 +122,7 @@ Rows = Annotated[
     tuple[Text, ...], Strict(), BeforeValidator(_rows, json_schema_input_type=list[str | list[Literal[0, 1]]])
 ]
 # A class by its location: module:class.
-ClassPlace = Annotated[
+ClassPath = Annotated[
     str,
     Strict(),
     Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$", examples=["module:class"]),

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.activation.apply import Activations, SelectedModules, open_tier
 from partita.activation.recompute import Recomputation
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.comm.collective_errors import check_settings_alike, shared_errors
+from partita.comm.collective_errors import check_equal_settings, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.several_axes import SeveralAxes
@@ -28,9 +28,9 @@ from partita.huggingface.weights import Weights
 from partita.inspection.gathered import Gathered
 from partita.inspection.full_tensors import FullTensors
 from partita.memory.accelerator import is_simulated
-from partita.memory.capacity_check import check_room, tell_of_lower_stage
+from partita.memory.capacity_check import check_capacity, log_lower_stage
 from partita.memory.ledger import Ledger
-from partita.memory.out_of_memory import Shortages
+from partita.memory.out_of_memory import OutOfMemoryReporter
 from partita.memory.scratch import open_scratch
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
@@ -84,7 +84,7 @@ class Parts:
     optimizer: Optimizer
     scheduler: LRScheduler
     blueprint: Blueprint
-    shortages: Shortages
+    oom_reporter: OutOfMemoryReporter
     runtime: Runtime
     activations: Activations
     recomputation: Recomputation
@@ -103,7 +103,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments
     """Build an engine's parts and prepare the model. An error on one rank is raised on all, and the model restored."""
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
-    check_settings_alike(resolved.shared, all_ranks)
+    check_equal_settings(resolved.shared, all_ranks)
     collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     transforms = ModuleTransforms()
@@ -138,9 +138,9 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         if isinstance(resolved.extension, RunExtension):
             parallel.shares.update(resolved.extension.shares(model, mesh.shape, mesh.rank))
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
-        check_room(blueprint, model, mesh.device)
+        check_capacity(blueprint, model, mesh.device)
         if mesh.rank == 0:
-            tell_of_lower_stage(blueprint, model, mesh.device)
+            log_lower_stage(blueprint, model, mesh.device)
         attention = find_attention(model, settings)
         chosen = SelectedModules.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
@@ -148,11 +148,11 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
     with shared_errors(all_ranks):
         _check_optimizer(optimizer, rows, settings, mesh)
     counted = counted_attributes(optimizer, on_clone=not all(row.updates_on_device for row in rows))
-    shortages = Shortages(blueprint, ledger, mesh.device, mesh.rank)
+    oom_reporter = OutOfMemoryReporter(blueprint, ledger, mesh.device, mesh.rank)
     with shared_errors(all_ranks):
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
     try:
-        with shortages.explained("initialize"):
+        with oom_reporter.report_out_of_memory("initialize"):
             by_kernels = isinstance(rule_for(optimizer), KernelRule)
             runtime = Runtime(model, blueprint, collectives, memory, parallel.transforms, source, by_kernels=by_kernels)
         failed = ExitStack()
@@ -191,7 +191,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         optimizer,
         scheduler,
         blueprint,
-        shortages,
+        oom_reporter,
         runtime,
         activations,
         transformed.recomputation,
@@ -243,7 +243,7 @@ def _agree(
     check_same_model(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     if settings.precision.gradients == "in_backward":
         check_same_buckets(blueprint.buckets, all_ranks)
-    check_settings_alike(settings_of(optimizer), all_ranks)
+    check_equal_settings(settings_of(optimizer), all_ranks)
 
 
 def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, counted: Sequence[str]) -> Updater:

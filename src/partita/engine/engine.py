@@ -21,7 +21,7 @@ from partita.errors import PartitaError
 from partita.huggingface.export import export
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
-from partita.memory.out_of_memory import explained
+from partita.memory.out_of_memory import report_out_of_memory
 from partita.optim.step import StepResult, StepUpdater
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.plan.state_plan import StatePlan
@@ -61,12 +61,12 @@ class Engine:
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
-        self._shortages = parts.shortages
+        self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
 
     # ------------------------------------------------------------------ training
 
-    @explained("forward")
+    @report_out_of_memory("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Inputs are cast to the compute dtype.
 
@@ -80,7 +80,7 @@ class Engine:
         batch_check.check(args, kwargs)
         return self.module(*args, **kwargs)
 
-    @explained("backward")
+    @report_out_of_memory("backward")
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` (a scalar), averaged over the ranks and divided by ``batch.accumulate``.
 
@@ -98,7 +98,7 @@ class Engine:
             raise PartitaError(f"engine.backward: expected a scalar loss that depends on the parameters; got {got}")
         self._micro_batches.backward([loss], [None])
 
-    @explained("step")
+    @report_out_of_memory("step")
     def step(self) -> StepResult:
         """End a micro-batch. After the last of a batch, clip gradients, update the parameters, and zero gradients."""
         parts = self._open()
@@ -107,7 +107,7 @@ class Engine:
         self._check_no_stages("engine.step")
         return self._micro_batches.end()
 
-    @explained("train_batch")
+    @report_out_of_memory("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
         """Train on one global batch: draw ``batch.accumulate`` micro-batches and return their mean loss over all ranks.
 
@@ -132,7 +132,7 @@ class Engine:
             loss, self.last_step = self._micro_batches.train(drawn)
         return self.mean(loss)
 
-    @explained("eval_batch")
+    @report_out_of_memory("eval_batch")
     def eval_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
         """Return the mean loss of some micro-batches over all ranks, in evaluation mode and without gradients.
 

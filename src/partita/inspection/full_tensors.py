@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.comm.collective_errors import lack_of_memory, shared_errors
+from partita.comm.collective_errors import find_memory_shortfall, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
@@ -229,7 +229,7 @@ class FullTensors:
         needed = sum(math.prod(self.shape_of(info)) * info.param.element_size() for info in self.infos)
         needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.always_unsharded), default=0)
         call = "engine.close(whole=True)"
-        short = lack_of_memory(needed, free_now(device), all_ranks, call, shared=is_host(device))
+        short = find_memory_shortfall(needed, free_now(device), all_ranks, call, shared=is_host(device))
         if short is not None:
             raise PartitaError(
                 f"{call}: {short.memory} needs {short.needed} bytes for full parameters and has {short.free} bytes "

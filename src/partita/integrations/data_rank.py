@@ -10,7 +10,7 @@ from partita.plan.mesh_shape import MeshShape
 
 
 @dataclass(frozen=True)
-class Fed:
+class DataRank:
     """Data-parallel position of a rank: ``index`` of ``num``. Ranks with different positions receive different samples.
 
     ``copies`` successive ranks have the same position and receive the same samples; ``is_first`` is True on the first
@@ -23,7 +23,7 @@ class Fed:
     is_first: bool
 
 
-def fed(mesh: MeshShape, rank: int, loop: str) -> Fed:
+def data_rank(mesh: MeshShape, rank: int, loop: str) -> DataRank:
     """Return the data-parallel position of a rank of a mesh in a training loop. ``loop`` is its name in messages.
 
     Raises:
@@ -36,4 +36,4 @@ def fed(mesh: MeshShape, rank: int, loop: str) -> Fed:
             "train'; parallel.tensor and parallel.sequence work with this loop"
         )
     copies = mesh.num_ranks // mesh.data
-    return Fed(mesh.data, copies, mesh.coordinate(rank, "data"), rank % copies == 0)
+    return DataRank(mesh.data, copies, mesh.coordinate(rank, "data"), rank % copies == 0)

@@ -25,7 +25,7 @@ def encode(
     *,
     seed: int | None = None,
     first_block: int = 0,
-    held: Tensor | None = None,
+    residual: Tensor | None = None,
     threads: int = 1,
     level: str | None = None,
 ) -> None:
@@ -34,7 +34,7 @@ def encode(
     Args:
         seed: seed of stochastic rounding, with which decoded values are unbiased; None: round to the nearest level.
         first_block: the number of the first block of ``values`` in the buffer that they belong to.
-        held: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is added
+        residual: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is added
             to the values, and overwritten with the error of the encoded sum.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
@@ -44,22 +44,22 @@ def encode(
             not support stochastic rounding.
     """
     _check(codec, values, codes, "values", GRADIENTS)
-    if held is not None:
-        check("held", held, GRADIENTS[:1], values)
+    if residual is not None:
+        check("residual", residual, GRADIENTS[:1], values)
     if seed is not None and not codec.unbiased:
         raise PartitaError(f"{codec.name} does not support stochastic rounding: omit seed")
     if isinstance(codec, TorchCodec):
-        _encode_in_torch(codec, values, codes, held)
+        _encode_in_torch(codec, values, codes, residual)
         return
     kernels = native.kernels_for(values)
     if kernels is None:
-        codec_reference.encode(codec, values, codes, held, seed, first_block)
+        codec_reference.encode(codec, values, codes, residual, seed, first_block)
         return
     kernels.encode(
         native.launch(values.numel(), threads, level),
         _NUMBERS[codec.name],
         native.typed(values),
-        native.address(held),
+        native.address(residual),
         native.address(codes),
         (seed is not None, (seed or 0) % 2**32, first_block % 2**32),
     )
@@ -90,8 +90,8 @@ def decode(
     )
 
 
-def _encode_in_torch(codec: TorchCodec, values: Tensor, codes: Tensor, held: Tensor | None) -> None:
-    total = values.float() if held is None else held.add_(values)
+def _encode_in_torch(codec: TorchCodec, values: Tensor, codes: Tensor, residual: Tensor | None) -> None:
+    total = values.float() if residual is None else residual.add_(values)
     records = codec.encode(total.reshape(-1, BLOCK))
     expected = (total.numel() // BLOCK, codec.record_bytes)
     if records.dtype != torch.uint8 or tuple(records.shape) != expected:
@@ -100,8 +100,8 @@ def _encode_in_torch(codec: TorchCodec, values: Tensor, codes: Tensor, held: Ten
             f"torch.uint8 of shape {expected}"
         )
     codes.view(expected).copy_(records)
-    if held is not None:
-        held.sub_(codec.decode(records).view(-1))
+    if residual is not None:
+        residual.sub_(codec.decode(records).view(-1))
 
 
 def _check(codec: Codec, values: Tensor, codes: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -37,10 +37,10 @@ _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
 
 
-def encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
+def encode(codec: Codec, values: Tensor, codes: Tensor, residual: Tensor | None, seed: int | None, first: int) -> None:
     """Encode as :func:`partita.kernels.codec.encode` does."""
     for at, of_codes in _chunks(codec, values):
-        _encode(codec, values[at], codes[of_codes], None if held is None else held[at], seed, first + at.start // BLOCK)
+        _encode(codec, values[at], codes[of_codes], None if residual is None else residual[at], seed, first + at.start // BLOCK)
 
 
 def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:
@@ -59,16 +59,16 @@ def _chunks(codec: Codec, values: Tensor) -> Iterator[tuple[slice, slice]]:
         yield chunk, slice(codec.num_bytes(chunk.start), codec.num_bytes(chunk.stop))
 
 
-def _encode(codec: Codec, values: Tensor, codes: Tensor, held: Tensor | None, seed: int | None, first: int) -> None:
-    total = values.float() if held is None else values.float() + held
+def _encode(codec: Codec, values: Tensor, codes: Tensor, residual: Tensor | None, seed: int | None, first: int) -> None:
+    total = values.float() if residual is None else values.float() + residual
     blocks, records = total.view(-1, BLOCK), codes.view(-1, codec.record_bytes)
     fractions = None if seed is None else _fractions(len(blocks), seed, first, values.device)
     if codec.name == "top8":
         _encode_top(blocks, records)
     else:
         _encode_levels(codec, blocks, records, fractions)
-    if held is not None:
-        held.copy_(total - _decoded(codec, codes))
+    if residual is not None:
+        residual.copy_(total - _decoded(codec, codes))
 
 
 def _decoded(codec: Codec, codes: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class BufferPool:
         name: the ledger's state, and the name in warnings.
         ledger: records the slots' bytes.
         tier: the memory of the slots, on the device or on the host.
-        backed: True if slots own memory; False if a :class:`Loan` resizes storages instead of swapping.
+        backed: True if slots own memory; False if a :class:`StorageSwap` resizes storages instead of swapping.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class BufferPool:
         slot.last_use = last_use
         self._free[slot.num_bytes].append(slot)
 
-    def leave(self, slot: Slot) -> None:
-        """Transfer a slot's memory permanently to the storage that uses it (see :meth:`Loan.drop`), and allocate new
+    def transfer(self, slot: Slot) -> None:
+        """Transfer a slot's memory permanently to the storage that uses it (see :meth:`StorageSwap.drop`), and allocate new
         memory for the slot.
         """
         self._ledger.add(KEPT, slot.num_bytes, self._tier)
         if self._backed and not slot.spare:
             slot.storage = self._memory(slot.num_bytes)
 
-    def left(self, num_bytes: int) -> None:
-        """Record that transferred memory was freed (see :meth:`leave`)."""
+    def transfer_freed(self, num_bytes: int) -> None:
+        """Record that transferred memory was freed (see :meth:`transfer`)."""
         self._ledger.remove(KEPT, num_bytes, self._tier)
 
     def _class_of(self, num_bytes: int) -> int:
@@ -125,7 +125,7 @@ class BufferPool:
         return make(num_bytes, torch.uint8, self._device).untyped_storage()
 
 
-class Loan:
+class StorageSwap:
     """Moves a slot's memory into a tensor's storage and back, without a copy.
 
     If torch cannot swap the memory of two storages (before 2.12), or with ``swap=False``, the storage is resized
@@ -141,7 +141,7 @@ class Loan:
         else:
             storage.resize_(slot.num_bytes)
 
-    def take_back(self, storage: torch.UntypedStorage, slot: Slot) -> None:
+    def detach(self, storage: torch.UntypedStorage, slot: Slot) -> None:
         if self.swap:
             _swap(storage, slot.storage)
         else:

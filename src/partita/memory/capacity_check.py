@@ -21,7 +21,7 @@ _log = logging.getLogger("partita")
 _UNKNOWN = 2**63
 
 
-def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
+def check_capacity(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
     """Check that the states of this rank fit into the free memory. Only the states are checked, because their size is
     exact; other ranks of the node are not included. Out-of-memory errors of a step are explained when they occur.
 
@@ -49,7 +49,7 @@ def check_room(blueprint: Blueprint, model: nn.Module, device: torch.device) -> 
     raise PartitaError("\n".join(lines))
 
 
-def tell_of_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
+def log_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device) -> None:
     """Log one line if a lower ZeRO stage is certain to fit and sends less. A memory that ranks may share is divided by
     the number of ranks.
     """

@@ -34,7 +34,7 @@ def collector_paused() -> Iterator[None]:
 
 
 @contextmanager
-def collector_spared() -> Iterator[None]:
+def collector_frozen() -> Iterator[None]:
     """Run the collector once, then exclude the existing objects from collections inside the block."""
     gc.collect()
     gc.freeze()

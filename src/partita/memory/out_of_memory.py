@@ -20,7 +20,7 @@ R = TypeVar("R")
 CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
 
 
-class Shortages:
+class OutOfMemoryReporter:
     """Adds the out-of-memory report to the errors of one engine. ``rank`` appears in messages."""
 
     def __init__(self, blueprint: Blueprint, ledger: Ledger, device: torch.device, rank: int) -> None:
@@ -31,12 +31,12 @@ class Shortages:
         self._process_bytes = process_memory()[0]
 
     @contextmanager
-    def explained(self, where: str) -> Iterator[None]:
+    def report_out_of_memory(self, where: str) -> Iterator[None]:
         """Convert out-of-memory errors inside the block into a PartitaError with the breakdown and remedies."""
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
             raise PartitaError(self._explain(where, error)) from error
 
@@ -59,7 +59,7 @@ class Shortages:
         return "\n".join(lines)
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error is an out-of-memory error, on the device or on the host."""
     if isinstance(error, PartitaError):
         return False
@@ -71,19 +71,19 @@ def is_shortage(error: BaseException) -> bool:
 
 
 class _Explains(Protocol):
-    _shortages: Shortages
+    _oom_reporter: OutOfMemoryReporter
 
 
 S = TypeVar("S", bound=_Explains)
 
 
-def explained(where: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Decorate a method, so that the ``_shortages`` of its object explains its out-of-memory errors."""
+def report_out_of_memory(where: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Decorate a method, so that the ``_oom_reporter`` of its object explains its out-of-memory errors."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)
         def wrapped(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-            with self._shortages.explained(where):
+            with self._oom_reporter.report_out_of_memory(where):
                 return method(self, *args, **kwargs)
 
         return wrapped

@@ -53,7 +53,7 @@ def _all_spans(watchers: tuple[Watcher, ...], what: str, name: str) -> Iterator[
         yield
 
 
-def told(work: Callable[[], object], what: str, name: str) -> Callable[[], object]:
+def in_span(work: Callable[[], object], what: str, name: str) -> Callable[[], object]:
     """Return ``work`` inside a span, if there is a watcher."""
     if not _watchers:
         return work

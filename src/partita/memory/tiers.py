@@ -45,7 +45,7 @@ class Lease:
         self._end(changed)
 
 
-class Kept(ABC):
+class StoredState(ABC):
     """A flat state of ``num_elements``, stored in ``tier``."""
 
     tier: Tier
@@ -81,7 +81,7 @@ class Kept(ABC):
         lease.end(changed=True)
 
 
-class InMemory(Kept):
+class InMemory(StoredState):
     """A state that is always in memory: on the device, or on the host."""
 
     def __init__(self, tensor: Tensor, tier: Tier) -> None:
@@ -94,7 +94,7 @@ class InMemory(Kept):
         return Lease(self.tensor)
 
 
-class OnDisk(Kept):
+class OnDisk(StoredState):
     """A state in a region of the rank's scratch file."""
 
     tier = Tier.DISK
@@ -182,24 +182,24 @@ class StateMemory:
         self._staging = Staging(device, ledger)
         self._disk: Scratch | None = None
 
-    def register(self, state: str, tensor: Tensor) -> Kept:
+    def register(self, state: str, tensor: Tensor) -> StoredState:
         """Register a tensor that already exists on the device as a state."""
         self.ledger.add(state, tensor.nbytes)
         return InMemory(tensor, Tier.DEVICE)
 
-    def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
+    def keep(self, state: str, num_elements: int, dtype: torch.dtype, tier: Tier) -> StoredState:
         """Allocate a state. Its values are zeros; on the disk they are undefined."""
         kept = self._allocate(num_elements, dtype, tier)
         self.ledger.add(state, num_elements * dtype.itemsize, tier)
         return kept
 
-    def drop(self, state: str, kept: Kept) -> None:
+    def drop(self, state: str, kept: StoredState) -> None:
         """Free the memory of a state that no copy in flight uses."""
         self.ledger.remove(state, kept.num_elements * kept.dtype.itemsize, kept.tier)
         if isinstance(kept, OnDisk):
             kept.release()
 
-    def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> Kept:
+    def keep_values(self, state: str, values: Tensor, dtype: torch.dtype, tier: Tier) -> StoredState:
         """Allocate a state and store a copy of flat ``values`` in it."""
         kept = self.keep(state, values.numel(), dtype, tier)
         kept.store(values)
@@ -212,7 +212,7 @@ class StateMemory:
         slot = self._staging.borrow(num_elements * dtype.itemsize)
         return Lease(over(slot.storage, dtype, num_elements), Event(), lambda changed: self._staging.give_back(slot))
 
-    def _allocate(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> Kept:
+    def _allocate(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> StoredState:
         if tier is Tier.DISK:
             self._disk = self._disk or self._open_disk()
             return OnDisk(num_elements, dtype, self._disk, self._staging)

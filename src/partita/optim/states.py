@@ -22,7 +22,7 @@ from partita.kernels.quantize import decode_signed, decode_unsigned
 from partita.kernels.state import num_blocks
 from partita.memory.accelerator import host_of
 from partita.memory.allocate import trim
-from partita.memory.tiers import Kept, Lease, StateMemory
+from partita.memory.tiers import StoredState, Lease, StateMemory
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
 from partita.planner.off_stage import is_off_stage
@@ -263,7 +263,7 @@ class DiskStates:
         self._state = state
         self._memory = memory
         self._num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, StoredState] = {}
 
     def _num_values(self, key: str) -> int:
         return num_blocks(self._num_elements) if key in BLOCK_STATES else self._num_elements

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.memory import accelerator
-from partita.memory.step_events import span, told
+from partita.memory.step_events import span, in_span
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer
@@ -351,7 +351,7 @@ class Updates:
         """
         for update, following in zip(updates, [*updates[1:], None], strict=False):
             name = update.units[0].title
-            update.done = self._stream.run(told(partial(self._run, update, following, ready), "update", name))
+            update.done = self._stream.run(in_span(partial(self._run, update, following, ready), "update", name))
             if update.gathers:
                 update.done = self._context.publisher.run_after(update.done, update.deliver)
             for unit in update.units:

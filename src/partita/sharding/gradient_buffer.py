@@ -17,7 +17,7 @@ from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.memory.tiers import InMemory, Kept, StateMemory
+from partita.memory.tiers import InMemory, StoredState, StateMemory
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
 from partita.sharding.parameter import Member
@@ -117,7 +117,7 @@ class GradientBuffer:
     collects = True  # True if gradients are moved out of ``.grad``
     keeps_full = False  # True if unsharded gradients are kept until the last micro-batch
     full: Tensor | None = None
-    shard: Kept | None = None
+    shard: StoredState | None = None
     previous_sum: Tensor | None = None
 
     def __init__(self, layout: BucketLayout, ledger: Ledger) -> None:

@@ -14,7 +14,7 @@ from partita.comm.transport import Work
 from partita.memory.accelerator import is_host
 from partita.memory.step_events import span
 from partita.memory.streams import finish
-from partita.memory.tiers import Kept, Lease
+from partita.memory.tiers import StoredState, Lease
 from partita.plan.formats import Format
 from partita.plan.residence import Tier
 from partita.plan.scratch import scratch_bytes
@@ -60,12 +60,12 @@ class Running:
         self._target: Lease | None = None
         self._device: torch.device | None = None  # to synchronize with before the target's lease ends
 
-    def lease(self, source: Kept) -> Tensor:
+    def lease(self, source: StoredState) -> Tensor:
         """Lease a stored state until :meth:`finish`."""
         self._source = source.lease()
         return self._source.wait()
 
-    def lease_for_writing(self, target: Kept, device: torch.device) -> Tensor:
+    def lease_for_writing(self, target: StoredState, device: torch.device) -> Tensor:
         """Lease the memory of a stored state, which is overwritten, until :meth:`finish`."""
         self._target = target.lease(read=False)
         self._device = None if target.tier is Tier.DEVICE else device
@@ -114,8 +114,8 @@ class Interpreter:
     def run(
         self,
         ops: Sequence[Step],
-        source: Tensor | Kept,
-        target: Tensor | Kept,
+        source: Tensor | StoredState,
+        target: Tensor | StoredState,
         *,
         purpose: str = "parameters",
         accumulate: bool = False,
@@ -127,8 +127,8 @@ class Interpreter:
     def begin(
         self,
         ops: Sequence[Step],
-        source: Tensor | Kept,
-        target: Tensor | Kept,
+        source: Tensor | StoredState,
+        target: Tensor | StoredState,
         *,
         purpose: str = "parameters",
         tag: int = 0,
@@ -150,13 +150,13 @@ class Interpreter:
             NotImplementedError: an operation is unknown.
         """
         running, ops = Running(), in_phases(ops)
-        if isinstance(source, Kept):
+        if isinstance(source, StoredState):
             is_copied = all(isinstance(op, Read | Copy) for op in ops)
             if isinstance(target, Tensor) and is_copied and (reading := source.read_into(target)) is not None:
                 running.add(reading)
                 return running
             source = running.lease(source)
-        if isinstance(target, Kept):
+        if isinstance(target, StoredState):
             target = running.lease_for_writing(target, self.device)
         if target.device != self.device and any(isinstance(op, AllGather) for op in ops):
             full = torch.empty_like(target, device=self.device)

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from partita.memory.step_events import span, told
+from partita.memory.step_events import span, in_span
 from partita.memory.streams import Event, Stream, record
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps
@@ -83,9 +83,9 @@ class Publisher:
                 end_of_segment()
             ends[number].clear()
 
-        self._stream.run(told(begin, "gather", "updated parameters"))
+        self._stream.run(in_span(begin, "gather", "updated parameters"))
         for number, unit in enumerate(units):
-            published = self._stream.run(told(partial(end, number), "gather", "updated parameters"))
+            published = self._stream.run(in_span(partial(end, number), "gather", "updated parameters"))
             if ahead:
                 unit.await_update(published)
             else:

@@ -23,7 +23,7 @@ from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
-from partita.memory.step_events import span, told
+from partita.memory.step_events import span, in_span
 from partita.memory.streams import Event, after, record
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
@@ -376,7 +376,7 @@ class GradientReducer:
         call = SyncCall(self._seeded(), self.pools.in_slot(scratch, bucket))
         reduce = bucket.launch(call, sums, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (scratch, sums) if slot is not None)]
-        self._launched = self._stream.run(told(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
+        self._launched = self._stream.run(in_span(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
         self.pools.give_back_scratch(scratch, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
             self.pools.take_back(sent, self._launched)

@@ -13,7 +13,7 @@ from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.allocate import allocate
-from partita.memory.buffer_pool import BufferPool, Loan
+from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.plan.mesh_shape import MODULE_AXES
@@ -85,7 +85,7 @@ class Runtime:
         self.spans_nodes = blueprint.resolved.spans_nodes
         kept = find_full_precision(model, blueprint.resolved)
         self._provide_disk(blueprint)
-        loan = Loan()
+        loan = StorageSwap()
         pool = unit_pool(blueprint.units, config.zero.prefetch_bytes)
         with shared_errors(collectives.all_ranks):
             self._pool = BufferPool("buffer_pool", pool, ledger, mesh.device, backed=loan.swap)

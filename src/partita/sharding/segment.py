@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partita.kernels.chunks import chunks
 from partita.kernels.quantize import join, nearest_bf16, split
-from partita.memory.tiers import InMemory, Kept, Lease, StateMemory
+from partita.memory.tiers import InMemory, StoredState, Lease, StateMemory
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span
@@ -35,7 +35,7 @@ class MasterWeights:
         spans: the parameters' spans, with offsets in ``state``.
     """
 
-    def __init__(self, state: Kept, residence: Residence, spans: Sequence[Span]) -> None:
+    def __init__(self, state: StoredState, residence: Residence, spans: Sequence[Span]) -> None:
         self.state = state
         self.splits = residence.encoding == SPLIT
         self._spans = spans
@@ -101,9 +101,9 @@ class Segment:
         # the layout's shard that this rank keeps
         self.shard_index = planned.mesh.group_index(rank, planned.row.gradient_shard_axes)
         self.full: Tensor
-        self.stored: Kept
+        self.stored: StoredState
         self.master: MasterWeights | None = None
-        self.secondary: Kept | None = None
+        self.secondary: StoredState | None = None
         self.trains = planned.trains
 
     @property
@@ -198,7 +198,7 @@ class Segment:
         if self.master_is_parameter or self.layout.has_master:
             self.make_master(memory, first if first.dtype != self.dtype else None)
 
-    def _store_shard(self, residence: Residence, memory: StateMemory) -> Kept:
+    def _store_shard(self, residence: Residence, memory: StateMemory) -> StoredState:
         return memory.keep_values("parameters", self.part(self.full, residence), self.dtype, residence.tier)
 
     @property

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.allocate import allocate, over
-from partita.memory.buffer_pool import BufferPool, Loan, Slot
-from partita.memory.step_events import span, told
+from partita.memory.buffer_pool import BufferPool, StorageSwap, Slot
+from partita.memory.step_events import span, in_span
 from partita.memory.streams import Event, Stream, record
 from partita.plan.planned import PlannedUnit
 from partita.plan.steps import steps
@@ -39,7 +39,7 @@ class UnitResources:
 
     interpreter: Interpreter
     pool: BufferPool
-    loan: Loan
+    loan: StorageSwap
     stream: Stream
     scratch: Tensor | None = None
 
@@ -149,7 +149,7 @@ class Unit:
             for begun in gathers:
                 begun.finish()
 
-        self._begin_unsharding(self._resources.stream.run(told(gather, "gather", self.title)))
+        self._begin_unsharding(self._resources.stream.run(in_span(gather, "gather", self.title)))
 
     def finish_unshard(self) -> None:
         """Change from UNSHARDING to UNSHARDED: the current stream may use the parameters from now on."""
@@ -174,7 +174,7 @@ class Unit:
         assert self.slot is not None
         self._mark_sharded()
         if not self.keeps_memory:
-            self._resources.loan.take_back(self.storage, self.slot)
+            self._resources.loan.detach(self.storage, self.slot)
         self._resources.pool.give_back(self.slot, record(self._resources.device))
         self.slot = None
 
@@ -187,13 +187,13 @@ class Unit:
         assert self.slot is not None
         if not self.keeps_memory:
             self.keeps_memory = True
-            self._resources.pool.leave(self.slot)
+            self._resources.pool.transfer(self.slot)
 
     def drop_memory(self) -> None:
         """Free the memory of :meth:`keep_memory`. The unit is SHARDED."""
         assert self.state is UnitState.SHARDED
         self.keeps_memory = False
-        self._resources.pool.left(self.storage.nbytes())
+        self._resources.pool.transfer_freed(self.storage.nbytes())
         self._resources.loan.drop(self.storage)
 
     def _attach_slot(self, *, spare: bool = False, newest: bool = False) -> Slot:

@@ -21,7 +21,7 @@ from partita.checkpoint.format.folder import complete_checkpoints
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
-from partita.memory.collector import collector_spared
+from partita.memory.collector import collector_frozen
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress, notices_on
@@ -123,7 +123,7 @@ class _Run:
     def run(self, num_parameters: int) -> Outcome:
         self._print_start(num_parameters)
         try:
-            with self._progress, collector_spared(), Interruption(saves=self._saves) as interruption:
+            with self._progress, collector_frozen(), Interruption(saves=self._saves) as interruption:
                 steps = self._train(interruption)
         finally:
             self._watched.close()

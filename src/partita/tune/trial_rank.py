@@ -22,7 +22,7 @@ from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.forecast.trace import loss_of
 from partita.memory import accelerator
-from partita.memory.out_of_memory import is_shortage
+from partita.memory.out_of_memory import is_out_of_memory
 from partita.plan.residence import Tier
 from partita.planner.memory import gradient_bytes_in_place
 from partita.tune.target import give_values
@@ -96,7 +96,7 @@ def main(text: str, file: Path) -> int:
         found = measure(Task.of(text))
     except Exception as error:  # all errors are outcomes of the trial
         message = (str(error) or type(error).__name__).splitlines()[0]
-        lacks_memory = is_shortage(error) or any(is_shortage(each) for each in _causes(error))
+        lacks_memory = is_out_of_memory(error) or any(is_out_of_memory(each) for each in _causes(error))
         found = {"error": f"{type(error).__name__}: {message}", "lacks_memory": lacks_memory}
     written = file.with_suffix(".part")
     written.write_text(json.dumps(found))

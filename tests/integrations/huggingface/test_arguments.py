@@ -11,7 +11,7 @@ from partita.config import deepspeed
 from partita.integrations.huggingface.arguments import (
     Argument,
     Precision,
-    check_alike,
+    check_equal,
     check_training_arguments,
     given,
     has_schedule,
@@ -32,9 +32,9 @@ def test_what_was_written_is_given() -> None:
 
 def test_unequal_values_are_shown() -> None:
     config = Config(clip_grad_norm=0.5)
-    check_alike(config, [Argument("clip_grad_norm", "max_grad_norm", 0.5), Argument("batch.micro", "micro", 7)])
+    check_equal(config, [Argument("clip_grad_norm", "max_grad_norm", 0.5), Argument("batch.micro", "micro", 7)])
     with pytest.raises(ConfigError) as error:
-        check_alike(config, [Argument("clip_grad_norm", "max_grad_norm", 1.0)])
+        check_equal(config, [Argument("clip_grad_norm", "max_grad_norm", 1.0)])
     assert str(error.value).splitlines() == [
         "clip_grad_norm and max_grad_norm differ",
         "  clip_grad_norm  0.5  config",

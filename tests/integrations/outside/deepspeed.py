@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import partita.integrations.deepspeed as deepspeed
-from partita.integrations.deepspeed.elsewhere import missing
+from partita.integrations.deepspeed.unsupported import missing
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 

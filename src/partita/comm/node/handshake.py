@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from partita.comm.node.peers import Channel, NodePeer, read_memory, receive_bytes
-from partita.comm.node.ptrace_permission import admit, withdraw
+from partita.comm.node.ptrace_permission import grant, revoke
 from partita.errors import PartitaError
 
 _log = logging.getLogger("partita")
@@ -52,7 +52,7 @@ def find_node_peers(
     peers, failed = dict[int, NodePeer](), None
     with Handshake(timeout_s) as handshake:
         endpoints = exchange(handshake.endpoint)
-        handshake.admit(endpoints)
+        handshake.grant(endpoints)
         exchange(None)  # a barrier: nobody reads before all ranks have given permission
         tried = exchange(handshake.readable(endpoints))
         known = {i: endpoints[i] for i, why in tried[own].items() if why is None and tried[i].get(own, "") is None}
@@ -106,7 +106,7 @@ class Handshake:
         self._timeout_s = timeout_s
         self._listener = None
         problem = ""
-        self._admitted: list[int] = []
+        self._granted: list[int] = []
         self._token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8)
         name = f"\0partita-{secrets.token_hex(16)}"  # an abstract socket, not in the file system
         node = secrets.token_hex(8)
@@ -120,10 +120,10 @@ class Handshake:
         token = bytes(self._token.tolist())
         self.endpoint = Endpoint(node, os.getpid(), self._token.data_ptr(), token, name, problem)
 
-    def admit(self, endpoints: Sequence[Endpoint]) -> None:
+    def grant(self, endpoints: Sequence[Endpoint]) -> None:
         """Permit the ranks of this node to read this one's memory during the handshake."""
-        self._admitted = [other.process for other in self._others(endpoints).values()]
-        admit(self._admitted)
+        self._granted = [other.process for other in self._others(endpoints).values()]
+        grant(self._granted)
 
     def readable(self, endpoints: Sequence[Endpoint]) -> dict[int, str | None]:
         """Return, for each other rank of the node, None or the reason why its memory cannot be read."""
@@ -177,7 +177,7 @@ class Handshake:
         return self
 
     def __exit__(self, *_: object) -> None:
-        withdraw(self._admitted)
+        revoke(self._granted)
         if self._listener is not None:
             self._listener.close()
 

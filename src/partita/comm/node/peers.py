@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from partita.comm.node.forks import keep_from_children
-from partita.comm.node.ptrace_permission import admit, withdraw
+from partita.comm.node.ptrace_permission import grant, revoke
 
 # Kind of message, tag of the exchange, address and size of the memory.
 MESSAGE = struct.Struct("<qqqq")
@@ -176,13 +176,13 @@ class NodePeer:
     channels: Mapping[str, Channel]
 
     def __post_init__(self) -> None:
-        admit([self.process])
+        grant([self.process])
 
     def close(self) -> None:
         """Close the channels and revoke the peer's permission to read. Called once."""
         for channel in self.channels.values():
             channel.close()
-        withdraw([self.process])
+        revoke([self.process])
 
 
 class Offer:
@@ -199,7 +199,7 @@ class Offer:
 
 
 class Fetch:
-    """A read of ``num_elements`` from a peer (:class:`~partita.comm.transport.Arriving`): in one piece into ``buffer``,
+    """A read of ``num_elements`` from a peer (:class:`~partita.comm.transport.IncomingTensor`): in one piece into ``buffer``,
     or in several, each to the start of ``buffer``. Read the last piece before waiting for any :class:`Offer`: the peer
     does the same.
     """

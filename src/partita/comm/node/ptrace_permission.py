@@ -17,27 +17,27 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _RESTRICTED = "1"
 _INIT = 1
 # Number of times that each process was given permission.
-_admitted: Counter[int] = Counter()
+_granted: Counter[int] = Counter()
 
 
-def admit(processes: Iterable[int]) -> None:
-    """Permit these processes to read. Permissions are counted; :func:`withdraw` removes one."""
+def grant(processes: Iterable[int]) -> None:
+    """Permit these processes to read. Permissions are counted; :func:`revoke` removes one."""
     _count(processes, 1)
 
 
-def withdraw(processes: Iterable[int]) -> None:
+def revoke(processes: Iterable[int]) -> None:
     """Remove one permission of each process."""
     _count(processes, -1)
 
 
 def _count(processes: Iterable[int], change: int) -> None:
-    before = set(_admitted)
+    before = set(_granted)
     for process in processes:
-        _admitted[process] += change
-        if not _admitted[process]:
-            del _admitted[process]
-    if _admitted.keys() != before and _scope() == _RESTRICTED:
-        _set_tracer(common_ancestor(list(_admitted)))
+        _granted[process] += change
+        if not _granted[process]:
+            del _granted[process]
+    if _granted.keys() != before and _scope() == _RESTRICTED:
+        _set_tracer(common_ancestor(list(_granted)))
 
 
 def _set_tracer(process: int) -> None:

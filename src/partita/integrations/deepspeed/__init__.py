@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from partita.integrations.deepspeed import comm, zero
 from partita.integrations.deepspeed.comm import init_distributed
-from partita.integrations.deepspeed.elsewhere import MODULE, missing
+from partita.integrations.deepspeed.unsupported import MODULE, missing
 from partita.integrations.deepspeed.engine import DeepSpeedEngine
 from partita.integrations.deepspeed.start import add_config_arguments, initialize
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from partita.comm import world
 from partita.comm.world import Rendezvous
 from partita.config.launchers import launch_environment
-from partita.integrations.deepspeed.elsewhere import COMM, missing
+from partita.integrations.deepspeed.unsupported import COMM, missing
 from partita.memory import accelerator
 
 _log = logging.getLogger("partita")

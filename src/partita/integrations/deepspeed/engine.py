@@ -13,8 +13,8 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, loss_of
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
-from partita.integrations.deepspeed.elsewhere import ENGINE, missing_attribute
-from partita.integrations.deepspeed.tags import Kept, TaggedCheckpoints
+from partita.integrations.deepspeed.unsupported import ENGINE, missing_attribute
+from partita.integrations.deepspeed.tags import CheckpointExtras, TaggedCheckpoints
 from partita.integrations.deepspeed.zero import ended
 
 
@@ -269,7 +269,7 @@ class DeepSpeedEngine:
             PartitaError: on all ranks: the checkpoint cannot be written, the tags differ, the batch is not complete, or
                 client_state contains something that could not be loaded again.
         """
-        kept = Kept(dict(client_state or {}), self.global_steps, self.global_samples, self.skipped_steps)
+        kept = CheckpointExtras(dict(client_state or {}), self.global_steps, self.global_samples, self.skipped_steps)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._checkpoints.save(Path(save_dir), name, kept, latest=save_latest)
         return True

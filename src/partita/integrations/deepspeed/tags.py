@@ -18,7 +18,7 @@ LATEST = "latest"
 
 
 @dataclass(frozen=True)
-class Kept:
+class CheckpointExtras:
     """Additional contents of a checkpoint: the script's values and DeepSpeed's counters."""
 
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class TaggedCheckpoints:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def save(self, folder: Path, tag: str, kept: Kept, *, latest: bool) -> None:
+    def save(self, folder: Path, tag: str, kept: CheckpointExtras, *, latest: bool) -> None:
         """Save under a tag; with ``latest``, make this the checkpoint that is loaded without a tag.
 
         Raises:
@@ -70,7 +70,7 @@ class TaggedCheckpoints:
         if self._engine.any(bool(problem)):
             raise PartitaError(f"rank 0 cannot write '{path}'{problem}; name a folder that is writable and has space")
 
-    def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, Kept] | None:
+    def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, CheckpointExtras] | None:
         """Load the checkpoint of a tag (None: the latest), and return its path and additional contents.
 
         Returns None, with a warning, if no tag is given and the folder has no latest checkpoint.
@@ -86,7 +86,7 @@ class TaggedCheckpoints:
         stored = open_stored(restored.path)
         extra: dict[str, Any] = stored.value(EXTRA) if EXTRA in stored.values else {}
         counters = extra.get(COUNTERS) or {"global_steps": restored.step}
-        return restored.path, Kept(extra.get(CLIENT_STATE, {}), **counters)
+        return restored.path, CheckpointExtras(extra.get(CLIENT_STATE, {}), **counters)
 
     def _agreed(self, folder: Path, tag: str | None) -> Path | None:
         """Return the result of :meth:`_find`; raise an error on all ranks unless all find a checkpoint or none does."""

@@ -14,7 +14,7 @@ from partita.comm import world
 from partita.config.launchers import launch_environment
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
-from partita.integrations.deepspeed.elsewhere import ZERO, missing
+from partita.integrations.deepspeed.unsupported import ZERO, missing
 
 # GatheredParameters receives only parameters, which do not reference their engine.
 _engines = weakref.WeakSet[Engine]()

@@ -19,12 +19,12 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
-from partita.integrations.data_rank import fed
-from partita.integrations.huggingface.arguments import Argument, check_alike, merged, precision_of
-from partita.integrations.huggingface.engines import Engines, adds_up_whole
+from partita.integrations.data_rank import data_rank
+from partita.integrations.huggingface.arguments import Argument, check_equal, merged, precision_of
+from partita.integrations.huggingface.engines import Engines, accumulates_unsharded
 from partita.integrations.huggingface.generation import hook_generation
 from partita.integrations.huggingface.optimizer import EngineOptimizer
-from partita.integrations.huggingface.prepared import Prepared
+from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.saving import saved_weights
 from partita.integrations.huggingface.sharing import SharedScheduler, Sharing
 from partita.memory.accelerator import HOST, device_type
@@ -38,7 +38,7 @@ class Accelerator(accelerate.Accelerator):
     """An Accelerator whose models train on partita. ``prepare`` returns the model itself, not a wrapper.
 
     Ranks that share a model (``parallel.tensor``, ``parallel.sequence``) receive the same samples, which count once in
-    gathered or summed values. Attributes: ``engines``; ``fed``, this rank's data-parallel position.
+    gathered or summed values. Attributes: ``engines``; ``data_rank``, this rank's data-parallel position.
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
@@ -73,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         _check_ranks(self.num_processes)
         steps = self.gradient_accumulation_steps
         if steps > 1:
-            check_alike(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
+            check_equal(config, [Argument("batch.accumulate", "gradient_accumulation_steps", steps)])
         precision = precision_of(config, self.mixed_precision)
         # The engine casts and scales the loss; accelerate only runs autocast if it is requested.
         self.native_amp = precision.autocast
@@ -81,8 +81,8 @@ class Accelerator(accelerate.Accelerator):
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
         mesh = resolve(settings, self.num_processes, self.device.type).mesh  # also checks the batch sizes
-        self.fed = fed(mesh, self.process_index, "accelerate's loop")
-        self._sharing = Sharing(self.fed)
+        self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop")
+        self._sharing = Sharing(self.data_rank)
         self.engines = Engines(_without_batch(settings), precision.compute, self.device)
         self._schedule = config.schedule
         self._waiting = list[nn.Module]()  # prepared models without a prepared optimizer
@@ -144,16 +144,16 @@ class Accelerator(accelerate.Accelerator):
                 "accelerator.prepare: ReduceLROnPlateau depends on a metric, which may differ between the ranks; leave "
                 "it out of prepare, and call its step with a metric that was gathered from all ranks"
             )
-        return SharedScheduler(super().prepare_scheduler(scheduler), self.fed)
+        return SharedScheduler(super().prepare_scheduler(scheduler), self.data_rank)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader; ranks with the same data coordinate read the same samples."""
-        if self.fed.copies == 1:
+        if self.data_rank.copies == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         with self._sharing.loaders(self.dispatch_batches):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
 
-    def _match(self, optimizer: Optimizer) -> Prepared:
+    def _match(self, optimizer: Optimizer) -> PreparedModel:
         """Create an engine for the prepared model whose parameters the optimizer updates."""
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._waiting:
@@ -173,7 +173,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss, averaged over ranks and accumulation steps, and accumulate them."""
         for optimizer in self._of_engines:
-            optimizer.collected()
+            optimizer.gradients_added()
         prepared = self.engines.the_trained()
         if self._waiting and not any(one.trains for one in self.engines):
             raise PartitaError(
@@ -195,7 +195,7 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Skip gradient reduction inside, if gradients are stored unsharded between micro-batches."""
         prepared = self.engines.of(model)
-        with prepared.engine.no_sync() if prepared and adds_up_whole(prepared.engine) else nullcontext():
+        with prepared.engine.no_sync() if prepared and accumulates_unsharded(prepared.engine) else nullcontext():
             yield
 
     def clip_grad_norm_(
@@ -210,7 +210,7 @@ class Accelerator(accelerate.Accelerator):
         if norm_type != 2:
             raise PartitaError(f"clip_grad_norm_: expected norm_type 2 (the gradients' 2-norm); got {norm_type}")
         config = prepared.engine.config
-        check_alike(config, [Argument("clip_grad_norm", "max_norm of clip_grad_norm_", float(max_norm))])
+        check_equal(config, [Argument("clip_grad_norm", "max_norm of clip_grad_norm_", float(max_norm))])
         optimizer = next(one for one in self._of_engines if one.optimizer is prepared.engine.optimizer)
         return optimizer.clip(max_norm)
 
@@ -231,16 +231,16 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Return the concatenated tensors of all data-parallel positions."""
-        return self._sharing.once(super().gather(tensor))
+        return self._sharing.one_per_data_rank(super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the result of :meth:`gather` without the samples that pad the last batch."""
-        with self._sharing.objects_once():
+        with self._sharing.objects_one_per_data_rank():
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean over all data-parallel positions."""
-        own = self._sharing.part_of_sum(tensor) if reduction == "sum" else tensor
+        own = self._sharing.term_of_sum(tensor) if reduction == "sum" else tensor
         return super().reduce(own, reduction, scale)
 
     # --------------------------------------------------------------------- saving

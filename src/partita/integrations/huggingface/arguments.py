@@ -34,7 +34,7 @@ def given(config: Config, key: str) -> Any:
     return None if value == "auto" else value
 
 
-def check_alike(config: Config, arguments: Iterable[Argument], section: str | None = None) -> None:
+def check_equal(config: Config, arguments: Iterable[Argument], section: str | None = None) -> None:
     """Check that values given in both places are equal.
 
     Args:
@@ -138,7 +138,7 @@ def check_training_arguments(config: Config, args: Any, *, own_optimizer: bool) 
             Argument("optimizer.eps", "adam_epsilon", args.adam_epsilon),
             Argument("optimizer.weight_decay", "weight_decay", args.weight_decay),
         ]
-    check_alike(config, arguments)
+    check_equal(config, arguments)
 
 
 def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
@@ -153,7 +153,7 @@ def has_schedule(config: Config, args: Any, num_steps: int) -> bool:
     """
     if not config.schedule.model_fields_set:
         return False
-    check_alike(config, _of_schedule(config, args, num_steps), section="schedule")
+    check_equal(config, _of_schedule(config, args, num_steps), section="schedule")
     return True
 
 

@@ -16,11 +16,11 @@ from partita.engine.start import initialize
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.arguments import merged
 from partita.integrations.huggingface.generation import unhook_generation
-from partita.integrations.huggingface.prepared import Prepared
+from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.saving import hook_saving, unhook_saving
 
 # The attribute of a model that refers to the owner of its engine: another trainer may have trained the model.
-_HOLDER = "_partita_holder"
+_OWNER = "_partita_holder"
 _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -44,21 +44,21 @@ class Engines:
         self._config = config
         self._compute = compute
         self._device = device
-        self._prepared = dict[int, Prepared]()
+        self._prepared = dict[int, PreparedModel]()
 
-    def __iter__(self) -> Iterator[Prepared]:
+    def __iter__(self) -> Iterator[PreparedModel]:
         return iter(self._prepared.values())
 
-    def of(self, model: Any) -> Prepared | None:
-        """Return the :class:`Prepared` of a model, compiled or not; None if the model has no engine."""
+    def of(self, model: Any) -> PreparedModel | None:
+        """Return the :class:`PreparedModel` of a model, compiled or not; None if the model has no engine."""
         return self._prepared.get(id(getattr(model, "_orig_mod", model)))
 
-    def with_optimizer(self, optimizer: Optimizer) -> Prepared | None:
-        """Return the :class:`Prepared` whose engine steps this optimizer; None if there is none."""
+    def with_optimizer(self, optimizer: Optimizer) -> PreparedModel | None:
+        """Return the :class:`PreparedModel` whose engine steps this optimizer; None if there is none."""
         return next((one for one in self._training if one.engine.optimizer is optimizer), None)
 
-    def with_parameters(self, parameters: Iterable[nn.Parameter], call: str) -> Prepared | None:
-        """Return the :class:`Prepared` whose model trains these parameters; None if they belong to no engine.
+    def with_parameters(self, parameters: Iterable[nn.Parameter], call: str) -> PreparedModel | None:
+        """Return the :class:`PreparedModel` whose model trains these parameters; None if they belong to no engine.
 
         Raises:
             PartitaError: they are only some of the parameters that the model trains.
@@ -76,29 +76,29 @@ class Engines:
             return one
         return None
 
-    def the_trained(self) -> Prepared | None:
-        """Return the only :class:`Prepared` that trains; None if there are none or several."""
+    def the_trained(self) -> PreparedModel | None:
+        """Return the only :class:`PreparedModel` that trains; None if there are none or several."""
         found = self._training
         return found[0] if len(found) == 1 else None
 
     @property
-    def _training(self) -> list[Prepared]:
+    def _training(self) -> list[PreparedModel]:
         return [one for one in self._prepared.values() if one.trains]
 
-    def leave_out(self, section: str) -> None:
+    def omit_section(self, section: str) -> None:
         """Remove a section of the config for later engines, because the training loop handles it."""
         self._config = load_config(self._config.model_dump(exclude_unset=True, exclude={section}))
 
-    def train(self, model: nn.Module, optimizer: Optimizer) -> Prepared:
+    def train(self, model: nn.Module, optimizer: Optimizer) -> PreparedModel:
         """Create an engine for a model and the optimizer of its parameters."""
         return self._add(model, optimizer)
 
-    def freeze(self, model: nn.Module) -> Prepared:
+    def freeze(self, model: nn.Module) -> PreparedModel:
         """Create an engine for a model that is only evaluated; its parameters no longer require gradients."""
         model.requires_grad_(False)
         return self._add(model, None)
 
-    def _add(self, model: nn.Module, optimizer: Optimizer | None) -> Prepared:
+    def _add(self, model: nn.Module, optimizer: Optimizer | None) -> PreparedModel:
         self._take_over(model)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
         first = next(iter(self._prepared.values()), None)
@@ -110,8 +110,8 @@ class Engines:
             mesh=first.engine.mesh if first is not None else None,
             device=self._device,
         )
-        made = self._prepared[id(model)] = Prepared(engine, optimizer is not None, dtypes)
-        setattr(model, _HOLDER, Holder(self))
+        made = self._prepared[id(model)] = PreparedModel(engine, optimizer is not None, dtypes)
+        setattr(model, _OWNER, EngineOwner(self))
         hook_saving(made)
         return made
 
@@ -121,8 +121,8 @@ class Engines:
         Raises:
             ConfigError: the fp32 master weights would be lost.
         """
-        holder: Holder | None = getattr(model, _HOLDER, None)
-        others = holder.engines if holder is not None else None
+        owner: EngineOwner | None = getattr(model, _OWNER, None)
+        others = owner.engines if owner is not None else None
         found = others.of(model) if others is not None and others is not self else None
         if others is None or found is None:
             return
@@ -145,17 +145,17 @@ class Engines:
             engine.close()
             unhook_generation(engine.module)
             unhook_saving(engine.module)
-            delattr(engine.module, _HOLDER)
+            delattr(engine.module, _OWNER)
 
 
 @dataclass(frozen=True)
-class Holder:
+class EngineOwner:
     """The owner of a model's engine. A copy of the model has no owner."""
 
     engines: Engines | None = None
 
     def __reduce__(self) -> tuple[type["Holder"], tuple[()]]:
-        return Holder, ()
+        return EngineOwner, ()
 
 
 def _compute_of(model: nn.Module) -> str:
@@ -164,6 +164,6 @@ def _compute_of(model: nn.Module) -> str:
     return _COMPUTE.get(next(iter(dtypes)), "fp32") if len(dtypes) == 1 else "fp32"
 
 
-def adds_up_whole(engine: Engine) -> bool:
+def accumulates_unsharded(engine: Engine) -> bool:
     """Return True if gradients are stored unsharded between micro-batches, and only the last one must reduce them."""
     return not any(row.grad_between.shard_axes for row in engine.plan.values())

@@ -19,7 +19,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._holds_gradients = False
         self._ahead: StepResult | None = None  # result of the next step, if clip() has run it early for its norm
 
-    def collected(self) -> None:
+    def gradients_added(self) -> None:
         """Record that a backward has accumulated gradients."""
         self._holds_gradients = True
 

@@ -10,7 +10,7 @@ from partita.engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     """A prepared model: its engine, True if it trains, and the original dtypes of its parameters by name."""
 
     engine: Engine

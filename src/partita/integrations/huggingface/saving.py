@@ -15,12 +15,12 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.inspection.modules import further_names, persistent_buffers, state_dict_names
-from partita.integrations.huggingface.prepared import Prepared
+from partita.integrations.huggingface.prepared import PreparedModel
 
 _NAME = "save_pretrained"
 
 
-def hook_saving(prepared: Prepared) -> None:
+def hook_saving(prepared: PreparedModel) -> None:
     """Make every ``save_pretrained`` in an engine's model write full weights, if parameters are sharded.
 
     It becomes a collective.
@@ -39,7 +39,7 @@ class SavePretrained:
     With ``state_dict``, it writes these values and is not a collective.
     """
 
-    def __init__(self, prepared: Prepared, module: nn.Module) -> None:
+    def __init__(self, prepared: PreparedModel, module: nn.Module) -> None:
         self._prepared = prepared
         self._module = module
 
@@ -75,7 +75,7 @@ class SavePretrained:
 
 
 @contextmanager
-def saved_weights(prepared: Prepared, submodule: nn.Module | None = None) -> Iterator[dict[str, Any]]:
+def saved_weights(prepared: PreparedModel, submodule: nn.Module | None = None) -> Iterator[dict[str, Any]]:
     """Yield the full weights that ``save_pretrained`` saves on rank 0; an empty mapping on other ranks.
 
     Inside this block, ``save_pretrained`` on rank 0 is that of the modules' classes, and the modules have these weights

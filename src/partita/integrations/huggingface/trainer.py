@@ -20,8 +20,8 @@ from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_on_rank_0, why_incomplete
-from partita.integrations.huggingface.prepared import Prepared
-from partita.integrations.huggingface.replaced import replaced
+from partita.integrations.huggingface.prepared import PreparedModel
+from partita.integrations.huggingface.patched import patched
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
 from partita.optim.build import build_schedule
@@ -56,8 +56,8 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
 
     @property
-    def _prepared(self) -> Prepared | None:
-        found: Prepared | None = self.accelerator.engines.of(self.model)
+    def _prepared(self) -> PreparedModel | None:
+        found: PreparedModel | None = self.accelerator.engines.of(self.model)
         return found
 
     @property
@@ -78,14 +78,14 @@ class Trainer(transformers.Trainer):
         if args.auto_find_batch_size:
             _check_unsharded(config, args)
         made = partial(self.accelerator_class, partita_config=config, partita_values=values)
-        with replaced(transformers.trainer, "Accelerator", made):
+        with patched(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
         if self._makes_scheduler:
-            self.accelerator.engines.leave_out("schedule")  # create_scheduler handles it
+            self.accelerator.engines.omit_section("schedule")  # create_scheduler handles it
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that receive the same samples: tensor ranks x sequence ranks."""
-        copies: int = self.accelerator.fed.copies
+        copies: int = self.accelerator.data_rank.copies
         return copies
 
     def _get_num_items_in_batch(self, *args: Any) -> Any:

@@ -46,14 +46,14 @@ class EngineModule(nn.Module):
             PartitaError: arguments are given under fp16: ``loss.backward`` would miss the loss scale.
         """
         if args or kwargs:
-            with self.own_backward():
+            with self.direct_backward():
                 loss.backward(*args, **kwargs)
         else:
             self._has_gradients = True
             self.engine.backward(loss)
 
     @contextmanager
-    def own_backward(self) -> Iterator[None]:
+    def direct_backward(self) -> Iterator[None]:
         """Allow a backward that bypasses ``engine.backward`` inside the block.
 
         Raises:

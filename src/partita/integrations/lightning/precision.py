@@ -63,7 +63,7 @@ class EnginePrecision(Precision):
             PartitaError: the module overrides it under fp16: its backward would miss the loss scale.
         """
         if is_overridden("backward", model):
-            with self._current().own_backward():
+            with self._current().direct_backward():
                 model.backward(tensor, *args, **kwargs)
         else:
             self._current().backward(tensor, *args, **kwargs)

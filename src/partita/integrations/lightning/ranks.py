@@ -5,7 +5,7 @@ from typing import Protocol
 from partita.config.launchers import set_local_world_size
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.integrations.data_rank import fed
+from partita.integrations.data_rank import data_rank
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
 
@@ -46,7 +46,7 @@ class Ranks:
         """
         if self._processes.num_nodes > 1:
             set_local_world_size(self._processes.num_processes)  # Lightning's own launcher does not set it
-        fed(self._mesh, self._processes.global_rank, loop)
+        data_rank(self._mesh, self._processes.global_rank, loop)
 
     @property
     def sampler_arguments(self) -> dict[str, int]:

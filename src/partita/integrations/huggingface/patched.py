@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def patched(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a name of a module by another value inside a block."""
     before = getattr(module, name)
     setattr(module, name, value)

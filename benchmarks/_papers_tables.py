@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from partita.forecast.plan import Plan, lacks, plan
+from partita.forecast.plan import Plan, format_shortfall, plan
 from partita.forecast.search import Forecast
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.planned import PlannedSegment, PlannedUnit
 from partita.plan.residence import BF16, INT8, SPLIT
 from partita.plan.span import Entry, lay_out
 from partita.plan.state_plan import Encodings, further_stages, preset
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import machine_named
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 
 # "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, table 1: model states of a GPU in GB, by
 # data-parallel GPUs, at stages 1, 2 and 3 for 7.5B parameters, for 128B, and for 1T.
@@ -82,20 +82,20 @@ def reach_rows() -> Iterator[Row]:
     machine = machine_named("v100-32", disk=0)
     for model, gpus, claimed, way, why in REACH:
         found = plan(model, gpus=gpus, gpu=machine)
-        of_way = [each for each in found.ways if each.choice.state_settings.name == way]
-        exact = of_way or [each for each in found.ways if "lean" not in each.choice.state_settings.name]
-        lean = [each for each in found.ways if "lean" in each.choice.state_settings.name]
+        of_way = [each for each in found.best_per_state_settings if each.settings.states.name == way]
+        exact = of_way or [each for each in found.best_per_state_settings if "lean" not in each.settings.states.name]
+        lean = [each for each in found.best_per_state_settings if "lean" in each.settings.states.name]
         yield Row(f"{model}, {gpus} x V100-32", claimed, _shown(found, exact), _shown(found, lean), why)
 
 
-def _shown(found: Plan, ways: list[Forecast]) -> str:
-    if not ways:
+def _shown(found: Plan, best_per_state_settings: list[Forecast]) -> str:
+    if not best_per_state_settings:
         return "not weighed: plans that need less memory away from the GPU fit"
-    best = ways[0]
-    choice = best.choice
-    mesh = f"{choice.mesh.data} x {choice.mesh.tensor} x {choice.mesh.pipeline}"
+    best = best_per_state_settings[0]
+    settings = best.settings
+    mesh = f"{settings.mesh.data} x {settings.mesh.tensor} x {settings.mesh.pipeline}"
     if best.time is None:
-        return f"{choice.state_settings.name}: {lacks(best)}"
+        return f"{settings.states.name}: {format_shortfall(best)}"
     flops = 6 * found.source.num_params * found.samples * (found.source.context or 1)
     rate = flops / best.time.total_s / found.num_gpus / 1e12
-    return f"fits: {choice.state_settings.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s per GPU"
+    return f"fits: {settings.states.name}, data x tensor x pipeline {mesh}, {rate:.0f} TFLOP/s per GPU"

@@ -18,7 +18,7 @@ from torch import nn
 import partita
 from benchmarks._predicted_cases import Case
 from partita.engine.engine import Engine
-from partita.forecast.source import Source, read_source
+from partita.forecast.model_source import ModelSource, read_source
 from partita.memory.capacity import usable_cores
 from partita.memory.ledger import STATES
 from partita.tune.trial_rank import taken_bytes
@@ -45,12 +45,12 @@ def _give_values(model: nn.Module) -> None:
             module._buffers[name] = None if buffer is None else torch.zeros_like(buffer, device="cpu")
 
 
-def _step(engine: Engine, source: Source) -> None:
+def _step(engine: Engine, source: ModelSource) -> None:
     sizes = engine.blueprint.resolved.batch
     engine.train_batch([source.batch(sizes.micro, "cpu") for _ in range(sizes.accumulate)])
 
 
-def _seconds(engine: Engine, source: Source, num_steps: int) -> float:
+def _seconds(engine: Engine, source: ModelSource, num_steps: int) -> float:
     times = []
     for _ in range(num_steps):
         begin = time.perf_counter()
@@ -59,7 +59,7 @@ def _seconds(engine: Engine, source: Source, num_steps: int) -> float:
     return statistics.median(times)
 
 
-def _bytes(engine: Engine, source: Source) -> dict[str, Any]:
+def _bytes(engine: Engine, source: ModelSource) -> dict[str, Any]:
     before = engine.traffic_report()
     allocated = taken_bytes(engine, lambda: _step(engine, source))
     memory, sent = engine.memory_report(), engine.traffic_report().since(before)

@@ -87,7 +87,7 @@ class Rank:
 
     def _compare(self, trainer: Trainer, counted_bytes_a_step: float) -> None:
         """Partita's own figures beside its estimates."""
-        from partita.planner.memory import model_state_bytes
+        from partita.planner.state_bytes import model_state_bytes
         from partita.planner.traffic import step_traffic
 
         engine = trainer.engine

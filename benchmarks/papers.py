@@ -23,13 +23,13 @@ from torch import nn
 from benchmarks._common import Report
 from benchmarks._papers_tables import reach_rows, state_rows
 from partita.errors import ConfigError
-from partita.forecast.given import GivenPlan, given_plan
-from partita.forecast.source import Source, read_source
+from partita.forecast.given_config import Estimate, estimate_config
+from partita.forecast.model_source import ModelSource, read_source
 from partita.memory import accelerator
 from partita.plan.residence import Tier
 from partita.planner.machine import Machine, machine_named
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
 # Of what the papers say of their largest models: GPUs, and a config.
@@ -127,8 +127,8 @@ most; *s to run*: what all roles took here, one after the other."""
 def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
     for name, num_gpus, config in LARGEST:
         begun, source = time.perf_counter(), read_source(name)
-        subject = Subject(partial(_fresh, name), partial(source.batch, device=accelerator.SIMULATED))
-        found = simulate(subject, config, Cluster(num_gpus, "cuda", machine.gpus))
+        simulated_model = SimulatedModel(partial(_fresh, name), partial(source.batch, device=accelerator.SIMULATED))
+        found = simulate(simulated_model, config, Cluster(num_gpus, "cuda", machine.gpus))
         seconds, budget = time.perf_counter() - begun, machine.budget(num_gpus)
         mesh = found.resolved.mesh
         words = (
@@ -138,10 +138,10 @@ def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
         words += ", 8-bit moments" if "moments" in config["precision"] else ""
         words += ", inputs in parts" if "partition" in config["activations"] else ""
         for rank in found.ranks:
-            lacking = budget.lacking(Counter(rank.bytes_by_tier))
-            report.expect(not lacking, f"{name}, {rank.role.place}: fits on {machine.name}")
+            shortfall = budget.shortfall(Counter(rank.bytes_by_tier))
+            report.expect(not shortfall, f"{name}, {rank.role.coordinates}: fits on {machine.name}")
             exact = {key: num for key, num in rank.memory.held.items() if key in rank.planned_bytes}
-            report.expect(exact == rank.planned_bytes, f"{name}, {rank.role.place}: states as the closed forms say")
+            report.expect(exact == rank.planned_bytes, f"{name}, {rank.role.coordinates}: states as the closed forms say")
         columns = (
             [rank.bytes_by_tier.get(Tier.DEVICE, 0) for rank in found.ranks],
             [rank.activation_bytes for rank in found.ranks],
@@ -156,7 +156,7 @@ def _fresh(name: str) -> nn.Module:
     return read_source(name).model
 
 
-def _scaling(source: Source, machine: Machine, worlds: tuple[int, ...]) -> Iterator[tuple[int, tuple[float, int]]]:
+def _scaling(source: ModelSource, machine: Machine, worlds: tuple[int, ...]) -> Iterator[tuple[int, tuple[float, int]]]:
     for num_gpus in worlds:
         found = fastest(source, machine, num_gpus, {"zero": {"stage": 2}, "parallel": {"tensor": 16}})
         if found is not None:
@@ -175,14 +175,14 @@ def _beside(report: Report, machine: Machine, models: tuple[tuple[str, int], ...
         yield [name, f"tensor {tensor}", *shown, times]
 
 
-def fastest(source: Source, machine: Machine, num_gpus: int, sections: Sections) -> tuple[float, int] | None:
+def fastest(source: ModelSource, machine: Machine, num_gpus: int, sections: Sections) -> tuple[float, int] | None:
     """TFLOP/s of a GPU, and the micro-batch; None where no micro-batch fits. Blocks are computed again in backward."""
     found, micro = list[tuple[float, int]](), 1
     precision = {"compute": "fp16", "gradients": "fp16"}
     while micro <= LARGEST_MICRO:
         config = {**sections, "precision": precision, "batch": {"micro": micro}, "activations": {"checkpoint": "units"}}
         try:
-            given = given_plan(source, config, num_gpus, "cuda")
+            given = estimate_config(source, config, num_gpus, "cuda")
         except ConfigError:
             if micro == 1:
                 raise
@@ -195,7 +195,7 @@ def fastest(source: Source, machine: Machine, num_gpus: int, sections: Sections)
     return max(found, default=None)
 
 
-def _fits(given: GivenPlan, machine: Machine, num_gpus: int) -> bool:
+def _fits(given: Estimate, machine: Machine, num_gpus: int) -> bool:
     held = given.held(given.stages[0])
     on_device = sum(num for (_, tier), num in held.items() if tier == Tier.DEVICE.value)
     return on_device <= machine.budget(num_gpus).device

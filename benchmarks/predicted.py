@@ -32,13 +32,13 @@ from typing import Any
 from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._predicted_cases import Case, cases
 from benchmarks._ranks import wait
-from partita.forecast.given import given_plan
-from partita.forecast.source import read_source
-from partita.forecast.this_machine import measure_machine
+from partita.forecast.given_config import estimate_config
+from partita.forecast.model_source import read_source
+from partita.forecast.measure_machine import measure_machine
 from partita.memory import accelerator
 from partita.planner.machine import Machine, read_machine, write_machine
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import RankReport, Subject
+from partita.simulate.rank import RankReport, SimulatedModel
 
 KEPT = RESULTS / "predicted.json"
 STEPS, TOGETHER = 7, 6
@@ -102,11 +102,11 @@ def _keep(kept: Kept) -> None:
 def predicted(case: Case) -> dict[str, Any]:
     """Of each rank what the simulation and the closed forms say; ``planned_peak`` of the rank that holds most."""
     source = read_source(case.model)
-    subject = Subject(
+    simulated_model = SimulatedModel(
         lambda: read_source(case.model).model, lambda samples: source.batch(samples, accelerator.SIMULATED)
     )
-    ranks = simulate(subject, case.config, Cluster(case.ranks, "cpu", case.ranks), range(case.ranks)).ranks
-    planned = given_plan(source, case.config, case.ranks)
+    ranks = simulate(simulated_model, case.config, Cluster(case.ranks, "cpu", case.ranks), range(case.ranks)).ranks
+    planned = estimate_config(source, case.config, case.ranks)
     peaks = [_of_device(planned.held(stage)) for stage in planned.units]
     return {"ranks": [_plain(rank) for rank in ranks], "planned_peak": max(peaks)}
 
@@ -252,7 +252,7 @@ def _times(report: Report, timed: Sequence[Case], kept: Kept) -> None:
 
 
 def _seconds(case: Case) -> float:
-    return given_plan(read_source(case.model), case.config, case.ranks).time(machine_of(case.ranks)).total_s
+    return estimate_config(read_source(case.model), case.config, case.ranks).time(machine_of(case.ranks)).total_s
 
 
 _HEAD = """\

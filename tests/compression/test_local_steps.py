@@ -11,7 +11,7 @@ from torch import Tensor
 
 import partita
 from partita.config.resolve import resolve
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO

@@ -12,7 +12,7 @@ from torch import nn
 import partita
 from partita.memory.ledger import STATES
 from partita.plan.traffic import TrafficReport
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 from tests.kit.models import CASES, parts
 from tests.kit.plans import matrix, sampled

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from partita.forecast.given import given_plan
-from partita.forecast.source import read_source
+from partita.forecast.given_config import estimate_config
+from partita.forecast.model_source import read_source
 from partita.plan.planned import reduction_order
 from partita.plan.planned_bucket import share_buckets
 from partita.planner.machine import machine_named
-from partita.planner.timeline import Job
+from partita.planner.step_timeline import Job
 from partita.planner.traffic import step_traffic
 
 MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
@@ -23,7 +23,7 @@ SLOW = replace(machine_named("h100"), gpus=ON_NODE, network=1e5, node_link=1e12)
 def predicted(config: dict[str, Any], nodes: int = NODES) -> tuple[float, int]:
     """Seconds of a step, and bytes that a rank sends along the data axis."""
     given = {**config, "batch": {"micro": 1}, "precision": {"compute": "fp32"}}
-    plan = given_plan(read_source(MODEL), given, nodes * ON_NODE, "cuda", ON_NODE)
+    plan = estimate_config(read_source(MODEL), given, nodes * ON_NODE, "cuda", ON_NODE)
     return plan.time(SLOW).total_s, sum(plan.sent(plan.stages[0]).values())
 
 
@@ -66,7 +66,7 @@ def test_a_pipeline_waits_as_its_schedule_does() -> None:
 
     def waiting(schedule: str, **parallel: int) -> float:
         config: dict[str, Any] = {"parallel": {"pipeline": 4, "schedule": schedule, **parallel}}
-        given = given_plan(source, {**config, "batch": {"micro": 1, "accumulate": 8}}, 4, "cuda", 4)
+        given = estimate_config(source, {**config, "batch": {"micro": 1, "accumulate": 8}}, 4, "cuda", 4)
         time = given.time(replace(SLOW, node_link=1e18))
         return time.waits_s["pipeline"] / (time.total_s - time.waits_s["pipeline"])
 
@@ -82,10 +82,10 @@ def test_seconds_are_of_the_bytes_that_traffic_counts(zero: dict[str, Any], tied
     model = "layers=4,hidden=128,heads=2,vocab=512,context=64,family=llama" + ",tied=1" * tied
     config: dict[str, Any] = {"zero": zero, "parallel": {"pipeline": 2}, "batch": {"micro": 1}}
     machine = replace(machine_named("h100"), gpus=8, network=1.0, node_link=1.0, reached=1.0)
-    plan = given_plan(read_source(model), config, 8, "cuda", 8)
+    plan = estimate_config(read_source(model), config, 8, "cuda", 8)
     for stage in plan.stages:
         units = plan.units[stage]
-        reduce_s = sum(sum(pair) for pair in plan._rates(machine)._reductions(units))
+        reduce_s = sum(sum(pair) for pair in plan._step_cost(machine)._reductions(units))
         assert reduce_s == pytest.approx(step_traffic(units).sent_bytes("gradients"), rel=1e-3)
 
 
@@ -96,10 +96,10 @@ def test_one_node_has_no_rounds() -> None:
 
 def test_gradients_that_share_a_bucket_travel_at_once() -> None:
     small = read_source("layers=6,hidden=128,heads=2,vocab=128,context=32")
-    plan = given_plan(small, {"zero": {"stage": 2}}, NODES * ON_NODE, "cuda", ON_NODE)
+    plan = estimate_config(small, {"zero": {"stage": 2}}, NODES * ON_NODE, "cuda", ON_NODE)
     (stage,), jobs = plan.stages, list[Job]()
     units = plan.units[stage]
-    plan._rates(SLOW).step(plan.sized, stage, units, plan.trace, 1, jobs)
+    plan._step_cost(SLOW).step(plan.rank_model, stage, units, plan.trace, 1, jobs)
     buckets = share_buckets(reduction_order(units))
     assert [job.what for job in jobs].count("reduce") == len(buckets)
     assert 1 < len(buckets) < len(units)

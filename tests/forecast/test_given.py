@@ -8,12 +8,12 @@ import pytest
 
 import partita
 from partita import ConfigError
-from partita.forecast.given import given_plan
-from partita.forecast.source import read_source
+from partita.forecast.given_config import estimate_config
+from partita.forecast.model_source import read_source
 from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 from partita.tune.trial_rank import taken_bytes
 from tests.kit.ranks import on_ranks
 
@@ -52,13 +52,13 @@ def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
 def test_a_peak_is_the_allocator_s(name: str) -> None:
     ranks, config = CASES[name][0], settings(CASES[name][1])
     source = read_source(MODEL)
-    subject = Subject(lambda: read_source(MODEL).model, lambda samples: source.batch(samples, "meta"))
-    simulated = simulate(subject, config, Cluster(ranks, "cpu", ranks), range(ranks)).ranks
+    simulated_model = SimulatedModel(lambda: read_source(MODEL).model, lambda samples: source.batch(samples, "meta"))
+    simulated = simulate(simulated_model, config, Cluster(ranks, "cpu", ranks), range(ranks)).ranks
     for report, (planned_bytes, lent) in zip(simulated, on_ranks(ranks, measured, config, timeout=120), strict=True):
         assert report.planned_bytes == planned_bytes
         assert report.activation_bytes == pytest.approx(lent, rel=0.02)
     if ranks == 1 or "parallel" in config:
-        given = given_plan(source, config, ranks)
+        given = estimate_config(source, config, ranks)
         held = given.held(given.stages[0])
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
         for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
@@ -81,7 +81,7 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
 )
 def test_what_no_plan_knows_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        given_plan(read_source(MODEL), config, 2)
+        estimate_config(read_source(MODEL), config, 2)
 
 
 @pytest.mark.parametrize("axes", [{}, {"sequence": 2}, {"tensor": 2}], ids=str)
@@ -91,13 +91,13 @@ def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tie
     sizes, num_ranks = "layers=8,hidden=128,heads=4,vocab=512,context=256", math.prod(axes.values())
     config = settings({"parallel": axes, "activations": {"checkpoint": "units", "offload": tier}, "zero": {"stage": 1}})
     source = read_source(sizes)
-    subject = Subject(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
-    (rank,) = simulate(subject, config, Cluster(num_ranks, "cuda", num_ranks), [0]).ranks
-    given = given_plan(source, config, num_ranks, "cuda")
+    simulated_model = SimulatedModel(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(simulated_model, config, Cluster(num_ranks, "cuda", num_ranks), [0]).ranks
+    given = estimate_config(source, config, num_ranks, "cuda")
     held = given.held(given.stages[0])
     assert rank.memory.peak["activations", tier] == held["activations", tier] > 0
     assert rank.activation_bytes == pytest.approx(held["activations", "device"], rel=0.02)
-    assert given.trace.peak < replace(given.trace, inputs_rest=Tier.DEVICE).peak
+    assert given.trace.peak < replace(given.trace, offload_tier=Tier.DEVICE).peak
     figure = {"host": "host_link", "disk": "disk_rate"}[tier]
     slow, fast = (replace(machine_named("h100"), **{figure: rate}) for rate in (1e8, 1e13))
     assert given.time(slow).total_s > given.time(fast).total_s
@@ -120,8 +120,8 @@ def test_what_a_device_holds_is_the_engine_s(ranks: int, config: dict[str, Any])
     """Of accelerators, whose sums receive one rank's part: states, buffer pools and activations."""
     sizes, given_config = "family=llama,layers=4,hidden=128,heads=4,ffn=256,vocab=512,context=64", settings(config)
     source = read_source(sizes)
-    subject = Subject(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
-    (rank,) = simulate(subject, given_config, Cluster(ranks, "cuda", 8), [0]).ranks
-    given = given_plan(source, given_config, ranks, "cuda", 8)
+    simulated_model = SimulatedModel(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(simulated_model, given_config, Cluster(ranks, "cuda", 8), [0]).ranks
+    given = estimate_config(source, given_config, ranks, "cuda", 8)
     held = sum(num for (_, tier), num in given.held(given.stages[0]).items() if tier == "device")
     assert held == pytest.approx(rank.bytes_by_tier[Tier.DEVICE], rel=1e-3)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.costs import Rates
-from partita.forecast.pieces import Work
-from partita.forecast.sized import size_model
-from partita.forecast.source import Source
+from partita.forecast.step_cost import StepCost
+from partita.forecast.block_trace import Work
+from partita.forecast.rank_model import trace_rank
+from partita.forecast.model_source import ModelSource
 from partita.plan.mesh_shape import MeshShape
 from partita.planner.curve import Curve
-from partita.planner.group_units import group_units
+from partita.planner.units import group_units
 from partita.planner.machine import Machine, machine_of, plain_machine
 
 SAMPLES, CHANNELS, WIDTH = 2, 8, 8
@@ -46,12 +46,12 @@ def jobs_of(*layers: nn.Module, shape: tuple[int, ...] = (CHANNELS, WIDTH, WIDTH
         return (torch.zeros(samples, *shape, device=device),)
 
     model = nn.Sequential(*layers)
-    sized = size_model(
-        Source("images", model, batch), group_units(model), resolve(Config(), 1, "cpu"), ("none",), SAMPLES
+    rank_model = trace_rank(
+        ModelSource("images", model, batch), group_units(model), resolve(Config(), 1, "cpu"), ("none",), SAMPLES
     )
-    trace, jobs = sized.traces["none"], Counter[tuple[str, int]]()
-    for piece in (trace.before, *trace.blocks, trace.after):
-        jobs += piece.forward.jobs + piece.backward.jobs
+    trace, jobs = rank_model.traces["none"], Counter[tuple[str, int]]()
+    for block_trace in (trace.prologue, *trace.blocks, trace.epilogue):
+        jobs += block_trace.forward.jobs + block_trace.backward.jobs
     return jobs
 
 
@@ -102,7 +102,7 @@ def machine(**seconds: float) -> Machine:
 
 
 def seconds(machine: Machine, jobs: Counter[tuple[str, int]]) -> float:
-    return Rates(machine, 1, "fp32").seconds(Work(jobs=jobs), MeshShape())
+    return StepCost(machine, 1, "fp32").seconds(Work(jobs=jobs), MeshShape())
 
 
 @pytest.mark.parametrize("kind", STANDS)

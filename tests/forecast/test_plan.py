@@ -17,21 +17,21 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
-from partita.forecast.choice import StateSettings
-from partita.forecast.communication_variants import WORTH
+from partita.forecast.plan_settings import StateSettings
+from partita.forecast.communication_variants import MIN_GAIN
 from partita.forecast.plan import Plan
 from partita.forecast.search import Search
-from partita.forecast.sending import AS_STAGES_DO, HIERARCHICAL
-from partita.forecast.source import presets, read_source
+from partita.forecast.communication_settings import STAGE_DEFAULT, HIERARCHICAL
+from partita.forecast.model_source import presets, read_source
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
 from partita.planner.blueprint import make_blueprint
 from partita.planner.machine import machine_named, machines
-from partita.planner.memory import model_state_bytes
-from partita.planner.working import working_bytes
+from partita.planner.state_bytes import model_state_bytes
+from partita.planner.working_bytes import working_bytes
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 
 SMALL = "layers=6,hidden=512,heads=8,vocab=1000,context=256"
 run = CliRunner().invoke
@@ -48,7 +48,7 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
     assert best.time is not None
     config = partita.Config(**plan.config())
     resolved = resolve(config, 8, "cuda", 8)
-    assert (resolved.mesh, resolved.batch.micro) == (best.choice.mesh, best.choice.micro)
+    assert (resolved.mesh, resolved.batch.micro) == (best.settings.mesh, best.settings.micro)
     assert resolved.batch.total == plan.samples
     assert best.by_tier[Tier.DEVICE] <= 80e9
     assert best.time.compute_s <= best.time.total_s
@@ -58,13 +58,13 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
 
 def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None:
     whole = next(
-        each for each in plan.forecasts if each.choice.state_settings == StateSettings(0) and each.choice.mesh.data == 8
+        each for each in plan.forecasts if each.settings.states == StateSettings(0) and each.settings.mesh.data == 8
     )
     num = plan.source.num_params
     assert not whole.fits
     states = sum(whole.held[state, "device"] for state in ("parameters", "gradients", "master", "moments"))
     assert states == pytest.approx(18 * num, rel=1e-3)
-    assert whole.lacking[Tier.DEVICE] == whole.by_tier[Tier.DEVICE] - whole.budget.device
+    assert whole.shortfall[Tier.DEVICE] == whole.by_tier[Tier.DEVICE] - whole.budget.device
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "none"), (3, "none"), (2, "host"), (3, "disk")])
@@ -75,7 +75,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     mesh = MeshShape(data=4)
     resolved = search._resolved(mesh, StateSettings(stage, optimizer=optimizer))
     tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]
-    found = search.sized(MeshShape())
+    found = search.rank_model(MeshShape())
     units = found.planned(resolved, Tiers(Tier.DEVICE, tier, tier), found.stages(1)[0])
     expected = make_blueprint(source.model, resolved).units
     assert model_state_bytes(units, None) == model_state_bytes(expected, None)
@@ -87,7 +87,7 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
 def test_offload_is_for_what_does_not_fit_without_it() -> None:
     with_host = partita.plan("gpt-13b", gpu="v100-32").best
     assert with_host is not None
-    assert with_host.choice.state_settings.optimizer == "host"
+    assert with_host.settings.states.optimizer == "host"
     without = partita.plan("gpt-13b", gpu=machine_named("v100-32", host_memory=0, disk=0))
     assert without.best is None
     with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU lacks"):
@@ -104,16 +104,16 @@ def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
     found = partita.plan(LONG, gpus=4, gpu=small, tokens=262144, samples=4)
     best = found.best
     assert best is not None
-    assert best.choice.mesh.sequence > 1
-    assert all(each.lacks_activations or each.fits for each in found.forecasts)
-    whole = [each for each in found.forecasts if each.choice.mesh.sequence == 1]
-    assert not any(each.fits for each in whole if each.choice.mesh.data == 4)
+    assert best.settings.mesh.sequence > 1
+    assert all(each.fits_without_activations or each.fits for each in found.forecasts)
+    whole = [each for each in found.forecasts if each.settings.mesh.sequence == 1]
+    assert not any(each.fits for each in whole if each.settings.mesh.data == 4)
     assert all(best.rank <= each.rank for each in whole)
-    assert found.config()["parallel"]["sequence"] == best.choice.mesh.sequence
+    assert found.config()["parallel"]["sequence"] == best.settings.mesh.sequence
     assert best.sent is not None
     source = found.source
-    subject = Subject(lambda: read_source(LONG, 262144).model, lambda samples: source.batch(samples, "meta"))
-    ranks = simulate(subject, found.config(), Cluster(4, "cuda", 4)).ranks
+    simulated_model = SimulatedModel(lambda: read_source(LONG, 262144).model, lambda samples: source.batch(samples, "meta"))
+    ranks = simulate(simulated_model, found.config(), Cluster(4, "cuda", 4)).ranks
     for rank in ranks:
         assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
         sent = sum(count.sent_bytes for key, count in rank.traffic.rows.items() if key.axes == ("sequence",))
@@ -121,15 +121,15 @@ def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
 
 
 def test_short_samples_stay_whole() -> None:
-    choices = [each.choice for each in partita.plan(SMALL, gpus=4, gpu="h100").forecasts]
-    assert {choice.mesh.sequence for choice in choices} == {1}
-    assert {choice.inputs for choice in choices} == {"none"}
+    choices = [each.settings for each in partita.plan(SMALL, gpus=4, gpu="h100").forecasts]
+    assert {settings.mesh.sequence for settings in choices} == {1}
+    assert {settings.inputs for settings in choices} == {"none"}
 
 
 @pytest.mark.thorough
 def test_samples_too_few_for_the_ranks_are_cut() -> None:
-    choices = [each.choice for each in partita.plan(SMALL, gpus=4, gpu="h100", samples=2).forecasts]
-    assert {choice.mesh.sequence for choice in choices} >= {1, 2}
+    choices = [each.settings for each in partita.plan(SMALL, gpus=4, gpu="h100", samples=2).forecasts]
+    assert {settings.mesh.sequence for settings in choices} >= {1, 2}
 
 
 @pytest.mark.thorough
@@ -141,11 +141,11 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     assert best is not None
     assert on_device
     assert not any(each.fits for each in on_device)
-    assert best.choice.sections()["activations"] == {"checkpoint": "units", "offload": "host"}
+    assert best.settings.sections()["activations"] == {"checkpoint": "units", "offload": "host"}
     source = read_source(sizes, tokens)
-    subject = Subject(lambda: read_source(sizes, tokens).model, lambda samples: source.batch(samples, "meta"))
-    config = {**best.choice.sections(), "precision": {**best.choice.sections().get("precision", {}), "compute": "bf16"}}
-    (rank,) = simulate(subject, config, Cluster(1, "cuda", 1)).ranks
+    simulated_model = SimulatedModel(lambda: read_source(sizes, tokens).model, lambda samples: source.batch(samples, "meta"))
+    config = {**best.settings.sections(), "precision": {**best.settings.sections().get("precision", {}), "compute": "bf16"}}
+    (rank,) = simulate(simulated_model, config, Cluster(1, "cuda", 1)).ranks
     assert rank.memory.peak["activations", "host"] == best.held["activations", "host"]
     assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
 
@@ -157,16 +157,16 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
     full, coded = (
         partita.plan(sizes, gpus=4, gpu=slow, tokens=512, samples=8, compress=compress) for compress in (False, True)
     )
-    assert not any(each.choice.state_settings.sending.communication for each in full.forecasts)
+    assert not any(each.settings.states.communication.communication_keys for each in full.forecasts)
     best, slower = coded.best, full.best
     assert best is not None
     assert slower is not None
     assert best.time is not None
     assert slower.time is not None
-    assert best.time.total_s < (1 - WORTH) * slower.time.total_s
-    assert coded.config()["communication"] == dict(best.choice.state_settings.sending.communication)
-    subject = Subject(lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta"))
-    for rank in simulate(subject, coded.config(), Cluster(4, "cuda", 2)).ranks:
+    assert best.time.total_s < (1 - MIN_GAIN) * slower.time.total_s
+    assert coded.config()["communication"] == dict(best.settings.states.communication.communication_keys)
+    simulated_model = SimulatedModel(lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta"))
+    for rank in simulate(simulated_model, coded.config(), Cluster(4, "cuda", 2)).ranks:
         sent = Counter[str]()
         for key, count in rank.traffic.rows.items():
             sent[",".join(key.axes)] += count.sent_bytes * (key.purpose != "control")
@@ -176,7 +176,7 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
         assert {axes: pytest.approx(num, abs=1000) for axes, num in best.sent.items()} == sent
     coded.write_trace(tmp_path / "step.trace.json")
     events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
-    assert best.choice.accumulate == 1
+    assert best.settings.accumulate == 1
     assert max(event["ts"] + event["dur"] for event in events if "dur" in event) == pytest.approx(
         1e6 * best.time.total_s, rel=0.01
     )
@@ -225,21 +225,21 @@ def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
     """Those of stage 3 for backward: it loses nothing, and takes memory."""
     slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)
     found = partita.plan("family=llama,layers=8,hidden=2048,heads=16,vocab=1000", gpus=8, gpu=slow, tokens=512)
-    (hierarchical, *_) = [each for each in found.forecasts if each.choice.state_settings.sending is HIERARCHICAL]
-    choice = hierarchical.choice
+    (hierarchical, *_) = [each for each in found.forecasts if each.settings.states.communication is HIERARCHICAL]
+    settings = hierarchical.settings
     flat = replace(
-        choice,
-        mesh=replace(choice.mesh, node=1),
-        state_settings=replace(choice.state_settings, sending=AS_STAGES_DO),
+        settings,
+        mesh=replace(settings.mesh, node=1),
+        states=replace(settings.states, communication=STAGE_DEFAULT),
     )
-    (other,) = [each for each in found.forecasts if each.choice == flat]
+    (other,) = [each for each in found.forecasts if each.settings == flat]
     assert hierarchical.time is not None
     assert other.time is not None
     assert hierarchical.time.total_s < other.time.total_s
     assert hierarchical.by_tier[Tier.DEVICE] > other.by_tier[Tier.DEVICE]
-    assert choice.sections()["zero"] == {"stage": 3, "hierarchical": True}
+    assert settings.sections()["zero"] == {"stage": 3, "hierarchical": True}
     on_one_node = partita.plan(SMALL, gpus=4, gpu="h100", compress=True)
-    assert not any(each.choice.state_settings.sending.zero for each in on_one_node.forecasts)
+    assert not any(each.settings.states.communication.zero_keys for each in on_one_node.forecasts)
 
 
 @pytest.mark.thorough

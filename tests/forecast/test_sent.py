@@ -15,18 +15,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 import partita
 from partita.config.load import load_config
 from partita.config.resolve import resolve
-from partita.forecast.costs import Rates
+from partita.forecast.step_cost import StepCost
 from partita.forecast.estimate import sent_activations, sent_by_axes
-from partita.forecast.given import GivenPlan, given_plan
-from partita.forecast.pieces import Trace
-from partita.forecast.sized import Sized, size_model
-from partita.forecast.source import Source, read_source
+from partita.forecast.given_config import Estimate, estimate_config
+from partita.forecast.block_trace import Trace
+from partita.forecast.rank_model import RankModel, trace_rank
+from partita.forecast.model_source import ModelSource, read_source
 from partita.forecast.stages import Stage
 from partita.parallel.sequence import choose
-from partita.planner.group_units import group_units
+from partita.planner.units import group_units
 from partita.planner.machine import Machine, machine_named
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks
 
@@ -46,7 +46,7 @@ AXES: list[dict[str, int]] = [
 ]
 
 
-def source(name: str) -> Source:
+def source(name: str) -> ModelSource:
     return read_source(MODELS[name], 24)
 
 
@@ -65,34 +65,34 @@ def trained(name: str, config: dict[str, Any], stages: Sequence[Stage], trace: T
         return dict(found), dict(sent_by_axes(engine.units, stage, trace, MICROS))
 
 
-def on_paper(name: str, config: dict[str, Any], world: int) -> tuple[Sized, Trace]:
+def on_paper(name: str, config: dict[str, Any], world: int) -> tuple[RankModel, Trace]:
     given, resolved = source(name), resolve(load_config(config), world, "cpu", world)
-    sized = size_model(given, group_units(given.model, "auto"), resolved, ("none",), MICRO)
-    return sized, sized.traces["none"]
+    rank_model = trace_rank(given, group_units(given.model, "auto"), resolved, ("none",), MICRO)
+    return rank_model, rank_model.traces["none"]
 
 
 @matrix(axes=AXES, name=MODELS)
 def test_activations_sent_are_those_foretold(name: str, axes: dict[str, int]) -> None:
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": MICROS}, "zero": {"stage": 1}}
     world = math.prod(axes.values())
-    sized, trace = on_paper(name, config, world)
-    stages = sized.stages(axes.get("pipeline", 1))
+    rank_model, trace = on_paper(name, config, world)
+    stages = rank_model.stages(axes.get("pipeline", 1))
     for found, foretold in on_ranks(world, trained, name, config, stages, trace):
         assert found == foretold
 
 
-def llama(tokens: int) -> Source:
+def llama(tokens: int) -> ModelSource:
     sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=96, vocab_size=300))
-    return Source("llama", model, partial(ids, tokens), tokens)
+    return ModelSource("llama", model, partial(ids, tokens), tokens)
 
 
-def t5(tokens: int) -> Source:
+def t5(tokens: int) -> ModelSource:
     sizes = {"d_model": 64, "d_kv": 16, "num_layers": 4, "num_heads": 4, "d_ff": 96, "vocab_size": 300}
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
-    return Source("t5", model, partial(ids, tokens), tokens)
+    return ModelSource("t5", model, partial(ids, tokens), tokens)
 
 
 def ids(tokens: int, samples: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def ids(tokens: int, samples: int, device: torch.device | str) -> dict[str, Tens
     return {"input_ids": whole, "labels": whole.clone()}
 
 
-SLICED: dict[str, tuple[Callable[[], Source], dict[str, int]]] = {
+SLICED: dict[str, tuple[Callable[[], ModelSource], dict[str, int]]] = {
     "positions that ranks have different numbers of": (lambda: read_source(MODELS["gpt"], 25), {"sequence": 3}),
     "fewer heads than ranks": (lambda: read_source("layers=4,hidden=64,heads=2,context=48"), {"sequence": 4}),
     "transformers": (lambda: llama(24), {"sequence": 2, "tensor": 2}),
@@ -115,9 +115,9 @@ def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, chec
     world = math.prod(axes.values())
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": 2}, "activations": {"checkpoint": checkpoint}}
     source = make()
-    subject = Subject(lambda: make().model, lambda samples: source.batch(samples, "meta"))
-    (rank,) = simulate(subject, {**config, "zero": {"stage": 1}}, Cluster(world, "cpu", world), [0]).ranks
-    planned = given_plan(source, {**config, "zero": {"stage": 1}}, world)
+    simulated_model = SimulatedModel(lambda: make().model, lambda samples: source.batch(samples, "meta"))
+    (rank,) = simulate(simulated_model, {**config, "zero": {"stage": 1}}, Cluster(world, "cpu", world), [0]).ranks
+    planned = estimate_config(source, {**config, "zero": {"stage": 1}}, world)
     sent = Counter[str]()
     for key, count in rank.traffic.rows.items():
         sent[",".join(key.axes)] += count.sent_bytes
@@ -130,7 +130,7 @@ def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, chec
 def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose.choose, "__kwdefaults__", choose.choose.__kwdefaults__ | {"most_gathered_bytes": 0})
     source = read_source("layers=4,hidden=64,heads=2,context=48")
-    block = given_plan(source, {"parallel": {"sequence": 4}, "batch": {"micro": MICRO}}, 4).trace.blocks[1]
+    block = estimate_config(source, {"parallel": {"sequence": 4}, "batch": {"micro": MICRO}}, 4).trace.blocks[1]
     keys_and_values = 2 * MICRO * 12 * 64 * 4  # of a rank
     assert block.forward.sent["sequence"] == 3 * keys_and_values  # to the next rank, but for the last turn
     assert block.backward.sent["sequence"] == 4 * 2 * keys_and_values  # with their gradients, and home
@@ -139,10 +139,10 @@ def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sends_on_slices_take_their_time_on_their_link() -> None:
     slow, fast = (replace(machine_named("h100"), network=rate) for rate in (1e7, 1e12))
     source = read_source("layers=4,hidden=64,heads=16,context=256")
-    across, within = (given_plan(source, {"parallel": {"sequence": num}}, 16) for num in (16, 2))
+    across, within = (estimate_config(source, {"parallel": {"sequence": num}}, 16) for num in (16, 2))
 
-    def seconds(given: GivenPlan, machine: Machine) -> float:
-        return Rates(machine, 16, "fp32").seconds(given.trace.blocks[1].forward, given.resolved.mesh)
+    def seconds(given: Estimate, machine: Machine) -> float:
+        return StepCost(machine, 16, "fp32").seconds(given.trace.blocks[1].forward, given.resolved.mesh)
 
     assert seconds(across, slow) > 2 * seconds(across, fast)
     assert seconds(within, slow) == seconds(within, fast) > 0

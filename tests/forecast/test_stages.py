@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from partita import ConfigError
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.choice import Choice, StateSettings
-from partita.forecast.chunk_activations import moments, representative
-from partita.forecast.given import GivenPlan, given_plan
+from partita.forecast.plan_settings import PlanSettings, StateSettings
+from partita.forecast.chunk_activations import schedule_states, representative
+from partita.forecast.given_config import Estimate, estimate_config
 from partita.forecast.search import Search
-from partita.forecast.source import Source, read_source
+from partita.forecast.model_source import ModelSource, read_source
 from partita.memory.ledger import STATES
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
 from partita.parallel.pipeline.schedule_cost import simulate as run_on_paper
@@ -30,7 +30,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.planner.machine import machine_named
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import RankReport, Subject
+from partita.simulate.rank import RankReport, SimulatedModel
 from tests.kit.plans import sampled
 
 MODELS = {
@@ -73,15 +73,15 @@ def name_of(case: Case) -> str:
     return "-".join(map(str, (model, ranks, *words)))
 
 
-def subject_of(source: Source, model: str) -> Subject:
-    return Subject(lambda: read_source(model).model, lambda samples: source.batch(samples, "meta"))
+def subject_of(source: ModelSource, model: str) -> SimulatedModel:
+    return SimulatedModel(lambda: read_source(model).model, lambda samples: source.batch(samples, "meta"))
 
 
 def of_device(held: dict[tuple[str, str], int]) -> Counter[str]:
     return Counter({what: num for (what, tier), num in held.items() if tier == "device"})
 
 
-def check(planned: GivenPlan, reports: Sequence[RankReport]) -> None:
+def check(planned: Estimate, reports: Sequence[RankReport]) -> None:
     """Of the first rank of each stage."""
     mesh = planned.resolved.mesh
     assert len(planned.stages) == mesh.pipeline
@@ -119,7 +119,7 @@ def test_a_stage_on_paper_is_the_engine_s(case: Case) -> None:
     model, ranks, config = case
     source = read_source(MODELS[model])
     reports = simulate(subject_of(source, MODELS[model]), config, Cluster(ranks, "cpu", ranks)).ranks
-    check(given_plan(source, config, ranks), reports)
+    check(estimate_config(source, config, ranks), reports)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -129,7 +129,7 @@ def test_gradients_that_wait_for_their_bucket_are_counted(pipeline: int) -> None
     source, ranks = read_source(name), 2 * pipeline
     config = {"zero": {"stage": 3}, "parallel": {"pipeline": pipeline}, "activations": {"checkpoint": "units"}}
     *_, report = simulate(subject_of(source, name), config, Cluster(ranks, "cpu", ranks), [0, ranks - 1]).ranks
-    planned = given_plan(source, config, ranks)
+    planned = estimate_config(source, config, ranks)
     held = planned.held(planned.stages[-1])
     assert held["activations", "device"] == pytest.approx(report.activation_bytes, rel=0.002)
 
@@ -146,7 +146,7 @@ def test_patterns_of_attention_are_traced(pattern: dict[str, Any]) -> None:
     (report,) = simulate(
         subject_of(source, MODELS["gpt"]), {**config, "attention": pattern}, Cluster(1, "cpu"), [0]
     ).ranks
-    planned, dense = (given_plan(source, {**config, **more}, 1) for more in ({"attention": pattern}, {}))
+    planned, dense = (estimate_config(source, {**config, **more}, 1) for more in ({"attention": pattern}, {}))
     held, whole = (each.held(each.stages[0])["activations", "device"] for each in (planned, dense))
     assert held == pytest.approx(report.activation_bytes, rel=0.002)
     assert held != pytest.approx(whole, rel=0.002)
@@ -161,7 +161,7 @@ def test_received_inputs_leave_the_device_too(tier: str) -> None:
         "activations": {"checkpoint": "units", "offload": tier},
     }
     reports = simulate(subject_of(source, MODELS["gpt"]), config, Cluster(2, "cuda", 2), [0, 1]).ranks
-    planned = given_plan(source, config, 2, "cuda")
+    planned = estimate_config(source, config, 2, "cuda")
     for stage, rank in zip(planned.stages, reports, strict=True):
         held = planned.held(stage)
         assert held["activations", tier] == rank.memory.peak["activations", tier] > 0
@@ -177,7 +177,7 @@ def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
         schedule = make_schedule(name, Shape(ranks, micros, 2 if name == "interleaved" else 1))
         most = run_on_paper(schedule).max_kept_forwards
         for rank in range(ranks):
-            found = moments(schedule, rank)
+            found = schedule_states(schedule, rank)
             # Beside those at work there are those kept, and those of which the weights' gradients are to come.
             kept = max(sum(each.kept) + sum(each.left) + (each.work is not Work.WEIGHTS) for each in found)
             assert kept == most[rank]
@@ -186,7 +186,7 @@ def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
 def test_middle_stages_of_a_pipeline_are_planned() -> None:
     """Of four, the second keeps three forwards, and the third two: each has its own figure."""
     config = {"parallel": {"pipeline": 4}, "batch": {"micro": 2, "accumulate": 8}}
-    planned = given_plan(read_source(MODELS["gpt"]), config, 4)
+    planned = estimate_config(read_source(MODELS["gpt"]), config, 4)
     held = [planned.held(stage)["activations", "device"] for stage in planned.stages]
     assert held[0] > held[1] > held[2]
 
@@ -245,7 +245,7 @@ def of_layers() -> tuple[nn.Module, tuple[Tensor]]:
 def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str], first: tuple[int, int]) -> None:
     source = read_source(f"{__name__}:{name}")
     config = {"parallel": {"pipeline": 2, "cut": cut}, "batch": {"micro": 64, "accumulate": 3}}
-    planned = given_plan(source, config, 2)
+    planned = estimate_config(source, config, 2)
     assert planned.stages[0].chunks == (first,)
     check(planned, simulate(subject_of(source, source.name), config, Cluster(2, "cpu", 2), [0, 1]).ranks)
 
@@ -260,7 +260,7 @@ def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> Non
     machine = replace(machine_named("h100"), host_memory=1e12)
     for checkpoint, accumulate in (("none", 8), ("units", 2)):
         search = Search(source, machine, 2 * pipeline, 4 * accumulate, Config(), dtype="fp32")
-        choice = Choice(MeshShape(pipeline, 2), StateSettings(2), 2, accumulate, checkpoint)
+        choice = PlanSettings(MeshShape(pipeline, 2), StateSettings(2), 2, accumulate, checkpoint)
         config = {**choice.sections(), "precision": {"compute": "fp32"}}
         resolve(Config(**config), 2 * pipeline, "cpu", 2 * pipeline)
         reports = simulate(subject_of(source, MODELS[name]), config, Cluster(2 * pipeline, "cpu", 8)).ranks
@@ -272,7 +272,7 @@ def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> Non
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel.pipeline x parallel.chunks: 16 stages"):
-        given_plan(read_source(MODELS["gpt"]), {"parallel": {"pipeline": 16}}, 16)
+        estimate_config(read_source(MODELS["gpt"]), {"parallel": {"pipeline": 16}}, 16)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -285,5 +285,5 @@ def test_few_micro_batches_have_all_moments_of_many(name: str) -> None:
         assert (few.micros < many.micros) == (name in ("1f1b", "interleaved"))
         assert representative(name, uneven) == uneven
         for rank in range(num_ranks):
-            every, some = (moments(make_schedule(name, shape), rank) for shape in (many, few))
+            every, some = (schedule_states(make_schedule(name, shape), rank) for shape in (many, few))
             assert every == some

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
-from partita.forecast.measured_rank import Place, Points, measure_rank
-from partita.forecast.this_machine import _machine, measure_machine
+from partita.forecast.rank_measurement import RankSettings, Points, measure_rank
+from partita.forecast.measure_machine import _machine, measure_machine
 from partita.memory import accelerator
 from partita.planner.machine import Machine
 from tests.forecast.test_images import Scale, jobs_of, sizes
@@ -24,8 +24,8 @@ COMPUTED = {"product", "attention", "attention_backward", "element", "function",
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Points]:
     for name, value in {"ROUND_S": 1e-4, "LONGEST_S": 1e-5, "MIN_CYCLE_BYTES": 2**16, "DISK_BYTES": 2**20}.items():
-        monkeypatch.setattr(f"partita.forecast.measured_rank.{name}", value)
-    return measure_rank(Place(0, 1, 1, "cpu", "float32", "", str(tmp_path)))
+        monkeypatch.setattr(f"partita.forecast.rank_measurement.{name}", value)
+    return measure_rank(RankSettings(0, 1, 1, "cpu", "float32", "", str(tmp_path)))
 
 
 def test_every_kind_of_job_is_measured(points: dict[str, Points]) -> None:

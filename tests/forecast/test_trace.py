@@ -15,11 +15,11 @@ from partita.activation.recompute import Recomputation, chosen_modules
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.shortened import shortened
-from partita.forecast.sized import size_model
-from partita.forecast.source import Source, read_source
-from partita.forecast.trace import loss_of, telling
-from partita.planner.group_units import group_units
+from partita.forecast.fewer_blocks import fewer_blocks
+from partita.forecast.rank_model import trace_rank
+from partita.forecast.model_source import ModelSource, read_source
+from partita.forecast.trace import loss_of, coprime_batch
+from partita.planner.units import group_units
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit.live_bytes import LiveBytes
 
@@ -125,16 +125,16 @@ def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[i
 def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
     make, batch = MODELS[name]
     model = make()
-    source = Source(name, model, batch)
+    source = ModelSource(name, model, batch)
     specs, resolved = group_units(model), resolve(Config(), 1, "cpu")
     choices = ("none",) if name == "resnet" else ("none", "units")  # batch norm's statistics move in place
-    sized = size_model(source, specs, resolved, choices, SAMPLES)
+    rank_model = trace_rank(source, specs, resolved, choices, SAMPLES)
     for choice in choices:
-        trace = sized.traces[choice]
+        trace = rank_model.traces[choice]
         peak, flops = measured(make(), batch(SAMPLES, "cpu"), choice)
         assert trace.peak == peak, choice
-        products = sum(piece.forward.flops + piece.backward.flops for piece in trace.blocks)
-        around = (trace.before.forward, trace.before.backward, trace.after.forward)
+        products = sum(block_trace.forward.flops + block_trace.backward.flops for block_trace in trace.blocks)
+        around = (trace.prologue.forward, trace.prologue.backward, trace.epilogue.forward)
         attention = 1.35 if name != "resnet" else 1.0  # of the CPU's kernel torch counts nothing
         assert flops <= products + sum(work.flops for work in around) <= attention * flops
 
@@ -152,8 +152,8 @@ def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
         model = decoder()
         for param in model.parameters():
             nn.init.normal_(param, std=0.02)
-        sized = size_model(Source("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1)
-        planned.append(sized.traces[choice].peak)
+        rank_model = trace_rank(ModelSource("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1)
+        planned.append(rank_model.traces[choice].peak)
         with partita.initialize(model, {"activations": {"checkpoint": choice}}) as engine, LiveBytes() as live:
             engine.backward(loss_of(engine(**batch(1, "cpu"))))
             found.append(live.peak)
@@ -163,11 +163,11 @@ def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
 def test_blocks_that_are_alike_stand_for_each_other_and_come_back() -> None:
     model = gpt()
     names, modules = [name for name, _ in model.named_modules()], list(model.modules())
-    with shortened(model) as stand:
+    with fewer_blocks(model) as block_map:
         shorter = list(model.modules())
         assert len(shorter) < len(modules)
-        assert {id(block) for _, block in stand} <= {id(module) for module in shorter}
-        assert [name for name, _ in stand] == [f"blocks.{at}" for at in range(5)]
+        assert {id(block) for _, block in block_map} <= {id(module) for module in shorter}
+        assert [name for name, _ in block_map] == [f"blocks.{at}" for at in range(5)]
     assert [name for name, _ in model.named_modules()] == names
     assert all(one is other for one, other in zip(model.modules(), modules, strict=True))
 
@@ -176,7 +176,7 @@ def test_two_tensor_ranks_have_half_the_products_and_say_what_they_send() -> Non
     source = read_source("layers=3,hidden=64,heads=4,vocab=300,context=48")
     specs = group_units(source.model)
     one, two = (
-        size_model(source, specs, resolve(Config(parallel={"tensor": num}), num, "cpu"), ("none",), 1) for num in (1, 2)
+        trace_rank(source, specs, resolve(Config(parallel={"tensor": num}), num, "cpu"), ("none",), 1) for num in (1, 2)
     )
     whole, half = one.traces["none"].blocks[0], two.traces["none"].blocks[0]
     assert 2 * half.forward.flops == whole.forward.flops
@@ -206,10 +206,10 @@ class Twice(ReadsValues):
 @pytest.mark.parametrize(("model", "message"), [(ReadsValues, "cannot be traced without data"), (Twice, "runs twice")])
 def test_a_forward_that_cannot_be_traced_is_said_so(model: type[nn.Module], message: str) -> None:
     made = model()
-    source = Source("own", made, lambda samples, device: (torch.zeros(samples, 4, device=device),))
+    source = ModelSource("own", made, lambda samples, device: (torch.zeros(samples, 4, device=device),))
     params = list(made.parameters())
     with pytest.raises(ConfigError, match=message):
-        size_model(source, group_units(made), resolve(Config(), 1, "cpu"), ("none",))
+        trace_rank(source, group_units(made), resolve(Config(), 1, "cpu"), ("none",))
     assert all(one is other for one, other in zip(made.parameters(), params, strict=True))  # it is what it was
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.modules())
 
@@ -220,17 +220,17 @@ def test_one_trace_says_what_any_number_of_samples_takes(name: str, num: int) ->
     """The gradients of parameters do not grow with the samples, nor do tables of positions."""
     make, batch = MODELS[name]
     model = make()
-    specs, source, resolved = group_units(model), Source(name, model, batch), resolve(Config(), 1, "cpu")
+    specs, source, resolved = group_units(model), ModelSource(name, model, batch), resolve(Config(), 1, "cpu")
     choices = ("none",) if name == "resnet" else ("none", "units", "selective")
     names = frozenset(name for name, _ in model.named_parameters())
-    every, exact = (size_model(source, specs, resolved, choices, samples) for samples in (None, num))
+    every, exact = (trace_rank(source, specs, resolved, choices, samples) for samples in (None, num))
     for choice in choices:
         scaled, traced = every.traces[choice].of(num), exact.traces[choice]
         end = len(traced.blocks)
-        for staying in (frozenset(), names):
-            found, expected = (each.part(0, end, staying=staying) for each in (scaled, traced))
+        for in_place in (frozenset(), names):
+            found, expected = (each.chunk_bytes(0, end, in_place=in_place) for each in (scaled, traced))
             assert found.gradient_bytes == expected.gradient_bytes
-            for peak in ("forward_peak", "backward_peak", "growing_peak"):
+            for peak in ("forward_peak", "backward_peak", "in_place_peak"):
                 assert getattr(found, peak) == pytest.approx(getattr(expected, peak), rel=0.02 if num == 1 else 1e-3), (
                     choice,
                     peak,
@@ -255,9 +255,9 @@ class Odd(nn.Module):
 
 def test_a_model_that_takes_one_sample_alone_is_traced_with_it() -> None:
     model = Odd()
-    source = Source("own", model, lambda samples, device: (torch.zeros(samples, 8, device=device),))
+    source = ModelSource("own", model, lambda samples, device: (torch.zeros(samples, 8, device=device),))
     found, expected = (
-        size_model(source, group_units(model), resolve(Config(), 1, "cpu"), ("none",), samples).traces["none"]
+        trace_rank(source, group_units(model), resolve(Config(), 1, "cpu"), ("none",), samples).traces["none"]
         for samples in (None, 1)
     )
     assert found.of(1).peak == expected.peak
@@ -266,5 +266,5 @@ def test_a_model_that_takes_one_sample_alone_is_traced_with_it() -> None:
 
 def test_samples_tell_what_comes_with_them() -> None:
     model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 7))
-    assert telling(model, torch.empty(1, 3)) == 11
-    assert telling(nn.Linear(4, 8), {"x": torch.empty(1, 9), "lengths": torch.empty(1, 0)}) == 5
+    assert coprime_batch(model, torch.empty(1, 3)) == 11
+    assert coprime_batch(nn.Linear(4, 8), {"x": torch.empty(1, 9), "lengths": torch.empty(1, 0)}) == 5

@@ -15,7 +15,7 @@ import partita
 from partita import PartitaError
 from partita.huggingface import export as export_module
 from partita.plan.planned import PlannedUnit
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from tests.kit import seeds
 from tests.kit.models import CASES, WIDTH, Stack, square_loss
 from tests.kit.plans import ZERO, sampled

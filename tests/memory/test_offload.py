@@ -15,7 +15,7 @@ import partita
 from partita import PartitaError
 from partita.errors import ConfigError
 from partita.memory.disk import Disk
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from tests.features import parity
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss

@@ -23,7 +23,7 @@ from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
 from partita.planner.blueprint import make_blueprint
 from partita.planner.budget import MemoryBudget
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO, matrix, sampled

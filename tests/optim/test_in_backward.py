@@ -12,7 +12,7 @@ import partita
 from partita import PartitaError
 from partita.memory.ledger import STATES
 from partita.plan.residence import Tier
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from tests.features import parity
 from tests.kit import seeds
 from tests.kit.models import CASES, Stack, inputs, square_loss

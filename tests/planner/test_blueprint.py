@@ -15,7 +15,7 @@ from partita.errors import ConfigError
 from partita.plan.residence import BF16, FP32, INT8, SPLIT, Tier
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.budget import MemoryBudget
-from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
 from partita.planner.traffic import step_traffic
 from partita.train.decoder import Decoder, DecoderShape
 
@@ -137,7 +137,7 @@ def test_states_go_where_there_is_memory() -> None:
     small = replace(plenty, device=needed[Tier.DEVICE] * 2 // 3)
     mixed = make_blueprint(llama(), settings, budget=small)
     assert {unit.row.master.tier for unit in mixed.units} == {Tier.DEVICE, Tier.HOST}
-    assert not small.lacking(needed_bytes(mixed))
+    assert not small.shortfall(needed_bytes(mixed))
     with pytest.raises(ConfigError, match="the states of a rank do not fit .device"):
         make_blueprint(llama(), settings, budget=replace(plenty, device=1000))
 

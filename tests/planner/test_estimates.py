@@ -14,7 +14,7 @@ from partita.plan.span import QUANTUM, Entry, build_layout
 from partita.plan.state_plan import PRESETS, Encodings, preset
 from partita.plan.steps import Encode, steps
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.operations import Operation, collectives
 from partita.planner.traffic import StepShape, step_traffic
 
@@ -186,16 +186,16 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
 
 
 @pytest.mark.parametrize(
-    ("name", "announced", "num_meetings", "num_announced"),
+    ("name", "exchanges_unit_ids", "num_meetings", "num_announced"),
     # two units, forward and backward, three times; where all is whole, nobody gathers
     [("zero3", False, 3, 0), ("zero3", True, 3, 3 * 2 * 2), ("zero2", True, 0, 0)],
 )
-def test_messages_are_counted_to_the_byte(name: str, announced: bool, num_meetings: int, num_announced: int) -> None:
+def test_messages_are_counted_to_the_byte(name: str, exchanges_unit_ids: bool, num_meetings: int, num_announced: int) -> None:
     mesh = MeshShape(data=4)
     units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
-    shape = StepShape(accumulate=3, returns_loss=True, announced=announced)
+    shape = StepShape(accumulate=3, returns_loss=True, exchanges_unit_ids=exchanges_unit_ids)
     num_words = num_announced + num_meetings + 2  # what was drawn, and the loss
     at_norm = 3 * 8  # the norm, the gradients' scale, whether something was written
     assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 2, 3 * (8 * num_words + used + at_norm))

@@ -9,7 +9,7 @@ from partita.config.schema import Config
 from partita.plan.residence import BF16, Tier
 from partita.plan.state_plan import Encodings
 from partita.planner.blueprint import Blueprint
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.remedies import changed_units, find_remedies
 from tests.planner.test_estimates import plan
 

@@ -4,7 +4,7 @@ import pytest
 
 from partita.plan.mesh_shape import MeshShape
 from partita.planner.machine import REACHED, machine_named
-from partita.planner.timeline import HOST, Job, UnitTimes, simulate_step
+from partita.planner.step_timeline import HOST, Job, UnitTimes, simulate_step
 
 
 def units(num: int, **jobs: float) -> list[UnitTimes]:

@@ -28,7 +28,7 @@ from partita.plan.mesh_shape import MeshShape
 from partita.plan.place import Place, even
 from partita.plan.share import Share
 from partita.plan.traffic import TrafficReport
-from partita.planner.off_stage import Elsewhere
+from partita.planner.off_stage import OffStageParameter
 from tests.kit import seeds
 from tests.kit.threads import on_threads
 from tests.kit.training import Trained, assert_exact, assert_same_bits, whole_weights
@@ -134,7 +134,7 @@ def share_out(model: Model, collectives: Collectives) -> None:
         here.add(id(model.last.weight if model.stage else model.first.weight))
         for param in model.parameters():
             if id(param) not in here:
-                param.__class__ = Elsewhere
+                param.__class__ = OffStageParameter
         if model.last.weight is model.first.weight:
             whole = Place(tuple(model.first.weight.shape))
             model.shares[id(model.first.weight)] = Share(whole, averaged=("tensor",), stages=(0, 1))

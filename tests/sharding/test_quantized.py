@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.planner.parameters import check_quantized, find_quantized
+from partita.planner.parameters import check_quantized, find_quantized_params
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 from tests.kit.training import world as num_ranks
@@ -108,7 +108,7 @@ def with_engine(kind: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
     """The same by an engine, of a model that other ranks have built otherwise."""
     model = build(kind, seed=rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    quantized = [info.fqns[0] for info in find_quantized(model)]
+    quantized = [info.fqns[0] for info in find_quantized_params(model)]
     assert len(quantized) == 4
     with partita.initialize(model, {"zero": {"stage": stage}}, optimizer=optimizer) as engine:
         held = [span.fqn for unit in engine.units for s in unit.segments for span in s.layout.spans]
@@ -134,7 +134,7 @@ def refused() -> None:
     with pytest.raises(
         ConfigError, match=r"weight' is quantized \(Params4bit\) and on 'cpu'.*load the model onto 'meta'"
     ):
-        check_quantized(find_quantized(model), torch.device("meta"))
+        check_quantized(find_quantized_params(model), torch.device("meta"))
     with pytest.raises(ConfigError, match="all parameters of Linear are quantized and frozen: none can train"):
         partita.initialize(quantized_alone())
     trained = quantized_alone()

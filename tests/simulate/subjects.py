@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 
 LENGTH = 16
 
@@ -21,5 +21,5 @@ def batch(samples: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def subject(layers: int = 2, **sizes: Any) -> Subject:
-    return Subject(lambda: llama(layers, **sizes), batch)
+def simulated_model(layers: int = 2, **sizes: Any) -> SimulatedModel:
+    return SimulatedModel(lambda: llama(layers, **sizes), batch)

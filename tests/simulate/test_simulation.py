@@ -15,11 +15,11 @@ from partita.memory.ledger import STATES
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficReport
 from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import Subject
+from partita.simulate.rank import SimulatedModel
 from partita.simulate.roles import distinct_roles
 from partita.tune.trial_rank import taken_bytes
 from tests.kit.ranks import on_ranks
-from tests.simulate.subjects import batch, llama, subject
+from tests.simulate.subjects import batch, llama, simulated_model
 
 HOST, DISK = ({"parameters": tier, "optimizer": tier} for tier in ("host", "disk"))
 ROWS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def beside_staging(held: Mapping[tuple[str, str], int]) -> dict[tuple[str, str],
 def compare(rows: Mapping[str, dict[str, Any]]) -> None:
     measured = on_ranks(WORLD, train, rows, timeout=120)
     for name, config in rows.items():
-        simulation = simulate(subject(LAYERS), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
+        simulation = simulate(simulated_model(LAYERS), config, Cluster(WORLD, "cpu", WORLD), ranks=range(WORLD))
         for rank, report in enumerate(simulation.ranks):
             held, sent = measured[rank][name]
             assert beside_staging(report.memory.held) == held, (name, rank)
@@ -105,7 +105,7 @@ def take(config: dict[str, Any], vocabulary: int) -> int:
 def test_a_simulated_rank_takes_what_a_real_one_does_where_logits_are_most(config: dict[str, Any]) -> None:
     given = {**config, "batch": {"micro": 4}}
     found = on_ranks(2, take, given, 2000)
-    simulation = simulate(subject(vocab_size=2000), given, Cluster(2, "cpu", 2), ranks=range(2))
+    simulation = simulate(simulated_model(vocab_size=2000), given, Cluster(2, "cpu", 2), ranks=range(2))
     for rank, report in enumerate(simulation.ranks):
         assert report.activation_bytes == pytest.approx(found[rank], rel=0.02), rank
 
@@ -128,7 +128,7 @@ def of_states(traffic: TrafficReport) -> dict[TrafficKey, TrafficCount]:
 
 def check_closed_forms(rows: Mapping[str, dict[str, Any]], num_ranks: int, ranks: Sequence[int] | None) -> None:
     for name, config in rows.items():
-        for report in simulate(subject(LAYERS), config, Cluster(num_ranks), ranks).ranks:
+        for report in simulate(simulated_model(LAYERS), config, Cluster(num_ranks), ranks).ranks:
             held = {key: num for key, num in report.memory.held.items() if key[0] in STATES}
             assert held == report.planned_bytes, (name, report.role)
             assert of_states(report.traffic) == report.planned_traffic.rows, (name, report.role)
@@ -160,12 +160,12 @@ def test_roles_are_the_ends_of_every_axis() -> None:
         for role in distinct_roles(mesh)
     }
     assert found == {(stage, *share, part) for stage, share, part in every}
-    assert [role.place for role in distinct_roles(MeshShape())] == ["the only rank"]
+    assert [role.coordinates for role in distinct_roles(MeshShape())] == ["the only rank"]
 
 
 def test_activations_grow_with_the_batch_and_shrink_when_they_are_recomputed() -> None:
     def activations(**sections: Any) -> int:
-        report = simulate(subject(6), {"zero": {"stage": 3}, **sections}, Cluster(4)).ranks[0]
+        report = simulate(simulated_model(6), {"zero": {"stage": 3}, **sections}, Cluster(4)).ranks[0]
         return report.activation_bytes
 
     once = activations(batch={"micro": 4})
@@ -184,12 +184,12 @@ class Asking(nn.Module):
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    asking = Subject(Asking, lambda samples: {"x": torch.ones(samples, 4)})
+    asking = SimulatedModel(Asking, lambda samples: {"x": torch.ones(samples, 4)})
     with pytest.raises(PartitaError, match="reads the values of a tensor"):
         simulate(asking, {}, Cluster(4))
     with pytest.raises(ConfigError, match=r"zero.offload: auto .* name a tier"):
-        simulate(subject(), {"zero": {"offload": {"optimizer": "auto"}}}, Cluster(4))
+        simulate(simulated_model(), {"zero": {"offload": {"optimizer": "auto"}}}, Cluster(4))
     with pytest.raises(ConfigError, match="rank 9 is outside the mesh of 4 ranks"):
-        simulate(subject(), {}, Cluster(4), ranks=[9])
+        simulate(simulated_model(), {}, Cluster(4), ranks=[9])
     with pytest.raises(ConfigError, match="cannot be divided by"):
-        simulate(subject(), {"parallel": {"tensor": 3}}, Cluster(4))
+        simulate(simulated_model(), {"parallel": {"tensor": 3}}, Cluster(4))

@@ -14,14 +14,14 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.schema import Config
-from partita.forecast.source import read_source
+from partita.forecast.model_source import read_source
 from partita.memory.capacity import usable_cores
 from partita.planner.machine import Machine, write_machine
 from partita.train.job import load_job
 from partita.tune import trial_rank
 from partita.tune.space import Space
 from partita.tune.target import Target
-from partita.tune.trial import Outcome, Task, Trials
+from partita.tune.trial import TrialResult, TrialTask, Trials
 from partita.tune.tune import Effort, Trial
 
 MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {"parallel": {"tensor": 1}, "batch": {"total": 8}}
 ZERO = {"stage": 3, "keep_gathered": True, "keep_gradients": True}
 KEPT = {**BASE, "zero": ZERO, "activations": {"checkpoint": ["blocks.0"]}}
 
-Measure = Callable[[dict[str, Any]], Outcome]
+Measure = Callable[[dict[str, Any]], TrialResult]
 run = CliRunner().invoke
 
 
@@ -46,7 +46,7 @@ def tuned(measure: Measure, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> 
     return partita.tune(given.pop("model", MODEL), **given)
 
 
-def never(config: dict[str, Any]) -> Outcome:
+def never(config: dict[str, Any]) -> TrialResult:
     raise AssertionError(f"measured: {config}")
 
 
@@ -83,13 +83,13 @@ def test_a_job_is_tuned_by_processes_of_its_own_and_goes_on_from_its_results(
 def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[Trial]()
 
-    def measure(config: dict[str, Any]) -> Outcome:
+    def measure(config: dict[str, Any]) -> TrialResult:
         """Small micro-batches at stage 3 are the fastest: not what is predicted."""
-        return Outcome(1.0 + 0.1 * config["batch"]["micro"] - 0.2 * config["zero"]["stage"], 1000)
+        return TrialResult(1.0 + 0.1 * config["batch"]["micro"] - 0.2 * config["zero"]["stage"], 1000)
 
     found = tuned(measure, monkeypatch, tell=told.append, effort=Effort(trials=40))
     assert list(found.trials) == told
-    starts = [trial for trial in told if not trial.candidate.move]
+    starts = [trial for trial in told if not trial.candidate.change]
     assert 1 <= len(starts) <= 3
     assert [each.candidate.seconds for each in starts] == sorted(each.candidate.seconds for each in starts)
     assert found.complete
@@ -99,13 +99,13 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
 
 def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that gain less than two in a hundred are not followed."""
-    times, origins, moves = iter(range(100)), list[str](), Space.moves
-    monkeypatch.setattr(Space, "moves", lambda self, origin: origins.append(origin.key) or moves(self, origin))
-    found = tuned(lambda _: Outcome(1.0 - 0.0001 * next(times), 1), monkeypatch, effort=Effort(trials=90))
+    times, origins, neighbours = iter(range(100)), list[str](), Space.neighbours
+    monkeypatch.setattr(Space, "neighbours", lambda self, origin: origins.append(origin.key) or neighbours(self, origin))
+    found = tuned(lambda _: TrialResult(1.0 - 0.0001 * next(times), 1), monkeypatch, effort=Effort(trials=90))
     assert found.complete
     assert len(origins) == 1
     assert len(found.trials) > 3, "changes were tried"
-    few = tuned(lambda _: Outcome(1.0, 1), monkeypatch, effort=Effort(trials=2))
+    few = tuned(lambda _: TrialResult(1.0, 1), monkeypatch, effort=Effort(trials=2))
     assert (len(few.trials), few.complete) == (2, False)
 
 
@@ -113,16 +113,16 @@ def test_where_parameters_are_gathered_that_is_changed_too() -> None:
     source = read_source(MODEL)
     given = {**BASE, "zero": {"stage": 3, "prefetch_bytes": 4096}, "optimizer": {"lr": 0.1}}
     space = Space(source, CPU, 2, Config(**given), 8, "cpu", 2)
-    origin = space.as_given()
+    origin = space.user_candidate()
     assert origin is not None
     assert origin.config == {**given, "batch": {"micro": 4, "accumulate": 1}, "precision": {"compute": "fp32"}}
-    by_move = {each.move: each for each in space.moves(origin)}
-    changed = {move: each.config["zero"] for move, each in by_move.items()}
+    by_move = {each.change: each for each in space.neighbours(origin)}
+    changed = {change: each.config["zero"] for change, each in by_move.items()}
     assert changed["prefetch 8192 bytes"]["prefetch_bytes"] == 8192
     assert changed["prefetch 2048 bytes"]["prefetch_bytes"] == 2048
     assert changed["kept after forward"]["keep_gathered"] is True
     assert changed["stage 2"] == {"stage": 2}
-    (units,) = (zero["units"] for move, zero in changed.items() if move.startswith("units "))
+    (units,) = (zero["units"] for change, zero in changed.items() if change.startswith("units "))
     classes = {type(module).__name__ for module in source.model.modules()}
     assert set(units) <= classes
     assert by_move["micro-batch halved"].config["batch"] == {"micro": 2, "accumulate": 2}
@@ -132,32 +132,32 @@ def test_where_parameters_are_gathered_that_is_changed_too() -> None:
 def test_slices_of_samples_are_tuned_where_the_config_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = {"checkpoint": "units", "offload": "disk"}
     given = {"parallel": {"sequence": 2}, "batch": {"total": 8}, "activations": inputs}
-    first, *others = tuned(lambda _: Outcome(1.0, 1), monkeypatch, config=given, effort=Effort(trials=9)).trials
-    assert first.candidate.choice.inputs == "disk"
+    first, *others = tuned(lambda _: TrialResult(1.0, 1), monkeypatch, config=given, effort=Effort(trials=9)).trials
+    assert first.candidate.settings.inputs == "disk"
     assert first.candidate.config["activations"] == inputs
-    assert {trial.candidate.choice.mesh.sequence for trial in others} == {2}
+    assert {trial.candidate.settings.mesh.sequence for trial in others} == {2}
     assert {"checkpoint": "none"} not in [trial.candidate.config.get("activations") for trial in others]
-    rest = [trial.candidate for trial in others if trial.candidate.choice.inputs == "none"]
+    rest = [trial.candidate for trial in others if trial.candidate.settings.inputs == "none"]
     assert [each.config for each in rest if "offload" in each.config.get("activations", {})] == []
 
 
 def test_what_lacks_memory_is_tried_with_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(config: Mapping[str, Any]) -> Outcome:
+    def measure(config: Mapping[str, Any]) -> TrialResult:
         fits = config["batch"]["micro"] < 2
-        return Outcome(1.0, 1) if fits else Outcome(failed="rank 1: out of memory", lacks_memory=True)
+        return TrialResult(1.0, 1) if fits else TrialResult(failed="rank 1: out of memory", lacks_memory=True)
 
     found = tuned(measure, monkeypatch, effort=Effort(trials=40))
     assert found.config()["batch"]["micro"] == 1
     by_key = {trial.candidate.key: trial for trial in found.trials}
     assert any(trial.outcome.lacks_memory for trial in by_key.values())
     with pytest.raises(ConfigError, match=r"all \d+ trials failed:\n.*it broke"):
-        tuned(lambda _: Outcome(failed="it broke"), monkeypatch, effort=Effort(trials=2))
+        tuned(lambda _: TrialResult(failed="it broke"), monkeypatch, effort=Effort(trials=2))
 
 
 @pytest.mark.parametrize("tier", ["none", "host", "disk"])
 def test_a_trial_has_the_bytes_of_every_tier_but_the_disk(tier: str) -> None:
     config = {"zero": {"offload": {"optimizer": tier}}, "batch": {"micro": 2}}
-    task = Task(Target(MODEL, 32, ()), config, rank=0, ranks=1, port=0, threads=torch.get_num_threads(), steps=1)
+    task = TrialTask(Target(MODEL, 32, ()), config, rank=0, ranks=1, port=0, threads=torch.get_num_threads(), steps=1)
     states = 16 * read_source(MODEL).num_params
     least = states // 4 if tier == "disk" else states
     assert least < trial_rank.measure(task)["peak_bytes"] < 2 * states
@@ -166,11 +166,11 @@ def test_a_trial_has_the_bytes_of_every_tier_but_the_disk(tier: str) -> None:
 def test_results_of_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "found.jsonl"
     given: dict[str, Any] = {"results": file, "effort": Effort(trials=3)}
-    first = tuned(lambda config: Outcome(1.0, len(config)), monkeypatch, **given)
+    first = tuned(lambda config: TrialResult(1.0, len(config)), monkeypatch, **given)
     cut = file.read_text()[:-20]
     file.write_text(cut)
     configs = list[dict[str, Any]]()
-    again = tuned(lambda config: configs.append(config) or Outcome(1.0, 7), monkeypatch, **given)
+    again = tuned(lambda config: configs.append(config) or TrialResult(1.0, 7), monkeypatch, **given)
     assert configs == [first.trials[2].candidate.config], "of a line that was cut off"
     assert [trial.outcome.peak_bytes for trial in again.trials][:2] == [t.outcome.peak_bytes for t in first.trials][:2]
     with pytest.raises(ConfigError, match="from another tuning: the model: expected 'layers=1.*got 'layers=2"):

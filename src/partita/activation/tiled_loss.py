@@ -29,7 +29,7 @@ from partita.parallel.tensor.functions import enter
 from partita.parallel.tensor.linear import LinearForward
 from partita.parallel.tensor.vocabulary import Head
 from partita.plan.place import even
-from partita.planner.group_units import modules_like
+from partita.planner.units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook

@@ -17,7 +17,7 @@ from partita.errors import ConfigError
 from partita.huggingface.export import export_checkpoint, files_of_weights
 from partita.plan.residence import ENCODINGS
 from partita.planner.dtypes import dtype_of
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="Inspect checkpoints of partita and torch.distributed."

@@ -18,7 +18,7 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 
 # Optional packages, with the consequence of not having them.
 OPTIONAL_PACKAGES = {

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from partita.cli.console import user_errors
 from partita.errors import ConfigError
-from partita.forecast.this_machine import measure_machine
-from partita.planner.figures import format_bytes
+from partita.forecast.measure_machine import measure_machine
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import BY_FLOPS, Machine, write_machine
 
 Ranks = Annotated[

@@ -18,12 +18,12 @@ from typer.core import TyperCommand
 from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
 from partita.config.values import as_size
 from partita.errors import ConfigError
-from partita.forecast.plan import Plan, lacks
+from partita.forecast.plan import Plan, format_shortfall
 from partita.forecast.plan import plan as make_plan
 from partita.forecast.search import Forecast
-from partita.forecast.this_machine import measure_machine
+from partita.forecast.measure_machine import measure_machine
 from partita.plan.residence import Tier
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import machine_named
 
 TRACES = (".trace.json", ".trace.json.gz")
@@ -123,7 +123,7 @@ def plan(
     if "-" not in (files or ()):
         show(found, Console())
     if found.best is None:
-        show_error(Console(stderr=True), found.why_not())
+        show_error(Console(stderr=True), found.explain_no_fit())
         raise typer.Exit(FAILURE)
 
 
@@ -154,12 +154,12 @@ def show(found: Plan, console: Console) -> None:
         f"{found.samples} samples{tokens} a step",
         highlight=False,
     )
-    console.print(_table(found, found.ways[:_MOST_ROWS]))
-    if len(found.ways) > _MOST_ROWS:
-        console.print(f"and {len(found.ways) - _MOST_ROWS} more (--json has all)", highlight=False)
+    console.print(_table(found, found.best_per_state_settings[:_MOST_ROWS]))
+    if len(found.best_per_state_settings) > _MOST_ROWS:
+        console.print(f"and {len(found.best_per_state_settings) - _MOST_ROWS} more (--json has all)", highlight=False)
     if found.best is None:
         return
-    console.print(f"\n[bold]{found.best.choice.state_settings.name}[/], on the rank that holds most:", highlight=False)
+    console.print(f"\n[bold]{found.best.settings.states.name}[/], on the rank that holds most:", highlight=False)
     for line in _bars(found.best):
         console.print(line)
     if found.best.sent:
@@ -176,17 +176,17 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
     for name in ("GPU", "host", "disk", "step", "tokens/s" if found.source.context else "samples/s"):
         table.add_column(name, justify="right")
     for each in rows:
-        choice, used = each.choice, each.by_tier
-        mesh = " x ".join(str(choice.mesh.size(axis)) for axis in ("data", "sequence", "tensor", "pipeline"))
+        settings, used = each.settings, each.by_tier
+        mesh = " x ".join(str(settings.mesh.size(axis)) for axis in ("data", "sequence", "tensor", "pipeline"))
         memory = [format_bytes(used[tier]) if used[tier] else "" for tier in Tier]
         if each.time is None:
-            ends = f"[red]{lacks(each)}[/]", ""
+            ends = f"[red]{format_shortfall(each)}[/]", ""
         else:
             rate = found.samples * (found.source.context or 1) / each.time.total_s
             ends = f"{each.time.total_s:.3g} s", f"{rate:,.0f}"
-        shown = "" if choice.checkpoint == "none" else choice.checkpoint
-        shown += f", inputs on {choice.inputs}" * (choice.inputs != "none")
-        table.add_row(choice.state_settings.name, mesh, f"{choice.micro} x {choice.accumulate}", shown, *memory, *ends)
+        shown = "" if settings.checkpoint == "none" else settings.checkpoint
+        shown += f", inputs on {settings.inputs}" * (settings.inputs != "none")
+        table.add_row(settings.states.name, mesh, f"{settings.micro} x {settings.accumulate}", shown, *memory, *ends)
     return table
 
 

@@ -17,17 +17,17 @@ from partita.cli.console import user_errors
 from partita.cli.plan import DEFAULT_GPU, TRACES
 from partita.config.load import load_config
 from partita.errors import ConfigError
-from partita.forecast.costs import Rates
-from partita.forecast.given import given_plan
-from partita.forecast.source import read_source
+from partita.forecast.step_cost import StepCost
+from partita.forecast.given_config import estimate_config
+from partita.forecast.model_source import read_source
 from partita.memory import accelerator
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import Machine, machine_named, machines
 from partita.simulate.cluster import RANKS_PER_NODE, Cluster, Simulation
 from partita.simulate.cluster import simulate as run
-from partita.simulate.rank import Collective, RankReport, Subject
+from partita.simulate.rank import Collective, RankReport, SimulatedModel
 from partita.simulate.summary import bytes_rows, plain, sequence, state_rows
-from partita.simulate.timeline import collective_rows
+from partita.simulate.collective_rows import collective_rows
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The engine's config, a YAML or JSON file.")]
 Model = Annotated[
@@ -93,17 +93,17 @@ def simulate(
                 f"--trace: --device {device} is not a machine; name one (h100, or a file of partita machine)"
             )
         batch = read_source(model, tokens).batch
-        subject = Subject(
+        simulated_model = SimulatedModel(
             lambda: read_source(model, tokens).model, lambda samples: batch(samples, accelerator.SIMULATED)
         )
-        found = run(subject, settings, Cluster(world, kind, ranks_per_node), ranks)
+        found = run(simulated_model, settings, Cluster(world, kind, ranks_per_node), ranks)
         for file in files or ():
             if file not in traces:
                 _write(found, file)
         if traces and machine is not None:
-            plan = given_plan(read_source(model, tokens), settings, world, kind)
-            rates = Rates(machine, world, machine.compute_dtype)
-            calls = collective_rows(_fullest(found), found.resolved.mesh, rates)
+            plan = estimate_config(read_source(model, tokens), settings, world, kind)
+            step_cost = StepCost(machine, world, machine.compute_dtype)
+            calls = collective_rows(_fullest(found), found.resolved.mesh, step_cost)
             for file in traces:
                 plan.write_trace(Path(file), machine, calls)
     if "-" not in (files or ()):
@@ -140,7 +140,7 @@ def show(found: Simulation, console: Console) -> None:
         table.add_row(*names, *(format_bytes(num) if num else "" for num in numbers))
     console.print(table)
     most = _fullest(found)
-    console.print(f"\n[bold]rank {most.role.rank}[/] ({most.role.place}), at the most:", highlight=False)
+    console.print(f"\n[bold]rank {most.role.rank}[/] ({most.role.coordinates}), at the most:", highlight=False)
     _show_rank(most, console)
 
 

@@ -14,7 +14,7 @@ from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
-from partita.forecast.given import GivenPlan, given_plan
+from partita.forecast.given_config import Estimate, estimate_config
 from partita.memory import accelerator
 from partita.planner.machine import Machine, machine_named
 from partita.train.job import Job, load_job
@@ -116,7 +116,7 @@ def _has_checkpoint(job: Job) -> bool:
 class Prediction:
     """The predicted step of a job on a machine."""
 
-    plan: GivenPlan
+    plan: Estimate
     machine: Machine
 
     @staticmethod
@@ -130,7 +130,7 @@ class Prediction:
         if job is None or not job.train.profile:
             raise ConfigError("--machine adds a predicted step to a measured timeline: add --profile")
         found, kind = machine_named(machine), accelerator.device_type()
-        return Prediction(given_plan(target.source(), job.engine, num_ranks, kind), found)
+        return Prediction(estimate_config(target.source(), job.engine, num_ranks, kind), found)
 
     def add_to_traces(self, out: Path, num_ranks: int) -> None:
         """Add the predicted step to the traces that ranks wrote to a run's folder. Other nodes may have other folders.

@@ -13,7 +13,7 @@ from partita.cli.console import INTERRUPTED, show_notice, user_errors
 from partita.cli.plan import Tokens
 from partita.errors import ConfigError
 from partita.plan.residence import Tier
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.tune.target import Target
 from partita.tune.tune import NUM_TRIALS, THIS, Effort, Trial, Tuned
 from partita.tune.tune import tune as run_trials
@@ -118,11 +118,11 @@ def show(found: Tuned, console: Console) -> None:
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
-    choice, found = trial.candidate.choice, trial.outcome
+    settings, found = trial.candidate.settings, trial.outcome
     return (
         _states(trial),
-        f"{choice.micro} x {choice.accumulate}",
-        "" if choice.checkpoint == "none" else choice.checkpoint,
+        f"{settings.micro} x {settings.accumulate}",
+        "" if settings.checkpoint == "none" else settings.checkpoint,
         _other(trial),
         f"{trial.candidate.seconds:.3g} s",
         f"{found.step_s:.3g} s" if found.step_s is not None else "no memory" if found.lacks_memory else "failed",
@@ -138,9 +138,9 @@ def _predicted_bytes(trial: Trial) -> int:
 
 
 def _states(trial: Trial) -> str:
-    mesh = trial.candidate.choice.mesh
+    mesh = trial.candidate.settings.mesh
     axes = [f"{axis} {mesh.size(axis)}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]
-    return ", ".join([trial.candidate.choice.state_settings.name, *axes])
+    return ", ".join([trial.candidate.settings.states.name, *axes])
 
 
 def _other(trial: Trial) -> str:
@@ -148,7 +148,7 @@ def _other(trial: Trial) -> str:
 
 
 def _name(trial: Trial) -> str:
-    choice, other = trial.candidate.choice, _other(trial)
-    words = [_states(trial), f"micro {choice.micro} x {choice.accumulate}"]
-    words += [f"checkpoint {choice.checkpoint}"] * (choice.checkpoint != "none") + [other] * bool(other)
+    settings, other = trial.candidate.settings, _other(trial)
+    words = [_states(trial), f"micro {settings.micro} x {settings.accumulate}"]
+    words += [f"checkpoint {settings.checkpoint}"] * (settings.checkpoint != "none") + [other] * bool(other)
     return ", ".join(words)

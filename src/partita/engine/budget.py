@@ -8,7 +8,7 @@ from partita.config.schema import Offload
 from partita.errors import PartitaError
 from partita.memory.capacity import free_budget
 from partita.planner.budget import MemoryBudget
-from partita.planner.placement import leaves_a_choice
+from partita.planner.placement import has_auto_tiers
 
 
 def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | None:
@@ -19,7 +19,7 @@ def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | 
     Raises:
         PartitaError: on every rank, if one of them cannot determine its free memory.
     """
-    if not leaves_a_choice(offload):
+    if not has_auto_tiers(offload):
         return None
     budget: MemoryBudget | str
     try:

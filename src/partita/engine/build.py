@@ -58,7 +58,7 @@ from partita.plan.mesh_shape import AXES, BATCH_AXES, STATE_AXES
 from partita.plan.purposes import Needs, united
 from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
-from partita.planner.parameters import check_quantized, find_quantized
+from partita.planner.parameters import check_quantized, find_quantized_params
 from partita.sharding.assemble import check_same_model, check_same_buckets
 from partita.sharding.placeholder import check_not_off_stage, check_unclaimed
 from partita.sharding.runtime import Runtime
@@ -134,7 +134,7 @@ def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given
         for name, param in model.named_parameters():
             if id(param) in parallel.parts:
                 check_hooks(param, name)
-        check_quantized(find_quantized(model), mesh.device)
+        check_quantized(find_quantized_params(model), mesh.device)
         if isinstance(resolved.extension, RunExtension):
             parallel.shares.update(resolved.extension.shares(model, mesh.shape, mesh.rank))
         blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)

@@ -26,7 +26,7 @@ from partita.optim.step import StepResult, StepUpdater
 from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.plan.state_plan import StatePlan
 from partita.plan.traffic import TrafficReport
-from partita.planner.memory import model_state_bytes
+from partita.planner.state_bytes import model_state_bytes
 
 
 class Engine:

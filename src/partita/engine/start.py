@@ -25,7 +25,7 @@ from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
 from partita.memory.generators import generators_kept
 from partita.optim.build import Factory
-from partita.planner.placement import describe_placement, leaves_a_choice
+from partita.planner.placement import describe_placement, has_auto_tiers
 
 _log = logging.getLogger("partita")
 
@@ -103,7 +103,7 @@ def initialize(
         if owned:
             mesh.close()
         raise
-    if launch.rank == 0 and leaves_a_choice(settings.zero.offload):
+    if launch.rank == 0 and has_auto_tiers(settings.zero.offload):
         _log.info("%s", describe_placement(engine.planned_bytes))
     return engine
 

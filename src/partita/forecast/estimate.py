@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from partita.config.schema import Config
-from partita.forecast.chunk_activations import Moment, Part, most_held
-from partita.forecast.costs import Rates
-from partita.forecast.pieces import Trace
-from partita.forecast.sized import Sized
+from partita.forecast.chunk_activations import ScheduleState, ChunkBytes, peak_bytes
+from partita.forecast.step_cost import StepCost
+from partita.forecast.block_trace import Trace
+from partita.forecast.rank_model import RankModel
 from partita.forecast.stages import Stage
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
-from partita.planner.memory import model_state_bytes
-from partita.planner.timeline import StepTime
+from partita.planner.state_bytes import model_state_bytes
+from partita.planner.step_timeline import StepTime
 from partita.planner.traffic import StepShape, step_traffic
-from partita.planner.working import arriving_bytes, working_bytes
+from partita.planner.working_bytes import autograd_gradient_bytes, working_bytes
 
 PIPELINE = "pipeline"
 
@@ -38,28 +38,28 @@ def state_and_working_bytes(
         for key, num_bytes in model_state_bytes([unit], None, num_moments).items():
             held[key] += num * num_bytes
     working = working_bytes(units, settings.zero.prefetch_bytes, num_moments, on_host=on_host)
-    working[Tier.DEVICE] -= arriving_bytes(units)  # counted in the trace
+    working[Tier.DEVICE] -= autograd_gradient_bytes(units)  # counted in the trace
     held.update({("working", tier.value): num for tier, num in working.items() if num})
     return held
 
 
-def activation_bytes(moments: Iterable[Moment], parts: Sequence[Part], inputs: Tier) -> dict[tuple[str, str], int]:
+def activation_bytes(schedule_states: Iterable[ScheduleState], per_chunk: Sequence[ChunkBytes], inputs: Tier) -> dict[tuple[str, str], int]:
     """Return the peak bytes of activations over a rank's schedule states, by (``activations``, tier).
 
     Args:
-        parts: activation bytes of each of the rank's chunks.
+        per_chunk: activation bytes of each of the rank's chunks.
         inputs: the tier of the inputs of recomputed blocks.
     """
-    moments = list(moments)
-    held = {("activations", Tier.DEVICE.value): most_held(moments, parts)}
+    schedule_states = list(schedule_states)
+    held = {("activations", Tier.DEVICE.value): peak_bytes(schedule_states, per_chunk)}
     if inputs is not Tier.DEVICE:
-        held["activations", inputs.value] = most_held(moments, [part.resting_elsewhere for part in parts])
+        held["activations", inputs.value] = peak_bytes(schedule_states, [chunk_bytes.offloaded_inputs for chunk_bytes in per_chunk])
     return held
 
 
-def step_time(rates: Rates, sized: Sized, units: Units, trace: Trace, num_micros: int) -> StepTime:
+def step_time(step_cost: StepCost, rank_model: RankModel, units: Units, trace: Trace, num_micros: int) -> StepTime:
     """Return the time of a step on the pipeline stage that takes longest."""
-    times = (rates.step(sized, stage, of_stage, trace, num_micros) for stage, of_stage in units.items())
+    times = (step_cost.step(rank_model, stage, of_stage, trace, num_micros) for stage, of_stage in units.items())
     return max(times, key=lambda time: time.total_s)
 
 
@@ -96,8 +96,8 @@ def sent_activations(stage: Stage, trace: Trace) -> Counter[str]:
     found, blocks = Counter[str](), trace.blocks
     for start, stop in stage.chunks:
         first, last = start == 0, stop == len(blocks)
-        for piece in (*blocks[start:stop], *[trace.before] * first, *[trace.after] * last):
-            found += piece.forward.sent + piece.backward.sent
+        for block_trace in (*blocks[start:stop], *[trace.prologue] * first, *[trace.epilogue] * last):
+            found += block_trace.forward.sent + block_trace.backward.sent
         found[PIPELINE] += 0 if last else blocks[stop].received_bytes
         found[PIPELINE] += 0 if first else blocks[start].received_bytes
     return found

@@ -7,8 +7,8 @@ another order.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from partita.forecast.chunk_activations import Part
-from partita.forecast.pieces import Trace
+from partita.forecast.chunk_activations import ChunkBytes
+from partita.forecast.block_trace import Trace
 from partita.forecast.stages import Stage
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
@@ -17,7 +17,7 @@ from partita.plan.span import Entry
 
 
 @dataclass(frozen=True)
-class Gradients:
+class PendingGradients:
     """The gradients of a stage before they are moved to gradient storage.
 
     ``in_place``: names of parameters whose gradients stay in ``param.grad``. ``pending``: bytes that wait for their
@@ -29,7 +29,7 @@ class Gradients:
     largest_bytes: int
 
 
-def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gradients:
+def pending_gradients(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> PendingGradients:
     """Return the gradients of a stage that has these units."""
     in_place, largest = set[str](), 0
     for entries, unit in zip(stage.entries, units, strict=True):
@@ -40,17 +40,17 @@ def gradients_of(stage: Stage, units: Sequence[PlannedUnit], trace: Trace) -> Gr
                 if is_in_place[segment]:
                     in_place.add(entry.fqn)
     pending = tuple(pending_bytes(stage, chunk, units, trace) for chunk in range(len(stage.chunks)))
-    return Gradients(frozenset(in_place), pending, largest)
+    return PendingGradients(frozenset(in_place), pending, largest)
 
 
-def parts_of(stage: Stage, gradients: Gradients, trace: Trace) -> list[Part]:
+def bytes_per_chunk(stage: Stage, gradients: PendingGradients, trace: Trace) -> list[ChunkBytes]:
     """Return the activation bytes of each of a stage's chunks, including gradients that wait for their bucket."""
-    found = list[Part]()
+    found = list[ChunkBytes]()
     for (start, stop), pending in zip(stage.chunks, gradients.pending, strict=True):
-        part = trace.part(start, stop, pending, gradients.in_place)
+        chunk_bytes = trace.chunk_bytes(start, stop, pending, gradients.in_place)
         # Gradients of the epilogue are pending once its deferred memory is used up.
-        waits = max(0, max(pending) - (trace.after.left_bytes if stop == len(trace.blocks) else 0))
-        found.append(replace(part, largest_bytes=gradients.largest_bytes + waits))
+        waits = max(0, max(pending) - (trace.epilogue.deferred_bytes if stop == len(trace.blocks) else 0))
+        found.append(replace(chunk_bytes, largest_bytes=gradients.largest_bytes + waits))
     return found
 
 
@@ -109,10 +109,10 @@ def _arrivals(
     waits = [segment.gradients.is_pooled for segment in unit.segments]
     has_last = any(stop == len(trace.blocks) for _, stop in stage.chunks)
     for entry, segment in zip(stage.entries[at], segments_of(stage.entries[at]), strict=True):
-        number, place = numbers[segment], stage.places[at]
+        number, place = numbers[segment], stage.block_numbers[at]
         if number is not None and waits[segment]:
             if place is None:
-                place = len(trace.blocks) if has_last and entry.fqn in trace.after.gradients else -1
+                place = len(trace.blocks) if has_last and entry.fqn in trace.epilogue.gradients else -1
             yield place, (number, _gradient_bytes(entry))
 
 

@@ -13,14 +13,14 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.choice import Sections
-from partita.forecast.communication_variants import sent_otherwise
-from partita.forecast.given import given_plan
+from partita.forecast.plan_settings import Sections
+from partita.forecast.communication_variants import communication_variants
+from partita.forecast.given_config import estimate_config
 from partita.forecast.search import Forecast, Search
-from partita.forecast.source import Source, read_source
+from partita.forecast.model_source import ModelSource, read_source
 from partita.memory import accelerator
 from partita.plan.residence import Tier
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import Machine, machine_named
 
 # Default tokens of a step, and default samples of a model without positions.
@@ -32,7 +32,7 @@ STEP_SAMPLES = 64
 class Plan:
     """The ``forecasts`` for a model: plans that fit, fastest first; then those that do not fit, by missing bytes."""
 
-    source: Source
+    source: ModelSource
     machine: Machine
     num_gpus: int
     samples: int
@@ -44,14 +44,14 @@ class Plan:
         return next((each for each in self.forecasts if each.fits), None)
 
     @cached_property
-    def ways(self) -> list[Forecast]:
+    def best_per_state_settings(self) -> list[Forecast]:
         """The best plan for each setting of the states, in the order of ``forecasts``.
 
         The best one is the fastest that fits. If none fits, it is the one with the fewest missing bytes.
         """
         found = dict[str, Forecast]()
         for each in self.forecasts:
-            found.setdefault(each.choice.state_settings.name, each)
+            found.setdefault(each.settings.states.name, each)
         return list(found.values())
 
     def config(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class Plan:
             ConfigError: no plan fits; the message names the nearest ones.
         """
         if self.best is None:
-            raise ConfigError(self.why_not())
-        sections: Sections = self.best.choice.sections()
+            raise ConfigError(self.explain_no_fit())
+        sections: Sections = self.best.settings.sections()
         sections.setdefault("precision", {})["compute"] = self.machine.compute_dtype
         resolve(Config(**sections), self.num_gpus, "cpu" if self.machine.one_memory else "gpu", self.on_node)
         return dict(sections)
@@ -78,19 +78,19 @@ class Plan:
             ConfigError: no plan fits, or the file cannot be written.
         """
         kind = accelerator.usual_kind(self.machine.one_memory)
-        given_plan(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
+        estimate_config(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
 
     @property
     def on_node(self) -> int:
         """Number of GPUs on a node."""
         return self.machine.gpus_on_node(self.num_gpus)
 
-    def why_not(self) -> str:
+    def explain_no_fit(self) -> str:
         """Return the message that no plan fits, with the missing memory of the nearest plans."""
         lines = [
             f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name} with any of these settings:"
         ]
-        lines += [f"  {each.choice.state_settings.name}: {lacks(each)}" for each in self.ways[:4]]
+        lines += [f"  {each.settings.states.name}: {format_shortfall(each)}" for each in self.best_per_state_settings[:4]]
         return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
 
     def data(self) -> dict[str, Any]:
@@ -101,12 +101,12 @@ class Plan:
             "machine": {**asdict(self.machine), "num_gpus": self.num_gpus},
             "samples": self.samples,
             "config": None if best is None else self.config(),
-            "plans": [_data(each) for each in self.ways],
+            "plans": [_data(each) for each in self.best_per_state_settings],
         }
 
 
 def plan(
-    model: str | Source,
+    model: str | ModelSource,
     *,
     gpus: int = 1,
     gpu: str | Machine = "h100",
@@ -144,11 +144,11 @@ def plan(
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
     search = Search(source, machine, gpus, samples, load_config(config))
     found = search.run()
-    found += sent_otherwise(search, found, compress=compress)
+    found += communication_variants(search, found, compress=compress)
     return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)))
 
 
-def default_samples(source: Source, num_gpus: int) -> int:
+def default_samples(source: ModelSource, num_gpus: int) -> int:
     """Return the default samples of a step: a power of two per GPU, about half a million tokens in all.
 
     Models whose samples have no positions get about :data:`STEP_SAMPLES`.
@@ -157,29 +157,29 @@ def default_samples(source: Source, num_gpus: int) -> int:
     return num_gpus * int(2 ** max(0, round(math.log2(max(1.0, per_step / num_gpus)))))
 
 
-def lacks(forecast: Forecast) -> str:
+def format_shortfall(forecast: Forecast) -> str:
     """Describe the missing bytes of each memory, on the rank that needs most."""
     names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
     if forecast.budget.one_memory:
         names[Tier.DEVICE] = "memory"
     return ", ".join(
         f"{names[tier]} lacks {format_bytes(num)} of {format_bytes(forecast.budget.of(tier) + num)}"
-        for tier, num in forecast.lacking.items()
+        for tier, num in forecast.shortfall.items()
     )
 
 
 def _data(forecast: Forecast) -> dict[str, Any]:
-    choice, time = forecast.choice, forecast.time
+    settings, time = forecast.settings, forecast.time
     return {
-        "way": choice.state_settings.name,
-        "mesh": asdict(choice.mesh),
-        "micro": choice.micro,
-        "accumulate": choice.accumulate,
-        "checkpoint": choice.checkpoint,
-        "inputs": choice.inputs,
+        "way": settings.states.name,
+        "mesh": asdict(settings.mesh),
+        "micro": settings.micro,
+        "accumulate": settings.accumulate,
+        "checkpoint": settings.checkpoint,
+        "inputs": settings.inputs,
         "fits": forecast.fits,
         "bytes": [{"what": what, "tier": tier, "bytes": num} for (what, tier), num in forecast.held.items()],
-        "lacking_bytes": {tier.value: num for tier, num in forecast.lacking.items()},
+        "lacking_bytes": {tier.value: num for tier, num in forecast.shortfall.items()},
         "step_s": None if time is None else time.total_s,
         "compute_s": None if time is None else time.compute_s,
         "sent_bytes": None if forecast.sent is None else dict(forecast.sent),

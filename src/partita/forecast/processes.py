@@ -16,7 +16,7 @@ _LAST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankResult:
     """The end of a rank's process.
 
     ``code``: its exit code; None if it was killed because another rank had failed. ``result``: the JSON that it wrote,
@@ -28,7 +28,7 @@ class Ended:
     log: str
 
 
-def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float) -> list[Ended] | None:
+def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float) -> list[RankResult] | None:
     """Run ``python -m module TASK FILE`` in a process for each task, and return the result of each.
 
     Each process writes its result to FILE as JSON. Return None if a process is still running after ``timeout_s``. No
@@ -48,7 +48,7 @@ def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float)
     if codes is None:
         return None
     return [
-        Ended(code, _read(file), _log_tail(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
+        RankResult(code, _read(file), _log_tail(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
     ]
 
 

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
-from partita.forecast.peak import NOTHING, Peaks, Size
-from partita.forecast.pieces import Piece, Trace, Work
-from partita.forecast.ranks import Sent
-from partita.forecast.shortened import Stand
-from partita.forecast.storages import Mark, Storages
+from partita.forecast.sizes import NOTHING, Peaks, Size
+from partita.forecast.block_trace import BlockTrace, Trace, Work
+from partita.forecast.counted_groups import SentCounter
+from partita.forecast.fewer_blocks import BlockMap
+from partita.forecast.storages import StorageId, Storages
 from partita.parallel.pipeline.deferred_gradients import DeferredGradients
 from partita.parallel.tensor.functions import CopyToTensorRanks
 
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        sent: Sent,
+        sent: SentCounter,
         storages: Storages,
         deferred: DeferredGradients | None = None,
         copy_input: CopyToTensorRanks | None = None,
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self._live_after = dict[int, Size]()
         self._received = dict[int, int]()
         self._inputs = dict[int, int]()
-        self._input_ids = dict[int, Mark]()
+        self._input_ids = dict[int, StorageId]()
         self._consumed = defaultdict[int, Size](Size)
         self._deferred_after = dict[
             int, int
@@ -100,20 +100,20 @@ class Recorder(TorchDispatchMode):
         """Record the end of the forward, when only the loss and the tensors saved for backward are alive."""
         self._drop_held_input()
         self._prologue = self._storages.early
-        self._shared_inputs = self._storages.early_apart
+        self._shared_inputs = self._storages.early_inputs
         self._forward_end = self._live_since_blocks
-        for number, mark in self._input_ids.items():
-            if not self._storages.is_there(mark):
-                self._consumed[number] = self._storages.size_of(mark)
+        for number, storage_id in self._input_ids.items():
+            if not self._storages.is_alive(storage_id):
+                self._consumed[number] = self._storages.size_of(storage_id)
         if self._blocks:
             self._move_to("backward", len(self._blocks))
 
-    def weights_began(self) -> None:
+    def weight_gradients_began(self) -> None:
         """Record the end of the backward, and the start of the deferred weight gradients."""
         self._end_of_backward = self._storages.live.num_bytes
         self._move_to("weights", 0)
 
-    def arrived(self, param: Tensor, name: str) -> None:
+    def gradient_ready(self, param: Tensor, name: str) -> None:
         """Record that a gradient is complete, and has been moved to gradient storage."""
         position = self._position
         if position[0] == "weights":
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         live, in_place = self._storages.live, self._in_place_bytes[self._position]
         self._peaks[self._position].note(live)
         self._in_place_peaks[self._position].note(live + Size(in_place, in_place))
-        self._stage_end[self._position] = max(self._stage_end[self._position], live.num_bytes + self._storages.missed)
+        self._stage_end[self._position] = max(self._stage_end[self._position], live.num_bytes + self._storages.freed_bytes)
 
     def _before_block(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -149,13 +149,13 @@ class Recorder(TorchDispatchMode):
             self._live_before[number] = self._live_since_blocks
             self._move_to("forward", number)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends(leaf))
+            self._received[number] = sum(leaf.nbytes for leaf in leaves if self._storages.depends_on_params(leaf))
             for leaf in leaves:
                 if leaf.requires_grad and leaf.grad_fn is not None:
-                    self._inputs[number], mark = leaf.nbytes, self._storages.mark(leaf)
-                    if mark is not None:
-                        self._input_ids[number] = mark
-                    leaf.register_hook(partial(self._backward_ends, number, mark))
+                    self._inputs[number], storage_id = leaf.nbytes, self._storages.storage_id(leaf)
+                    if storage_id is not None:
+                        self._input_ids[number] = storage_id
+                    leaf.register_hook(partial(self._backward_ends, number, storage_id))
                     break
 
         return hook
@@ -167,8 +167,8 @@ class Recorder(TorchDispatchMode):
             self._move_to("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    mark = self._storages.mark(leaf)
-                    leaf.register_hook(partial(self._backward_begins, number, mark))
+                    storage_id = self._storages.storage_id(leaf)
+                    leaf.register_hook(partial(self._backward_begins, number, storage_id))
                     break
 
         return hook
@@ -177,33 +177,33 @@ class Recorder(TorchDispatchMode):
         if self._copy_input is not None:
             self._copy_input.forget()
 
-    def _backward_begins(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+    def _backward_begins(self, number: int, output: StorageId | None, gradient: Tensor) -> None:
         self._drop_held_input()
         if number == len(self._blocks) - 1:
             self._close_block(number + 1, self._live_after[number], output, gradient)
             self._watch_output(number, output, gradient)
         self._move_to("backward", number)
 
-    def _backward_ends(self, number: int, value: Mark | None, gradient: Tensor) -> None:
+    def _backward_ends(self, number: int, value: StorageId | None, gradient: Tensor) -> None:
         self._drop_held_input()
         self._close_block(number, self._live_before[number], value, gradient)
         self._watch_output(number - 1, value, gradient)
 
-    def _watch_output(self, number: int, output: Mark | None, gradient: Tensor) -> None:
+    def _watch_output(self, number: int, output: StorageId | None, gradient: Tensor) -> None:
         """Record that a block's backward begins, with the gradient of its output."""
         self._move_to("backward", number)
-        self._storages.watch([output, self._storages.mark(gradient)])
+        self._storages.watch([output, self._storages.storage_id(gradient)])
         self._note_peak()
 
-    def _close_block(self, number: int, kept: Size, value: Mark | None, gradient: Tensor) -> None:
+    def _close_block(self, number: int, kept: Size, value: StorageId | None, gradient: Tensor) -> None:
         """Record, at the end of a block's backward, the deferred bytes of it and of the backwards of later blocks.
 
         They are the live bytes without the ``gradient`` of its input ``value``, and without the bytes kept by earlier
         blocks. The value counts as kept, even if it has been freed.
         """
-        mark = self._storages.mark(gradient)
-        gone = 0 if value is None or self._storages.is_there(value) else value.num_bytes
-        there = (self._prologue + kept).num_bytes + (0 if mark is None else mark.num_bytes)
+        storage_id = self._storages.storage_id(gradient)
+        gone = 0 if value is None or self._storages.is_alive(value) else value.num_bytes
+        there = (self._prologue + kept).num_bytes + (0 if storage_id is None else storage_id.num_bytes)
         self._deferred_after[number] = self._storages.live.num_bytes + gone - there
 
     def _move_to(self, phase: str, number: int) -> None:
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
             return True  # models check their inputs: no token is masked, and no sample is packed
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {leaf.untyped_storage()._cdata for leaf in inputs}
-        depends = any(map(self._storages.depends, inputs))
+        depends_on_params = any(map(self._storages.depends_on_params, inputs))
         result = func(*args, **kwargs)
         made = 0
         for leaf in tree_leaves(result):
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in known and not self._storages.knows(storage):
                     made += storage.nbytes()
-                    self._storages.add(storage, depends)
+                    self._storages.add(storage, depends_on_params)
                     self._note_peak()
         self._count_operator(func, args, kwargs, result, inputs, made)
         return result
@@ -279,17 +279,17 @@ class Recorder(TorchDispatchMode):
 
     # --------------------------------------------------------------------------------------------------- result
 
-    def result(self, stand: Stand) -> Trace:
+    def result(self, block_map: BlockMap) -> Trace:
         """Return the trace of the full model.
 
-        ``stand`` has the name of each block of the full model, and the block that represents it.
+        ``block_map`` has the name of each block of the full model, and the block that represents it.
         """
         self._count_sent()
-        num, pieces = len(self._blocks), dict[nn.Module, Piece]()
+        num, block_traces = len(self._blocks), dict[nn.Module, BlockTrace]()
         deferred = [self._deferred_bytes(number) for number in range(num + 2)]
         for number, block in enumerate(self._blocks):
             begin, end = self._live_at(number), self._live_at(number + 1)
-            pieces[block] = replace(
+            block_traces[block] = replace(
                 self._backward(number, end + Size(deferred[number + 1])),
                 kept=end - begin,
                 forward_peak=self._peaks["forward", number].above(begin),
@@ -297,26 +297,26 @@ class Recorder(TorchDispatchMode):
                 consumed=self._consumed[number],
                 forward=self._work["forward", number],
                 input_bytes=self._inputs.get(number, 0),
-                left_bytes=deferred[number] - deferred[number + 1],
+                deferred_bytes=deferred[number] - deferred[number + 1],
             )
         there = self._live_at(num) if num else NOTHING
-        before = replace(
+        prologue = replace(
             self._backward(-1, Size(deferred[0])),
             kept=self._live_at(0) if num else NOTHING,
             forward_peak=self._peaks["forward", -1].above(NOTHING),
             forward=self._work["forward", -1],
-            left_bytes=deferred[-1] - deferred[0],
+            deferred_bytes=deferred[-1] - deferred[0],
         )
-        after = replace(
-            self._backward(num, there) if num else Piece(),
+        epilogue = replace(
+            self._backward(num, there) if num else BlockTrace(),
             kept=self._prologue + self._forward_end - there if num else NOTHING,
             forward_peak=self._peaks["forward", num].above(there),
             forward=self._work["forward", num],
             backward=Work(),
-            left_bytes=deferred[num],
+            deferred_bytes=deferred[num],
         )
-        blocks = tuple(pieces[block] for _, block in stand)
-        return Trace(before, tuple(name for name, _ in stand), blocks, after, around=self._shared_inputs)
+        blocks = tuple(block_traces[block] for _, block in block_map)
+        return Trace(prologue, tuple(name for name, _ in block_map), blocks, epilogue, shared_inputs=self._shared_inputs)
 
     def _live_at(self, number: int) -> Size:
         """Return the bytes that exist when a block, or the epilogue, begins.
@@ -329,15 +329,15 @@ class Recorder(TorchDispatchMode):
             return self._prologue + self._live_before[number]
         return self._prologue + self._live_after[number - 1] - self._consumed[number - 1]
 
-    def _backward(self, number: int, there: Size) -> Piece:
+    def _backward(self, number: int, there: Size) -> BlockTrace:
         """Return the values of a backward. Its peaks are above ``there``."""
         position = ("backward", number)
-        return Piece(
+        return BlockTrace(
             backward_peak=self._peaks[position].above(there),
             backward=self._work[position],
             gradients=self._gradients[position],
-            growing_peak=self._in_place_peaks[position].above(there),
-            ended_bytes=self._stage_end[position] - self._peaks[position].num_bytes,
+            in_place_peak=self._in_place_peaks[position].above(there),
+            stage_end_bytes=self._stage_end[position] - self._peaks[position].num_bytes,
         )
 
     def _deferred_bytes(self, number: int) -> int:

@@ -12,7 +12,7 @@ from partita.parallel.pipeline.schedule import Shape
 from partita.plan.mesh_shape import part_of_pipeline
 from partita.plan.share import Copies
 from partita.plan.span import Entry
-from partita.planner.group_units import UnitSpec
+from partita.planner.units import UnitSpec
 
 META = torch.device("meta")
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 class Stage:
     """The units and blocks of one pipeline rank.
 
-    ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``places``: the number of
+    ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``block_numbers``: the number of
     the block around each of them; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each of the
     rank's stages.
     """
@@ -29,7 +29,7 @@ class Stage:
     index: int
     units: tuple[int, ...]
     entries: tuple[tuple[Entry, ...], ...]
-    places: tuple[int | None, ...]
+    block_numbers: tuple[int | None, ...]
     chunks: tuple[tuple[int, int], ...]
 
 
@@ -55,10 +55,10 @@ class Cuts:
         return self._found[num_stages]
 
 
-def whole(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]) -> Stage:
+def single_stage(specs: Sequence[UnitSpec], entries: Sequence[Sequence[Entry]], blocks: Sequence[str]) -> Stage:
     """Return the only stage of a model that is not cut."""
-    places = tuple(_block_numbers(specs, blocks))
-    return Stage(0, tuple(range(len(specs))), tuple(map(tuple, entries)), places, ((0, len(blocks)),))
+    block_numbers = tuple(_block_numbers(specs, blocks))
+    return Stage(0, tuple(range(len(specs))), tuple(map(tuple, entries)), block_numbers, ((0, len(blocks)),))
 
 
 def stages_of(
@@ -84,13 +84,13 @@ def stages_of(
             ranks = tuple(sorted({stage % shape.ranks for stage in found.stages[id(info.param)]}))
             for rank in ranks:
                 per_rank[rank].setdefault(number, []).append(entry if len(ranks) == 1 else _tied(entry, ranks))
-    places = list(_block_numbers(specs, blocks))
+    block_numbers = list(_block_numbers(specs, blocks))
     return [
         Stage(
             rank,
             tuple(of_rank),
             tuple(map(tuple, of_rank.values())),
-            tuple(places[number] for number in of_rank),
+            tuple(block_numbers[number] for number in of_rank),
             tuple(_bounds(found, shape, rank)),
         )
         for rank, of_rank in enumerate(per_rank)
@@ -111,10 +111,10 @@ def _tied(entry: Entry, ranks: tuple[int, ...]) -> Entry:
 def _block_numbers(specs: Sequence[UnitSpec], blocks: Sequence[str]) -> Iterator[int | None]:
     at: Mapping[str, int] = {name: number for number, name in enumerate(blocks)}
     for spec in specs:
-        yield next((at[name] for name in outwards(spec.name) if name in at), None)
+        yield next((at[name] for name in enclosing_modules(spec.name) if name in at), None)
 
 
-def outwards(name: str) -> Iterator[str]:
+def enclosing_modules(name: str) -> Iterator[str]:
     """Yield a module's name, then those of the modules around it."""
     while name:
         yield name

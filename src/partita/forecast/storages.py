@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.forecast.peak import NOTHING, Size
+from partita.forecast.sizes import NOTHING, Size
 
 
 @dataclass(frozen=True)
-class Mark:
+class StorageId:
     """The identity of a storage, which differs from that of a later storage at the same address."""
 
     address: int
@@ -24,8 +24,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class _Alive:
-    mark: Mark
-    depends: bool
+    storage_id: StorageId
+    depends_on_params: bool
     is_early: bool
     size: Size
 
@@ -36,8 +36,8 @@ class Storages:
     Attributes:
         live: size of all live storages.
         early: size of the live storages that were allocated before :meth:`end_early`.
-        early_apart: size of the early storages that depend on no parameter.
-        missed: bytes of the watched storages that have been freed.
+        early_inputs: size of the early storages that depend on no parameter.
+        freed_bytes: bytes of the watched storages that have been freed.
 
     Args:
         params: storages of the parameters, which exist before.
@@ -46,69 +46,69 @@ class Storages:
     """
 
     def __init__(self, params: Iterable[torch.UntypedStorage], samples: int = 1) -> None:
-        self.live = self.early = self.early_apart = NOTHING
-        self.missed = 0
+        self.live = self.early = self.early_inputs = NOTHING
+        self.freed_bytes = 0
         self._samples = samples
         self._num = 0
         self._is_early = True
         self._params = {storage._cdata for storage in params}
         self._alive = dict[int, _Alive]()
-        self._watched = set[Mark]()
+        self._watched = set[StorageId]()
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._alive
 
-    def depends(self, tensor: Tensor) -> bool:
+    def depends_on_params(self, tensor: Tensor) -> bool:
         """Return True if a tensor was computed from a parameter, or is one."""
         address = tensor.untyped_storage()._cdata
-        return address in self._params or (address in self._alive and self._alive[address].depends)
+        return address in self._params or (address in self._alive and self._alive[address].depends_on_params)
 
     def end_early(self) -> None:
         """Count storages that are allocated from now on as not early."""
         self._is_early = False
 
-    def mark(self, tensor: Tensor) -> Mark | None:
+    def storage_id(self, tensor: Tensor) -> StorageId | None:
         """Return the identity of a tensor's storage; None if the storage existed before."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found.mark
+        return None if found is None else found.storage_id
 
-    def is_there(self, mark: Mark) -> bool:
+    def is_alive(self, storage_id: StorageId) -> bool:
         """Return True if the storage is still alive."""
-        found = self._alive.get(mark.address)
-        return found is not None and found.mark == mark
+        found = self._alive.get(storage_id.address)
+        return found is not None and found.storage_id == storage_id
 
-    def size_of(self, mark: Mark) -> Size:
+    def size_of(self, storage_id: StorageId) -> Size:
         """Return the size of the storage."""
-        return Size(mark.num_bytes, mark.num_bytes if mark.num_bytes % self._samples else 0)
+        return Size(storage_id.num_bytes, storage_id.num_bytes if storage_id.num_bytes % self._samples else 0)
 
-    def add(self, storage: torch.UntypedStorage, depends: bool) -> None:
+    def add(self, storage: torch.UntypedStorage, depends_on_params: bool) -> None:
         """Add a storage that an operator has allocated."""
         self._num += 1
-        mark = Mark(storage._cdata, self._num, storage.nbytes())
-        size = self.size_of(mark)
-        self._alive[mark.address] = made = _Alive(mark, depends, self._is_early, size)
+        storage_id = StorageId(storage._cdata, self._num, storage.nbytes())
+        size = self.size_of(storage_id)
+        self._alive[storage_id.address] = made = _Alive(storage_id, depends_on_params, self._is_early, size)
         self._count(made, size)
-        weakref.finalize(storage, self._freed, mark)
+        weakref.finalize(storage, self._freed, storage_id)
 
-    def watch(self, marks: Iterable[Mark | None]) -> None:
-        """Watch these storages and no others: ``missed`` counts the bytes of those that are freed."""
-        self.missed = 0
+    def watch(self, storage_ids: Iterable[StorageId | None]) -> None:
+        """Watch these storages and no others: ``freed_bytes`` counts the bytes of those that are freed."""
+        self.freed_bytes = 0
         self._watched = set()
-        for mark in {mark for mark in marks if mark is not None}:
-            if self.is_there(mark):
-                self._watched.add(mark)
+        for storage_id in {storage_id for storage_id in storage_ids if storage_id is not None}:
+            if self.is_alive(storage_id):
+                self._watched.add(storage_id)
             else:
-                self.missed += mark.num_bytes
+                self.freed_bytes += storage_id.num_bytes
 
-    def _freed(self, mark: Mark) -> None:
-        freed = self._alive.pop(mark.address)
+    def _freed(self, storage_id: StorageId) -> None:
+        freed = self._alive.pop(storage_id.address)
         self._count(freed, NOTHING - freed.size)
-        if mark in self._watched:
-            self.missed += mark.num_bytes
+        if storage_id in self._watched:
+            self.freed_bytes += storage_id.num_bytes
 
     def _count(self, each: _Alive, more: Size) -> None:
         self.live += more
         if each.is_early:
             self.early += more
-            if not each.depends:
-                self.early_apart += more
+            if not each.depends_on_params:
+                self.early_inputs += more

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from partita.comm.collectives import Collectives
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.pieces import Trace
-from partita.forecast.ranks import Sent
+from partita.forecast.block_trace import Trace
+from partita.forecast.counted_groups import SentCounter
 from partita.forecast.recorder import Recorder
-from partita.forecast.shortened import Stand
+from partita.forecast.fewer_blocks import BlockMap
 from partita.forecast.storages import Storages
-from partita.forecast.without_values import without_values
+from partita.forecast.meta_ops import without_values
 from partita.parallel.pipeline.deferred_gradients import DeferredGradients, WeightGradients
 from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.plan.share import Shares
@@ -32,11 +32,11 @@ from partita.sharding.half import HalfParameter
 
 
 @dataclass(frozen=True)
-class Rank:
+class TracedRank:
     """The traced rank, and its settings.
 
     Attributes:
-        stand: for every block of the full model, its name and the block that represents it (:func:`shortened`).
+        block_map: for every block of the full model, its name and the block that represents it (:func:`fewer_blocks`).
         dtypes: the dtype in which each parameter is stored, by id.
         collectives: they count the bytes that the model sends.
         shares: the rank's shares of split parameters.
@@ -47,7 +47,7 @@ class Rank:
         copy_input: the entrance of layers that are split over tensor ranks. It keeps their last input until the next one.
     """
 
-    stand: Stand
+    block_map: BlockMap
     dtypes: Mapping[int, torch.dtype]
     collectives: Collectives
     shares: Shares
@@ -58,24 +58,24 @@ class Rank:
     copy_input: CopyToTensorRanks | None = None
 
 
-def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
+def trace(model: nn.Module, batch: Any, rank: TracedRank, samples: int = 1) -> Trace:
     """Run one forward and backward without data. The model is restored at the end.
 
     Args:
         batch: the arguments of the forward, on the ``meta`` device: a mapping or a tuple.
         rank: the traced rank; its collectives count the bytes that the model sends.
-        samples: the number of samples of the batch, if it is from :func:`telling`, to scale the trace
+        samples: the number of samples of the batch, if it is from :func:`coprime_batch`, to scale the trace
             (:meth:`Trace.of`).
 
     Raises:
         ConfigError: the forward cannot be run without data.
     """
-    blocks = list(dict.fromkeys(block for _, block in rank.stand))
+    blocks = list(dict.fromkeys(block for _, block in rank.block_map))
     meta_parameters = MetaParameters(model, blocks, rank)
     deferring = nullcontext() if rank.weights is None else rank.weights.deferring(0)
     with meta_parameters, deferring as deferred:
         storages = Storages((param.untyped_storage() for param in meta_parameters.params), samples)
-        recorder = Recorder(blocks, Sent(rank.collectives), storages, deferred, rank.copy_input)
+        recorder = Recorder(blocks, SentCounter(rank.collectives), storages, deferred, rank.copy_input)
         meta_parameters.report_to(recorder, deferred)
         try:
             with without_values(), recorder:
@@ -86,7 +86,7 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
                 loss.backward()
                 del loss
                 if deferred is not None and rank.weights is not None:
-                    recorder.weights_began()
+                    recorder.weight_gradients_began()
                     meta_parameters.report_to(recorder)
                     rank.weights.take(0).run()
         except (PartitaError, KeyboardInterrupt):
@@ -100,10 +100,10 @@ def trace(model: nn.Module, batch: Any, rank: Rank, samples: int = 1) -> Trace:
         finally:
             recorder.remove()
     batch_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    return replace(recorder.result(rank.stand), batch_bytes=batch_bytes, samples=samples)
+    return replace(recorder.result(rank.block_map), batch_bytes=batch_bytes, samples=samples)
 
 
-def telling(model: nn.Module, sample: Any) -> int:
+def coprime_batch(model: nn.Module, sample: Any) -> int:
     """Return a number of samples that identifies the sizes which grow with the number of samples.
 
     It is coprime to the sizes of all parameters, and of all arguments for one ``sample``. Sizes that it does not divide
@@ -137,7 +137,7 @@ class MetaParameters:
     counted elsewhere.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], rank: Rank) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], rank: TracedRank) -> None:
         self._model = model
         self._rank = rank
         self._block_of = {id(inner): id(block) for block in blocks for inner in block.modules()}
@@ -199,4 +199,4 @@ class MetaParameters:
             assert isinstance(param, nn.Parameter)
             self._deferred.add_gradient(param, gradient)
         else:
-            self._recorder.arrived(param, name)
+            self._recorder.gradient_ready(param, name)

@@ -31,7 +31,7 @@ from partita.huggingface.conversion import FileTensors, is_of_transformers
 from partita.huggingface.weights import INDEX, SINGLE, read_index
 from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
 from partita.inspection.full_tensors import FullTensors
-from partita.planner.parameters import find_quantized
+from partita.planner.parameters import find_quantized_params
 
 FILE_BYTES = 4 * 2**30
 # Lock file in the temporary folder, held while the process that writes it runs.
@@ -57,7 +57,7 @@ def export(
     Raises:
         PartitaError: the folder cannot be written, or parameters are quantized.
     """
-    if quantized := find_quantized(model):
+    if quantized := find_quantized_params(model):
         raise PartitaError(
             f"engine.export: '{quantized[0].fqns[0]}' is quantized, and quantized parameters cannot be exported: save "
             "the trainable ones by engine.state_dict(trainable=True), or all of them by the model's own "

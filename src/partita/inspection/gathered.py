@@ -11,7 +11,7 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.inspection.full_tensors import FullTensors
 from partita.optim.step import Updater
-from partita.planner.parameters import ParameterInfo, find_quantized
+from partita.planner.parameters import ParameterInfo, find_quantized_params
 from partita.sharding.assemble import equal_value_ranks
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
@@ -33,7 +33,7 @@ class Gathered:
         self._updater = updater
         self._whole = whole
         self._transforms = transforms
-        self._quantized = {id(info.param) for info in find_quantized(runtime.model)}  # always unsharded
+        self._quantized = {id(info.param) for info in find_quantized_params(runtime.model)}  # always unsharded
         self._unsharded = set[int]()  # ids of parameters that active contexts have unsharded
         self._in_fp32 = set[int]()  # ids of unsharded parameters with the values of their master weights
         # Autograd's nodes of split parameters that are now unsharded, kept alive because they have the shard's shape.

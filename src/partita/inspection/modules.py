@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from partita.comm.group import Group
-from partita.planner.off_stage import modules_here
+from partita.planner.off_stage import modules_on_stage
 
 EXTRA_STATE = "_extra_state"
 
@@ -43,7 +43,7 @@ def owning_ranks(model: nn.Module, all_ranks: Group, *, shared: bool) -> Callabl
     """
     if shared:
         return lambda name: 0
-    here = modules_here(model)
+    here = modules_on_stage(model)
     every = all_ranks.exchange_objects(
         [name for name in _buffers_and_extra_states(model) if _module_of(name) in here], "buffers"
     )

@@ -12,9 +12,9 @@ from partita.memory.capacity import free_now, host_memory
 from partita.plan.residence import Tier
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
-from partita.planner.figures import format_bytes
-from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.planner.remedies import fitting_changes, lighter_stage
+from partita.planner.formatting import format_bytes
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
+from partita.planner.remedies import settings_that_fit, cheaper_stage
 
 _log = logging.getLogger("partita")
 # Disk space is reserved when the disk tier is opened, which raises if it is missing.
@@ -41,7 +41,7 @@ def check_capacity(blueprint: Blueprint, model: nn.Module, device: torch.device)
     where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking_tiers)
     lines = [f"partita.initialize: the states of a rank do not fit ({where}), and nothing was allocated"]
     lines += [_line(tier, states, working, budget) for tier in Tier if states[tier] or working[tier]]
-    if changes := fitting_changes(blueprint, budget):
+    if changes := settings_that_fit(blueprint, budget):
         lines.append("They would fit with:")
         lines += [f"  {place}. {change}" for place, change in enumerate(changes, 1)]
     else:
@@ -57,7 +57,7 @@ def log_lower_stage(blueprint: Blueprint, model: nn.Module, device: torch.device
     if accelerator.is_simulated(device) or num_ranks == 1:
         return
     budget = _free(model, device)
-    if (line := lighter_stage(blueprint, budget.shared(num_ranks))) is not None:
+    if (line := cheaper_stage(blueprint, budget.shared(num_ranks))) is not None:
         _log.info("%s", line)
 
 

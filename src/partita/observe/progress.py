@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from partita.observe.metrics import HeldOutRow, TrainRow
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 
 REFRESH_S = 0.2
 

@@ -29,7 +29,7 @@ from partita.optim.states import OptimizerStates, Views
 from partita.optim.updates import Context, Updates
 from partita.plan.residence import Tier
 from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import find_all_parameters, find_quantized, is_quantized
+from partita.planner.parameters import find_all_parameters, find_quantized_params, is_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
@@ -86,7 +86,7 @@ class Updater(ABC):
         self.steps = 0
         self.skipped = 0
         self.culprit = ""
-        everywhere = [*find_all_parameters(runtime.model), *find_quantized(runtime.model)]
+        everywhere = [*find_all_parameters(runtime.model), *find_quantized_params(runtime.model)]
         others = [info for info in everywhere if is_off_stage(info.param) or is_quantized(info.param)]
         self.views = Views(runtime.units, runtime.memory, others)
         self.views.attach(optimizer)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from partita.errors import ConfigError
 from partita.optim.optimizer import copies
-from partita.planner.memory import ADAM_MOMENTS
+from partita.planner.state_bytes import ADAM_MOMENTS
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 

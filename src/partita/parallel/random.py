@@ -26,7 +26,7 @@ from partita.comm.group import Group
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.plan.mesh_shape import MeshShape
-from partita.planner.group_units import find_blocks
+from partita.planner.units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 

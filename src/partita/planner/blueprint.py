@@ -27,11 +27,11 @@ from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.full_precision import FullPrecision, find_full_precision
-from partita.planner.group_units import UnitSpec, group_units
-from partita.planner.memory import ADAM_MOMENTS
+from partita.planner.units import UnitSpec, group_units
+from partita.planner.state_bytes import ADAM_MOMENTS
 from partita.planner.parameters import ParameterInfo, check_no_shared_memory, check_supported, find_stage_parameters
-from partita.planner.placement import Placement, chosen_tiers
-from partita.planner.working import working_bytes
+from partita.planner.placement import Placement, resolve_tiers
+from partita.planner.working_bytes import working_bytes
 
 ON_DEVICE = Tiers()
 
@@ -60,7 +60,7 @@ class Blueprint:
         return united(row.groups(self.resolved.mesh) for row in [row_of(self.resolved), *rows])
 
     def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
-        """Return the working memory of ``units`` in bytes, by tier (:func:`~partita.planner.working.working_bytes`)."""
+        """Return the working memory of ``units`` in bytes, by tier (:func:`~partita.planner.working_bytes.working_bytes`)."""
         prefetch, on_host = self.config.zero.prefetch_bytes, self.resolved.on_host
         return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
 
@@ -127,7 +127,7 @@ def make_blueprint(
         return plan_unit(specs[number], layouts[number], resolved.mesh, partial(row_of, resolved, tiers))
 
     if budget is None:
-        tiers = [chosen_tiers(zero.offload, ON_DEVICE)] * len(specs)
+        tiers = [resolve_tiers(zero.offload, ON_DEVICE)] * len(specs)
     else:
         names = [spec.name for spec in specs]
         placement = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments, resolved.on_host)
@@ -160,7 +160,7 @@ def plan_unit(
         ConfigError: only some of its parameters are sharded: they cannot be unsharded in one operation.
     """
     segments = (PlannedSegment(layout, row(layout.encoding, layout.copies), mesh) for layout in layouts)
-    unit = PlannedUnit(spec.name, tuple(segments), tuple(spec.inside))
+    unit = PlannedUnit(spec.name, tuple(segments), tuple(spec.enclosing_units))
     odd = next(
         (
             s

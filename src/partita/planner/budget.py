@@ -19,7 +19,7 @@ class MemoryBudget:
     disk: int
     one_memory: bool = False
 
-    def lacking(self, used: Counter[Tier]) -> list[Tier]:
+    def shortfall(self, used: Counter[Tier]) -> list[Tier]:
         """Return the tiers in which ``used`` exceeds the budget."""
         if self.one_memory:
             used = Counter({Tier.DEVICE: used[Tier.DEVICE] + used[Tier.HOST], Tier.DISK: used[Tier.DISK]})

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
-from partita.planner.group_units import modules_like
+from partita.planner.units import modules_like
 from partita.planner.parameters import ParameterInfo, find_all_parameters
 
 _HALF = (torch.bfloat16, torch.float16)

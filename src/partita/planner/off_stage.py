@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-class Elsewhere(nn.Parameter):
+class OffStageParameter(nn.Parameter):
     """The class of a parameter that only other stages store. It is in no unit and no optimizer of this rank.
 
     A parameter keeps its values when it gets this class: while the engine is built, rank 0 sends the values to the
@@ -14,10 +14,10 @@ class Elsewhere(nn.Parameter):
 
 def is_off_stage(param: torch.Tensor) -> bool:
     """Return True if a parameter is stored only on other stages."""
-    return isinstance(param, Elsewhere)
+    return isinstance(param, OffStageParameter)
 
 
-def modules_here(model: nn.Module) -> set[str]:
+def modules_on_stage(model: nn.Module) -> set[str]:
     """Return the names of the modules that run on this rank.
 
     A module runs on this rank if the rank stores some of its parameters. A module without parameters runs if its parent

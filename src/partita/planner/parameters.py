@@ -30,7 +30,7 @@ def find_all_parameters(model: nn.Module) -> list[ParameterInfo]:
     return [info for info in _find_all(model) if not is_quantized(info.param)]
 
 
-def find_quantized(model: nn.Module) -> list[ParameterInfo]:
+def find_quantized_params(model: nn.Module) -> list[ParameterInfo]:
     """Return the quantized parameters, which are in no unit, in the same order."""
     return [info for info in _find_all(model) if is_quantized(info.param)]
 

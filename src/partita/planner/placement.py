@@ -23,16 +23,16 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
 from partita.planner.budget import MemoryBudget
-from partita.planner.figures import format_bytes
-from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.planner.working import most_working_bytes
+from partita.planner.formatting import format_bytes
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
+from partita.planner.working_bytes import most_working_bytes
 
 TIERS = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 STATES = ("parameters", "optimizer")  # in the order in which they get device memory
 SHOWN = {"parameters": "parameters", "gradients": "gradients", "master": "optimizer", "moments": "optimizer"}
 
 
-def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
+def resolve_tiers(offload: Offload, auto: Tiers) -> Tiers:
     """Return a unit's tiers: those of the config, and those of ``auto`` for states that are ``auto`` in the config."""
     optimizer = TIERS.get(offload.optimizer, auto.optimizer)
     gradients = None
@@ -41,7 +41,7 @@ def chosen_tiers(offload: Offload, auto: Tiers) -> Tiers:
     return Tiers(TIERS.get(offload.parameters, auto.parameters), gradients, optimizer)
 
 
-def leaves_a_choice(offload: Offload) -> bool:
+def has_auto_tiers(offload: Offload) -> bool:
     """Return True if the config has a tier that is ``auto``."""
     return "auto" in (offload.parameters, offload.optimizer)
 
@@ -74,7 +74,7 @@ class Placement:
 
         def fits(on_device: int, on_host_or_device: int, tier: Tier) -> bool:
             states, working = self._needed(self._tiers_in_order(items, on_device, on_host_or_device))
-            return tier not in budget.lacking(states + working)
+            return tier not in budget.shortfall(states + working)
 
         # The bytes on the device do not depend on the tiers of the other states, and the host and the disk need less
         # when faster tiers store more. So each prefix can be found separately.
@@ -86,8 +86,8 @@ class Placement:
             )
         tiers = self._tiers_in_order(items, on_device, on_host_or_device)
         states, working = self._needed(tiers)
-        if lacking := budget.lacking(states + working):
-            raise _too_large(states, working, budget, lacking)
+        if shortfall := budget.shortfall(states + working):
+            raise _too_large(states, working, budget, shortfall)
         return tiers
 
     def _tiers_in_order(self, items: Sequence[tuple[int, str]], on_device: int, on_host_or_device: int) -> list[Tiers]:
@@ -100,7 +100,7 @@ class Placement:
         for place, (number, state) in enumerate(items):
             tier = Tier.DEVICE if place < on_device else Tier.HOST if place < on_host_or_device else Tier.DISK
             chosen[number] = replace(chosen[number], **{state: tier})
-        return [chosen_tiers(self.offload, tiers) for tiers in chosen]
+        return [resolve_tiers(self.offload, tiers) for tiers in chosen]
 
     def _needed(self, tiers: Sequence[Tiers]) -> tuple[Counter[Tier], Counter[Tier]]:
         """Return the bytes of states, and of working memory, by tier."""
@@ -116,7 +116,7 @@ class Placement:
 
 
 def _too_large(
-    states: Counter[Tier], working: Counter[Tier], budget: MemoryBudget, lacking: Sequence[Tier]
+    states: Counter[Tier], working: Counter[Tier], budget: MemoryBudget, shortfall: Sequence[Tier]
 ) -> ConfigError:
     lines = [
         f"  {tier.value:<7}{format_bytes(states[tier]):>8} of states + {format_bytes(working[tier]):>7} of working "
@@ -133,8 +133,8 @@ def _too_large(
         Tier.DISK: "let zero.offload.path name a folder on a larger disk (files in memory do not count), or raise "
         "zero.stage",
     }
-    fix = "; ".join(fixes[tier] for tier in lacking)
-    where = " and ".join(tier.value for tier in lacking)
+    fix = "; ".join(fixes[tier] for tier in shortfall)
+    where = " and ".join(tier.value for tier in shortfall)
     return ConfigError("\n".join([f"zero.offload: the states of a rank do not fit ({where})", *lines, f"Fix: {fix}."]))
 
 

@@ -14,9 +14,9 @@ from partita.plan.state_plan import Encodings, StatePlan, Tiers, further_stages,
 from partita.plan.strategies import UNCOMPRESSED
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
-from partita.planner.figures import format_bytes
-from partita.planner.memory import bytes_by_tier, model_state_bytes
-from partita.planner.placement import chosen_tiers
+from partita.planner.formatting import format_bytes
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
+from partita.planner.placement import resolve_tiers
 from partita.planner.traffic import StepShape, step_traffic
 
 
@@ -50,7 +50,7 @@ def find_remedies(
     return sorted(useful, key=lambda remedy: -remedy.num_bytes)[:most]
 
 
-def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -> list[str]:
+def settings_that_fit(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -> list[str]:
     """Return the changes of stage and tiers with which states and working memory fit, the smallest changes first.
 
     On one rank all stages are the same, so no stage is suggested.
@@ -70,12 +70,12 @@ def fitting_changes(blueprint: Blueprint, budget: MemoryBudget, most: int = 3) -
             needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
             needed += blueprint.working_bytes(units)
             words = [change] * bool(change) + [f"zero.offload.{state}: {tier}" for state, tier in states.items()]
-            if words and not budget.lacking(needed):
+            if words and not budget.shortfall(needed):
                 found.append((len(words), len(states), ", ".join(words)))
     return [words for *_, words in sorted(found, key=lambda each: each[:2])[:most]]
 
 
-def lighter_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
+def cheaper_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
     """Return a line that suggests a lower stage with less traffic.
 
     The stage must need less than half of the ``budget``; the other half is for activations. Return None if there is no
@@ -142,7 +142,7 @@ def changed_units(units: Sequence[PlannedUnit], name: str, offload: Offload) -> 
     changed = []
     for unit in units:
         segments = [
-            replace(s, row=preset(name, _encodings(s.row), chosen_tiers(offload, _tiers(s.row)), s.mesh))
+            replace(s, row=preset(name, _encodings(s.row), resolve_tiers(offload, _tiers(s.row)), s.mesh))
             for s in unit.segments
         ]
         changed.append(replace(unit, segments=tuple(segments)))

@@ -40,7 +40,7 @@ class StepShape:
             backwards, as without ``no_sync``.
         returns_loss: the mean loss over the ranks is computed, as in ``train_batch``; the ranks then also exchange
             the number of micro-batches that each has read.
-        announced: the number of the unit is exchanged with each all-gather, as on accelerators.
+        exchanges_unit_ids: the number of the unit is exchanged with each all-gather, as on accelerators.
         ends_round: replicas that train separately average their weights in this step.
         is_warming_up: the step belongs to the warm-up.
         chunks: pipeline stages per rank; each runs its own forwards and backwards.
@@ -49,7 +49,7 @@ class StepShape:
     accumulate: int = 1
     num_reduced: int | None = None
     returns_loss: bool = False
-    announced: bool = False
+    exchanges_unit_ids: bool = False
     ends_round: bool = False
     is_warming_up: bool = False
     chunks: int = 1
@@ -112,7 +112,7 @@ class _TrafficCounter:
     def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
         """Add a unit's all-gathers for forward and backward, ``times`` of each per micro-batch."""
         num_gathers = times * shape.accumulate * (1 if unit.stays_unsharded else 2)
-        if shape.announced:
+        if shape.exchanges_unit_ids:
             self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             # The secondary shard is stored from forward to the step.

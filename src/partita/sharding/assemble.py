@@ -27,7 +27,7 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
 from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import ParameterInfo, find_all_parameters, find_stage_parameters, find_quantized
+from partita.planner.parameters import ParameterInfo, find_all_parameters, find_stage_parameters, find_quantized_params
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules
 from partita.sharding.parameter import Member, replace_data
@@ -157,7 +157,7 @@ def check_same_model(model: nn.Module, units: Sequence[PlannedUnit], group: Grou
             dtype = torch.float32
         shape, trains = tuple(param.shape), param.requires_grad
         described.append(f"parameter '{name}' of shape {shape}, {dtype}, requires_grad {trains}")
-    described += [quantized.describe(info) for info in find_quantized(model)]
+    described += [quantized.describe(info) for info in find_quantized_params(model)]
     for name, buffer in model.named_buffers():
         described.append(f"buffer '{name}' of shape {tuple(buffer.shape)}, {buffer.dtype}")
     digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
@@ -266,7 +266,7 @@ class Assembly:
                 f"{source.title}: no tensor is a parameter of {type(self._model).__name__}, whose first parameter is "
                 f"'{missing[0]}'"
             )
-        known = {fqn for info in [*infos, *find_quantized(self._model)] for fqn in info.fqns}
+        known = {fqn for info in [*infos, *find_quantized_params(self._model)] for fqn in info.fqns}
         unused = source.unused(known | {name for name, _ in self._model.named_buffers(remove_duplicate=False)})
         if missing and unused:
             raise ConfigError(
@@ -393,7 +393,7 @@ class Assembly:
                 self._fill_buffers_of(module, path)
         group = self._collectives.all_ranks
         group.broadcast(list(self._model.buffers()), "start")
-        quantized.make_alike(find_quantized(self._model), group, self._device)
+        quantized.make_alike(find_quantized_params(self._model), group, self._device)
 
     def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
         if self._needs_buffers(module):

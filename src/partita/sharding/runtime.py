@@ -23,7 +23,7 @@ from partita.plan.slots import bytes_ahead, unit_pool, unshard_scratch_bytes
 from partita.planner.blueprint import Blueprint, row_of
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
-from partita.planner.memory import bytes_by_tier, model_state_bytes
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync

@@ -19,7 +19,7 @@ from partita.errors import PartitaError
 from partita.kernels.chunks import chunks
 from partita.memory import accelerator
 from partita.memory.streams import record
-from partita.planner.parameters import find_all_parameters, find_quantized
+from partita.planner.parameters import find_all_parameters, find_quantized_params
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitState
@@ -272,7 +272,7 @@ class Structure:
         self.modules = list[nn.Module]()  # all modules of the model, in its order, as of the last check
         self._recorded = [(unit, [_with_owners(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
-        others = [*find_quantized(model), *find_all_parameters(model)]
+        others = [*find_quantized_params(model), *find_all_parameters(model)]
         self._others = {id(info.param) for info in others}
         self._remember()
 

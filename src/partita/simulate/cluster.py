@@ -13,8 +13,8 @@ from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.memory import accelerator
-from partita.planner.placement import leaves_a_choice
-from partita.simulate.rank import RankReport, Subject, simulate_rank
+from partita.planner.placement import has_auto_tiers
+from partita.simulate.rank import RankReport, SimulatedModel, simulate_rank
 from partita.simulate.roles import Role, distinct_roles, role_of
 
 RANKS_PER_NODE = 8
@@ -38,7 +38,7 @@ class Simulation:
 
 
 def simulate(
-    subject: Subject,
+    simulated_model: SimulatedModel,
     config: str | Path | Mapping[str, Any] | Config | None,
     cluster: Cluster,
     ranks: Sequence[int] | None = None,
@@ -62,10 +62,10 @@ def simulate(
     roles = distinct_roles(mesh) if ranks is None else [role_of(rank, mesh) for rank in ranks]
     requests = Requests()
     if ranks is not None and mesh.pipeline > 1:  # the requests of the last stage determine those of the others
-        simulate_rank(subject, resolved, role_of(mesh.num_ranks - 1, mesh), cluster.kind, requests)
+        simulate_rank(simulated_model, resolved, role_of(mesh.num_ranks - 1, mesh), cluster.kind, requests)
     found = dict[Role, RankReport]()
     for role in sorted(roles, key=lambda role: -mesh.coordinate(role.rank, "pipeline")):
-        found[role] = simulate_rank(subject, resolved, role, cluster.kind, requests)
+        found[role] = simulate_rank(simulated_model, resolved, role, cluster.kind, requests)
     return Simulation(resolved, tuple(found[role] for role in roles))
 
 
@@ -79,7 +79,7 @@ def _check_kind(kind: str) -> None:
 
 
 def _check_placed(settings: Config) -> None:
-    if leaves_a_choice(settings.zero.offload):
+    if has_auto_tiers(settings.zero.offload):
         raise ConfigError(
             "zero.offload: auto depends on the free memory of the machine that trains, and cannot be simulated: name a "
             "tier (none, host, disk) for each state"

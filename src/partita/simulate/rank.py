@@ -14,13 +14,13 @@ from partita.config.resolve import Resolved
 from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
-from partita.forecast.without_values import without_values
+from partita.forecast.meta_ops import without_values
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.step_events import Watcher, watched_by
 from partita.plan.residence import Tier
 from partita.plan.traffic import TrafficKey, TrafficReport
-from partita.planner.memory import gradient_bytes_in_place
+from partita.planner.state_bytes import gradient_bytes_in_place
 from partita.planner.traffic import StepShape, step_traffic
 from partita.simulate.live_bytes import LiveBytes
 from partita.simulate.roles import Role
@@ -29,7 +29,7 @@ LossFn = Callable[[Any, Any], Tensor] | None
 
 
 @dataclass(frozen=True)
-class Subject:
+class SimulatedModel:
     """The training to simulate.
 
     ``build()`` makes the model, ``batch(samples)`` a micro-batch, both on the ``meta`` device. ``loss_fn`` is as for
@@ -88,7 +88,7 @@ class _CollectiveRecorder(Watcher):
         self.calls.append(Collective(key, num_bytes))
 
 
-def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
+def simulate_rank(simulated_model: SimulatedModel, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
     """Build the engine as this rank on devices of type ``kind`` (``cpu``, ``cuda``), and train two steps.
 
     In the first step, optimizers allocate their states, and the order of all-gathers is recorded. The second step is
@@ -102,31 +102,31 @@ def simulate_rank(subject: Subject, resolved: Resolved, role: Role, kind: str, r
     """
     with accelerator.simulating(kind), _ignore_warnings(), _explain_value_reads():
         with accelerator.SIMULATED:
-            model = subject.build()
+            model = simulated_model.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
-        given = UserArguments(None, None, subject.loss_fn, None)
+        given = UserArguments(None, None, simulated_model.loss_fn, None)
         with without_values(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
-            _train(engine, subject)
+            _train(engine, simulated_model)
             recorder, before = _CollectiveRecorder(), engine.traffic_report()
             with watched_by(recorder), LiveBytes() as live:
-                _train(engine, subject)
+                _train(engine, simulated_model)
             return _report(engine, role, live.peak, before, recorder.calls)
 
 
-def _train(engine: Engine, subject: Subject) -> None:
+def _train(engine: Engine, simulated_model: SimulatedModel) -> None:
     batch = engine.blueprint.resolved.batch
     with accelerator.SIMULATED:
-        batches = [subject.batch(batch.micro) for _ in range(batch.accumulate)]
+        batches = [simulated_model.batch(batch.micro) for _ in range(batch.accumulate)]
     engine.train().train_batch(batches)
 
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, calls: list[Collective]) -> RankReport:
     resolved = engine.blueprint.resolved
     shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.chunks)
-    announced = not accelerator.is_host(engine.mesh.device)
+    exchanges_unit_ids = not accelerator.is_host(engine.mesh.device)
     return RankReport(
         role,
         engine.memory_report(),
@@ -134,7 +134,7 @@ def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, 
         engine.traffic_report().since(before),
         tuple(calls),
         engine.planned_bytes,
-        step_traffic(engine.units, replace(shape, announced=announced)),
+        step_traffic(engine.units, replace(shape, exchanges_unit_ids=exchanges_unit_ids)),
     )
 
 

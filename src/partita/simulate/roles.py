@@ -10,7 +10,7 @@ class Role:
     """A ``rank``, and a text with its coordinates on the axes with several ranks."""
 
     rank: int
-    place: str
+    coordinates: str
 
 
 def role_of(rank: int, mesh: MeshShape) -> Role:

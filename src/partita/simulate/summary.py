@@ -22,7 +22,7 @@ def bytes_rows(simulation: Simulation) -> Iterator[tuple[Row, list[int]]]:
         found = rank.bytes_by_tier
         held = [found.get(tier, 0) for tier in Tier]
         yield (
-            (str(rank.role.rank), rank.role.place),
+            (str(rank.role.rank), rank.role.coordinates),
             [*held, rank.activation_bytes, rank.traffic.sent_bytes()],
         )
 
@@ -73,7 +73,7 @@ def _rank_dict(rank: RankReport) -> dict[str, Any]:
     ]
     return {
         "rank": rank.role.rank,
-        "place": rank.role.place,
+        "place": rank.role.coordinates,
         "bytes": {tier.value: num for tier, num in rank.bytes_by_tier.items()},
         "activation_bytes": rank.activation_bytes,
         "held": [{"state": state, "tier": tier, "bytes": num} for (state, tier), num in rank.memory.held.items()],

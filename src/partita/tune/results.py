@@ -10,7 +10,7 @@ from partita.config.messages import shown
 from partita.errors import ConfigError
 from partita.planner.machine import Machine, machine_of, plain_machine
 from partita.tune.space import key_of
-from partita.tune.trial import Outcome
+from partita.tune.trial import TrialResult
 
 # Keys of the first line, and their names in messages.
 _KEY_NAMES = {
@@ -34,7 +34,7 @@ class Results:
     path: Path | None
     tuned_settings: dict[str, Any]
     machine: Machine | None = None
-    _found: dict[str, Outcome] = field(default_factory=dict)
+    _found: dict[str, TrialResult] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path | None, tuned_settings: Mapping[str, Any]) -> "Results":
@@ -57,7 +57,7 @@ class Results:
         try:
             results.machine = machine_of(rows[0]["machine"])
             for row in rows[1:]:
-                results._found[key_of(row["config"])] = Outcome(**row["outcome"])
+                results._found[key_of(row["config"])] = TrialResult(**row["outcome"])
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConfigError(f"results '{path}' is no file of partita tune; name another file") from None
         return results
@@ -84,11 +84,11 @@ class Results:
         rows += [{"config": json.loads(key), "outcome": asdict(outcome)} for key, outcome in self._found.items()]
         self._write("".join(json.dumps(row) + "\n" for row in rows), anew=True)
 
-    def of(self, config: dict[str, Any]) -> Outcome | None:
+    def of(self, config: dict[str, Any]) -> TrialResult | None:
         """Return the outcome of a trial of this config; None if there is none."""
         return self._found.get(key_of(config))
 
-    def add(self, config: dict[str, Any], outcome: Outcome) -> None:
+    def add(self, config: dict[str, Any], outcome: TrialResult) -> None:
         """Add the outcome of a trial.
 
         Raises:

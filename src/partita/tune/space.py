@@ -9,13 +9,13 @@ from typing import Any
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.choice import CHECKPOINTS, Choice, StateSettings, forms
+from partita.forecast.plan_settings import CHECKPOINTS, PlanSettings, StateSettings, state_precisions
 from partita.forecast.search import Forecast, Search
-from partita.forecast.source import Source
+from partita.forecast.model_source import ModelSource
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.slots import bytes_ahead
 from partita.plan.state_plan import neighbouring_stages
-from partita.planner.group_units import find_blocks
+from partita.planner.units import find_blocks
 from partita.planner.machine import Machine
 
 # Candidates with a predicted step this many times as long are not tried: predictions are accurate to a fourth.
@@ -48,14 +48,14 @@ class Variant:
 class Candidate:
     """A plan with a variant, the ``config`` of both, and its forecast.
 
-    ``move`` describes the difference from the candidate that it was made from.
+    ``change`` describes the difference from the candidate that it was made from.
     """
 
-    choice: Choice
+    settings: PlanSettings
     variant: Variant
     config: dict[str, Any] = field(compare=False)
     forecast: Forecast = field(compare=False)
-    move: str = field(default="", compare=False)
+    change: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -78,18 +78,18 @@ class Space:
     """The search space for ``source`` on ``num_ranks`` devices of a ``kind`` of ``machine``.
 
     ``base`` is the user's config. The ``samples`` of a step and the precision are constant; only if no plan fits
-    with the most exact precision of the states is the next one tried. ``refused``: the last error of a plan whose
+    with the most exact precision of the states is the next one tried. ``last_error``: the last error of a plan whose
     config conflicts with ``base``.
     """
 
-    source: Source
+    source: ModelSource
     machine: Machine
     num_ranks: int
     base: Config
     samples: int
     kind: str
     num_moments: int
-    refused: str = ""
+    last_error: str = ""
     _searches: dict[Variant, Search] = field(default_factory=dict)
 
     @cached_property
@@ -113,18 +113,18 @@ class Space:
         There is one for each mesh and setting of the states: the remaining plans differ from it by single settings.
         """
         fitting = [each for each in self.forecasts if each.fits and each.time is not None]
-        order = [form.name for form in forms(self._search(Variant(units=self._units)).dtype)]
-        best = min((order.index(each.choice.state_settings.form.name) for each in fitting), default=0)
+        order = [precision.name for precision in state_precisions(self._search(Variant(units=self._units)).dtype)]
+        best = min((order.index(each.settings.states.precision.name) for each in fitting), default=0)
         found = dict[tuple[MeshShape, StateSettings], Candidate]()
         variant = Variant(units=self._units)
         for each in sorted(fitting, key=lambda each: each.rank):
-            group = each.choice.mesh, each.choice.state_settings
-            if each.choice.state_settings.form.name == order[best] and group not in found:
-                candidate = self._candidate(each.choice, variant, each)
+            group = each.settings.mesh, each.settings.states
+            if each.settings.states.precision.name == order[best] and group not in found:
+                candidate = self._candidate(each.settings, variant, each)
                 found |= {} if candidate is None else {group: candidate}
         return list(found.values())
 
-    def as_given(self) -> Candidate | None:
+    def user_candidate(self) -> Candidate | None:
         """Return the user's config as a candidate.
 
         Return None if it has none of the sections ``zero``, ``batch`` and ``activations``, if no plan can express it,
@@ -137,36 +137,36 @@ class Space:
             return None
         if not isinstance(checkpoint, str) or checkpoint not in CHECKPOINTS:
             return None
-        form, batch = forms(self.resolved.compute_dtype)[0], self.resolved.batch
-        state_settings = StateSettings(zero.stage, tiers.parameters, tiers.optimizer, form)
+        precision, batch = state_precisions(self.resolved.compute_dtype)[0], self.resolved.batch
+        states = StateSettings(zero.stage, tiers.parameters, tiers.optimizer, precision)
         inputs = self.base.activations.offload
-        choice = Choice(self.resolved.mesh, state_settings, batch.micro, batch.accumulate, checkpoint, inputs)
+        settings = PlanSettings(self.resolved.mesh, states, batch.micro, batch.accumulate, checkpoint, inputs)
         variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
-        return self._candidate(choice, variant, None, "as in the config")
+        return self._candidate(settings, variant, None, "as in the config")
 
-    def moves(self, origin: Candidate) -> list[Candidate]:
+    def neighbours(self, origin: Candidate) -> list[Candidate]:
         """Return candidates that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
         found = dict[str, Candidate]()
-        for move, choice, variant in self._changes(origin):
-            candidate = self._candidate(choice, variant, None, move)
+        for change, settings, variant in self._changes(origin):
+            candidate = self._candidate(settings, variant, None, change)
             if candidate is None or candidate.key == origin.key:
                 continue
             if candidate.seconds < MAX_SLOWDOWN * origin.seconds:
                 found.setdefault(candidate.key, candidate)
         return sorted(found.values(), key=lambda each: each.seconds)
 
-    def smaller(self, origin: Candidate) -> Candidate | None:
+    def half_batch(self, origin: Candidate) -> Candidate | None:
         """Return a candidate with micro-batches of half the size, for one that did not fit.
 
         Return None if they cannot be halved.
         """
-        choice = origin.choice
-        if choice.micro % 2:
+        settings = origin.settings
+        if settings.micro % 2:
             return None
-        half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
+        half = replace(settings, micro=settings.micro // 2, accumulate=2 * settings.accumulate)
         return self._candidate(half, origin.variant, None, "micro-batch halved")
 
-    def config(self, choice: Choice, variant: Variant) -> dict[str, Any]:
+    def config(self, settings: PlanSettings, variant: Variant) -> dict[str, Any]:
         """Return the config for :func:`partita.initialize`, including all other settings of the user."""
         found = {
             name: value
@@ -177,7 +177,7 @@ class Space:
             found[section] = {key: value for key, value in found.get(section, {}).items() if key not in keys}
         zero = {key: value for key, value in found.get("zero", {}).items() if key not in _SEARCHED_ZERO}
         offload = {key: value for key, value in zero.pop("offload", {}).items() if key not in _SEARCHED_TIERS}
-        sections = choice.sections()
+        sections = settings.sections()
         offload |= sections["zero"].pop("offload", {})
         found["zero"] = {**zero, **sections.pop("zero"), **variant.zero(), **({"offload": offload} if offload else {})}
         for name, values in sections.items():
@@ -188,17 +188,17 @@ class Space:
     # ------------------------------------------------------------------------------------------------------- private
 
     def _candidate(
-        self, choice: Choice, variant: Variant, forecast: Forecast | None, move: str = ""
+        self, settings: PlanSettings, variant: Variant, forecast: Forecast | None, change: str = ""
     ) -> Candidate | None:
         """Return a candidate; None if its config is invalid, or if it is predicted not to fit."""
-        config = self.config(choice, variant)
+        config = self.config(settings, variant)
         try:
             resolve(Config.model_validate(config), self.num_ranks, self.kind, self.num_ranks)
-            found = self._search(variant).forecast(choice) if forecast is None else forecast
+            found = self._search(variant).forecast(settings) if forecast is None else forecast
         except ConfigError as error:
-            self.refused = str(error)
+            self.last_error = str(error)
             return None
-        return Candidate(choice, variant, config, found, move) if found.fits else None
+        return Candidate(settings, variant, config, found, change) if found.fits else None
 
     def _search(self, variant: Variant) -> Search:
         """Return the search for a variant. Variants with the same units share the traces of the model."""
@@ -219,45 +219,45 @@ class Space:
         )
         return Search(self.source, self.machine, self.num_ranks, self.samples, config, self.num_moments, dtype, only)
 
-    def _changes(self, origin: Candidate) -> Iterator[tuple[str, Choice, Variant]]:
-        choice, variant = origin.choice, origin.variant
-        if choice.accumulate % 2 == 0:
-            double = replace(choice, micro=2 * choice.micro, accumulate=choice.accumulate // 2)
+    def _changes(self, origin: Candidate) -> Iterator[tuple[str, PlanSettings, Variant]]:
+        settings, variant = origin.settings, origin.variant
+        if settings.accumulate % 2 == 0:
+            double = replace(settings, micro=2 * settings.micro, accumulate=settings.accumulate // 2)
             yield "micro-batch doubled", double, variant
-        if choice.micro % 2 == 0:
-            half = replace(choice, micro=choice.micro // 2, accumulate=2 * choice.accumulate)
+        if settings.micro % 2 == 0:
+            half = replace(settings, micro=settings.micro // 2, accumulate=2 * settings.accumulate)
             yield "micro-batch halved", half, variant
-        for stage in neighbouring_stages(choice.state_settings.stage) if choice.mesh.data > 1 else ():
+        for stage in neighbouring_stages(settings.states.stage) if settings.mesh.data > 1 else ():
             default = replace(variant, prefetch="auto", keep_gathered=False)
             yield (
                 f"stage {stage}",
-                replace(choice, state_settings=replace(choice.state_settings, stage=stage)),
+                replace(settings, states=replace(settings.states, stage=stage)),
                 default,
             )
-        for checkpoint in self._search(variant).sized(choice.mesh).traces:
+        for checkpoint in self._search(variant).rank_model(settings.mesh).traces:
             if isinstance(checkpoint, str):
-                inputs = "none" if checkpoint == "none" else choice.inputs
-                yield f"checkpoint {checkpoint}", replace(choice, checkpoint=checkpoint, inputs=inputs), variant
-        state_settings = choice.state_settings
-        if state_settings.parameters != "none":
+                inputs = "none" if checkpoint == "none" else settings.inputs
+                yield f"checkpoint {checkpoint}", replace(settings, checkpoint=checkpoint, inputs=inputs), variant
+        states = settings.states
+        if states.parameters != "none":
             yield (
                 "parameters on the device",
-                replace(choice, state_settings=replace(state_settings, parameters="none")),
+                replace(settings, states=replace(states, parameters="none")),
                 variant,
             )
-        if state_settings.optimizer != "none":
+        if states.optimizer != "none":
             yield (
                 "optimizer on the device",
-                replace(choice, state_settings=replace(state_settings, optimizer="none")),
+                replace(settings, states=replace(states, optimizer="none")),
                 variant,
             )
-        yield from ((move, choice, other) for move, other in self._variants(origin))
+        yield from ((change, settings, other) for change, other in self._variants(origin))
 
     def _variants(self, origin: Candidate) -> Iterator[tuple[str, Variant]]:
         """Yield variants with other settings of all-gathers. There are none if all parameters are stored unsharded."""
-        choice, variant = origin.choice, origin.variant
+        settings, variant = origin.settings, origin.variant
         search = self._search(variant)
-        units = [unit for of_stage in search.planned(choice.mesh, choice.state_settings).values() for unit in of_stage]
+        units = [unit for of_stage in search.planned(settings.mesh, settings.states).values() for unit in of_stage]
         if all(unit.always_unsharded for unit in units):
             return
         yield (

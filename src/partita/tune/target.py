@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from partita.config.load import load_config, read_sections
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.source import Source, read_source
+from partita.forecast.model_source import ModelSource, read_source
 from partita.train.job import Job, load_job
 from partita.train.models import build_model
 
@@ -55,7 +55,7 @@ class Target:
             )
         return load_job(self.text, self.overrides)
 
-    def source(self) -> Source:
+    def source(self) -> ModelSource:
         """Return the model without weights, and its batches.
 
         Raises:
@@ -81,7 +81,7 @@ class Target:
         return job.engine
 
 
-def _of_job(name: str, job: Job) -> Source:
+def _of_job(name: str, job: Job) -> ModelSource:
     with torch.device("meta"):
         ready = build_model(job.model, job.data, reads_weights=False)
     ready.module.train()
@@ -89,7 +89,7 @@ def _of_job(name: str, job: Job) -> Source:
     def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
         return ready.inputs(torch.zeros(samples, job.data.sequence + 1, dtype=torch.long, device=device))
 
-    return Source(name, ready.module, batch, job.data.sequence)
+    return ModelSource(name, ready.module, batch, job.data.sequence)
 
 
 def give_values(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """One rank of a trial: ``python -m partita.tune.trial_rank TASK FILE``.
 
-TASK is a :class:`~partita.tune.trial.Task` as JSON. The measurement, or the error, is written to FILE as JSON.
+TASK is a :class:`~partita.tune.trial.TrialTask` as JSON. The measurement, or the error, is written to FILE as JSON.
 """
 
 import json
@@ -24,9 +24,9 @@ from partita.forecast.trace import loss_of
 from partita.memory import accelerator
 from partita.memory.out_of_memory import is_out_of_memory
 from partita.plan.residence import Tier
-from partita.planner.memory import gradient_bytes_in_place
+from partita.planner.state_bytes import gradient_bytes_in_place
 from partita.tune.target import give_values
-from partita.tune.trial import Task
+from partita.tune.trial import TrialTask
 
 # Steps in which optimizers allocate their states, and the order of all-gathers is recorded.
 WARM_UP = 2
@@ -34,7 +34,7 @@ WARM_UP = 2
 _MAX_OOM_SCORE = "1000"
 
 
-def measure(task: Task) -> dict[str, Any]:
+def measure(task: TrialTask) -> dict[str, Any]:
     """Return the seconds of a step (the median of the task's), and the peak bytes on this rank's device."""
     if task.ranks > 1:
         place = LaunchEnvironment(task.rank, task.ranks, task.rank, task.ranks)
@@ -93,7 +93,7 @@ def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
 def main(text: str, file: Path) -> int:
     """Measure, write the result or the error to ``file``, and return the exit code."""
     try:
-        found = measure(Task.of(text))
+        found = measure(TrialTask.of(text))
     except Exception as error:  # all errors are outcomes of the trial
         message = (str(error) or type(error).__name__).splitlines()[0]
         lacks_memory = is_out_of_memory(error) or any(is_out_of_memory(each) for each in _causes(error))

@@ -15,18 +15,18 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.forecast.plan import Plan, default_samples
-from partita.forecast.source import Source
-from partita.forecast.this_machine import measure_machine
+from partita.forecast.model_source import ModelSource
+from partita.forecast.measure_machine import measure_machine
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
 from partita.optim.build import build_optimizer
 from partita.optim.traits import states_per_element
-from partita.planner.figures import format_bytes
+from partita.planner.formatting import format_bytes
 from partita.planner.machine import Machine, machine_named
 from partita.tune.results import Results
 from partita.tune.space import Candidate, Space
 from partita.tune.target import Target
-from partita.tune.trial import Outcome, Trials
+from partita.tune.trial import TrialResult, Trials
 
 # Plans whose predicted time is at most NEAR_BEST times the best one are measured first, MAX_STARTS that train.
 NEAR_BEST, MAX_STARTS = 1.25, 3
@@ -41,7 +41,7 @@ class Trial:
     """A candidate, and the outcome of its trial."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: TrialResult
 
     @property
     def seconds(self) -> float:
@@ -57,7 +57,7 @@ class Tuned:
     """
 
     target: Target
-    source: Source
+    source: ModelSource
     num_ranks: int
     trials: tuple[Trial, ...]
     complete: bool
@@ -183,7 +183,7 @@ class _Tuning:
         trained = [trial for trial in self._done.values() if trial.outcome.step_s is not None]
         if not trained:
             lines = [
-                f"  {trial.candidate.choice.state_settings.name}: {trial.outcome.failed}"
+                f"  {trial.candidate.settings.states.name}: {trial.outcome.failed}"
                 for trial in self._done.values()
             ]
             raise ConfigError("\n".join([f"tune: all {len(lines)} trials failed:", *lines]))
@@ -202,17 +202,17 @@ class _Tuning:
 
         A plan that lacks memory is tried again with micro-batches of half the size.
         """
-        space, given = self._space, self._space.as_given()
+        space, given = self._space, self._space.user_candidate()
         starts = space.starts()
         if not starts and given is None:
             if any(each.fits for each in space.forecasts):
-                raise ConfigError(f"tune: every plan that fits conflicts with the config: {space.refused}")
+                raise ConfigError(f"tune: every plan that fits conflicts with the config: {space.last_error}")
             if not space.forecasts:
                 raise ConfigError(
                     f"tune: no plan has the parallel axes of the config, {space.resolved.mesh}; change them"
                 )
             plan = Plan(space.source, space.machine, space.num_ranks, space.samples, tuple(space.forecasts))
-            raise ConfigError(plan.why_not())
+            raise ConfigError(plan.explain_no_fit())
         if given is not None:
             self._try(given)
         queue, num_trained = deque(starts), 0
@@ -222,15 +222,15 @@ class _Tuning:
                 break
             outcome = self._try(candidate).outcome
             num_trained += outcome.step_s is not None
-            if outcome.lacks_memory and (smaller := space.smaller(candidate)) is not None:
-                queue.appendleft(smaller)
+            if outcome.lacks_memory and (half_batch := space.half_batch(candidate)) is not None:
+                queue.appendleft(half_batch)
 
     def _step(self, best: Trial) -> tuple[Trial, bool]:
         """Try the changes of ``best``, and return the first that is faster, and False.
 
         If there is none, return ``best``, and True if all changes were tried.
         """
-        for candidate in self._space.moves(best.candidate):
+        for candidate in self._space.neighbours(best.candidate):
             if candidate.key in self._done or self._is_known_not_to_fit(candidate):
                 continue
             if not self._may_run_more:
@@ -242,12 +242,12 @@ class _Tuning:
 
     def _is_known_not_to_fit(self, candidate: Candidate) -> bool:
         """Return True if the same plan lacked memory with micro-batches of this size or a smaller one."""
-        choice = candidate.choice
+        settings = candidate.settings
         for trial in self._done.values():
-            other = trial.candidate.choice
-            is_equal = replace(other, micro=choice.micro, accumulate=choice.accumulate) == choice
+            other = trial.candidate.settings
+            is_equal = replace(other, micro=settings.micro, accumulate=settings.accumulate) == settings
             is_equal = is_equal and trial.candidate.variant == candidate.variant
-            if trial.outcome.lacks_memory and is_equal and other.micro <= choice.micro:
+            if trial.outcome.lacks_memory and is_equal and other.micro <= settings.micro:
                 return True
         return False
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.off_stage import all_away
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
-from partita.planner.group_units import find_blocks
+from partita.planner.units import find_blocks
 from partita.planner.parameters import find_all_parameters
 from partita.sharding.buffers import buffers_kept
 from partita.transforms.modules import ModuleTransforms, Order

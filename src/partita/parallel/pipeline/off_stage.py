@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
 from partita.memory.autocast import autocast_dtype
-from partita.planner.off_stage import Elsewhere, is_off_stage
+from partita.planner.off_stage import OffStageParameter, is_off_stage
 from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 
@@ -169,7 +169,7 @@ def without_data(tensor: Tensor, origin: str) -> OffStageTensor:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-class AbsentParameter(Elsewhere):
+class AbsentParameter(OffStageParameter):
     """The class of a parameter that only other stages store. Operations on it return placeholders."""
 
     @classmethod

@@ -14,7 +14,7 @@ from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.biases import follow_biases
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter, forward_begins, forward_ends
-from partita.planner.group_units import find_blocks
+from partita.planner.units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import Level

@@ -21,7 +21,7 @@ from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.split_check import stands_proof
 from partita.parallel.tensor.splitter import Splitter
 from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
-from partita.planner.group_units import modules_like
+from partita.planner.units import modules_like
 
 KEY = "parallel.tensor_rules"
 

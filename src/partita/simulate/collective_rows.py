@@ -3,12 +3,12 @@
 from typing import Any
 
 from partita.engine.profile import COLLECTIVES, Span, rows
-from partita.forecast.costs import Rates
+from partita.forecast.step_cost import StepCost
 from partita.plan.mesh_shape import MeshShape
 from partita.simulate.rank import RankReport
 
 
-def collective_rows(rank: RankReport, mesh: MeshShape, rates: Rates) -> list[dict[str, Any]]:
+def collective_rows(rank: RankReport, mesh: MeshShape, step_cost: StepCost) -> list[dict[str, Any]]:
     """Return the calls as trace rows, one row for each combination of axes.
 
     The calls follow each other without pauses. The plan's trace shows their overlap with computation.
@@ -16,9 +16,9 @@ def collective_rows(rank: RankReport, mesh: MeshShape, rates: Rates) -> list[dic
     spans, start_ns = list[Span](), 0
     for call in rank.collectives:
         key = call.key
-        stop_ns = start_ns + int(1e9 * rates.collective(key.collective, key.axes, mesh, call.sent_bytes))
+        stop_ns = start_ns + int(1e9 * step_cost.collective(key.collective, key.axes, mesh, call.sent_bytes))
         label = f"{key.purpose}, {call.sent_bytes} bytes"
         spans.append(Span(key.collective, label, ", ".join(key.axes), start_ns, stop_ns))
         start_ns = stop_ns
-    title = f"simulated collectives of rank {rank.role.rank} ({rank.role.place})"
+    title = f"simulated collectives of rank {rank.role.rank} ({rank.role.coordinates})"
     return rows(spans, 0, title, COLLECTIVES)

@@ -15,7 +15,7 @@ WITHIN_STAGE = ("sequence", "tensor")
 
 
 @contextmanager
-def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
+def counted_groups(shape: MeshShape) -> Iterator[Collectives]:
     """Open the groups along :data:`WITHIN_STAGE` for a mesh's first rank, which has the most positions of all ranks."""
     stage_mesh = MeshShape(sequence=shape.sequence, tensor=shape.tensor)
     mesh = Mesh(stage_mesh, accelerator.SIMULATED, SimulatedRanks(0, stage_mesh.num_ranks, Requests()))
@@ -26,7 +26,7 @@ def ranks_on_paper(shape: MeshShape) -> Iterator[Collectives]:
         mesh.close()
 
 
-class Sent:
+class SentCounter:
     """Counter of bytes and calls since the last query, by axes.
 
     Keys are axis names (``sequence``); axes of one group are joined to one key.

@@ -11,12 +11,12 @@ from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.errors import ConfigError
-from partita.forecast.pieces import Trace
-from partita.forecast.ranks import ranks_on_paper
-from partita.forecast.shortened import Stand, shortened
-from partita.forecast.source import Source
-from partita.forecast.stages import Cuts, Stage, outwards, stages_of, whole
-from partita.forecast.trace import Rank, telling, trace
+from partita.forecast.block_trace import Trace
+from partita.forecast.counted_groups import counted_groups
+from partita.forecast.fewer_blocks import BlockMap, fewer_blocks
+from partita.forecast.model_source import ModelSource
+from partita.forecast.stages import Cuts, Stage, enclosing_modules, stages_of, single_stage
+from partita.forecast.trace import TracedRank, coprime_batch, trace
 from partita.memory.accelerator import HOST, SIMULATED, simulating
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.planned import PlannedUnit
@@ -27,7 +27,7 @@ from partita.plan.state_plan import StatePlan, Tiers
 from partita.planner.blueprint import layouts_of, plan_unit, row_of, unit_entries
 from partita.planner.dtypes import dtype_of
 from partita.planner.full_precision import find_full_precision
-from partita.planner.group_units import UnitSpec, find_blocks
+from partita.planner.units import UnitSpec, find_blocks
 from partita.sharding.precision import cast_buffers, forward_precision
 from partita.transforms.modules import ModuleTransforms
 
@@ -36,7 +36,7 @@ Checkpoint = str | tuple[str, ...]
 
 
 @dataclass
-class Sized:
+class RankModel:
     """A rank's part of a model.
 
     ``entries`` has the entries of each unit of ``specs``. ``traces`` has a micro-batch's trace for each value of
@@ -68,7 +68,7 @@ class Sized:
         shape = Shape(num, 1, chunks)
         if shape not in self._stages:
             if shape.num_stages == 1:
-                self._stages[shape] = [whole(self.specs, self.entries, self.blocks)]
+                self._stages[shape] = [single_stage(self.specs, self.entries, self.blocks)]
             else:
                 found = self.cuts.of(shape.num_stages)
                 self._stages[shape] = stages_of(found, shape, self.specs, self.entries, self.blocks)
@@ -112,7 +112,7 @@ class Sized:
         if id(entries) not in self._kind_of:
             spec = self.specs[number]
             alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
-            kind = self._kinds.setdefault((alike, bool(spec.name), tuple(spec.inside)), len(self._kinds))
+            kind = self._kinds.setdefault((alike, bool(spec.name), tuple(spec.enclosing_units)), len(self._kinds))
             self._kind_of[id(entries)] = entries, kind
         return self._kind_of[id(entries)][1]
 
@@ -123,15 +123,15 @@ class Sized:
         return self._rows[key][1]
 
 
-def size_model(
-    source: Source,
+def trace_rank(
+    source: ModelSource,
     specs: Sequence[UnitSpec],
     resolved: Resolved,
     choices: Sequence[Checkpoint],
     samples: int | None = None,
     cuts: Cuts | None = None,
     kind: str = HOST.type,
-) -> Sized:
+) -> RankModel:
     """Trace the model as the first of the ranks that compute one sample, which has the most positions.
 
     The result depends on the units and dtypes of ``resolved``, and on the presence of a pipeline.
@@ -149,12 +149,12 @@ def size_model(
     model, mesh, config, transforms = source.model, resolved.mesh, resolved.config, ModuleTransforms()
     asked = config.parallel
     cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
-    telling_samples = telling(model, source.batch(1, "meta")) if samples is None else 1
-    traces, batch = dict[Checkpoint, Trace](), source.batch(samples or telling_samples, "meta")
+    coprime_samples = coprime_batch(model, source.batch(1, "meta")) if samples is None else 1
+    traces, batch = dict[Checkpoint, Trace](), source.batch(samples or coprime_samples, "meta")
     with (
         simulating(kind),
-        _blocks(source, resolved, choices, cuts) as stand,
-        ranks_on_paper(mesh) as collectives,
+        _blocks(source, resolved, choices, cuts) as block_map,
+        counted_groups(mesh) as collectives,
         transforms.temporary(),
     ):
         parallel = apply_axes(model, resolved, collectives, transforms)  # parameters keep their full shapes
@@ -169,12 +169,12 @@ def size_model(
             for info, entry in zip(spec.infos, of_unit, strict=True)
         }
         names = {id(module): name for name, module in model.named_modules()}
-        stands_for = {name: names[id(block)] for name, block in stand}
+        representatives = {name: names[id(block)] for name, block in block_map}
         shape = Shape(mesh.pipeline, resolved.batch.accumulate, asked.chunks if mesh.pipeline > 1 else 1)
         splits = make_schedule(asked.schedule, shape).splits_weights
         attention = find_attention(model, config)
-        rank = Rank(
-            stand, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, copy_input=parallel.copy_input
+        rank = TracedRank(
+            block_map, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, copy_input=parallel.copy_input
         )
         for choice in choices:
             own = config.model_copy(
@@ -187,18 +187,18 @@ def size_model(
                 if attention is not None:  # the first run fills the cache of visited blocks
                     trace(model, batch, rank)
                 try:
-                    traces[choice] = trace(model, batch, rank, telling_samples)
+                    traces[choice] = trace(model, batch, rank, coprime_samples)
                 except ConfigError:
                     if samples is not None:
                         raise
                     # Some models accept only one sample: all of their sizes are assumed to grow with the samples.
                     traces[choice] = trace(model, source.batch(1, "meta"), rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
-    return Sized(specs, [of_name[_stand_in(spec.name, stands_for)] for spec in specs], traces, cuts)
+    return RankModel(specs, [of_name[_representative_unit(spec.name, representatives)] for spec in specs], traces, cuts)
 
 
 @contextmanager
-def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], cuts: Cuts) -> Iterator[Stand]:
+def _blocks(source: ModelSource, resolved: Resolved, choices: Sequence[Checkpoint], cuts: Cuts) -> Iterator[BlockMap]:
     """Yield the model's blocks until exit, each with the block that represents it.
 
     Only a few of equal blocks are kept, unless the config names modules, since these may be blocks.
@@ -216,11 +216,11 @@ def _blocks(source: Source, resolved: Resolved, choices: Sequence[Checkpoint], c
     ):  # the named module may be one of several equal blocks
         yield blocks
         return
-    with shortened(model, keep_last=mesh.sequence > 1 or mesh.pipeline > 1) as stand:
-        yield stand
+    with fewer_blocks(model, keep_last=mesh.sequence > 1 or mesh.pipeline > 1) as block_map:
+        yield block_map
 
 
-def _stand_in(unit: str, stands_for: Mapping[str, str]) -> str:
+def _representative_unit(unit: str, representatives: Mapping[str, str]) -> str:
     """Return the name of the unit that represents a unit: inside the block that represents the block around it."""
-    block = next((name for name in outwards(unit) if name in stands_for), None)
-    return unit if block is None else stands_for[block] + unit[len(block) :]
+    block = next((name for name in enclosing_modules(unit) if name in representatives), None)
+    return unit if block is None else representatives[block] + unit[len(block) :]

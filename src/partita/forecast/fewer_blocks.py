@@ -5,16 +5,16 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from partita.planner.group_units import find_blocks
+from partita.planner.units import find_blocks
 
 # For every block of a model, its name and the block that represents it.
-Stand = list[tuple[str, nn.Module]]
+BlockMap = list[tuple[str, nn.Module]]
 # Number of consecutive equal blocks that are kept.
 NUM_KEPT = 2
 
 
 @contextmanager
-def shortened(model: nn.Module, *, keep_last: bool = False) -> Iterator[Stand]:
+def fewer_blocks(model: nn.Module, *, keep_last: bool = False) -> Iterator[BlockMap]:
     """Keep only :data:`NUM_KEPT` of each row of consecutive equal blocks, until exit.
 
     Yields, for every block of the full model, its name and the block that represents it.
@@ -30,7 +30,7 @@ def shortened(model: nn.Module, *, keep_last: bool = False) -> Iterator[Stand]:
         else:
             rows.append([(name, block)])
     saved = dict[int, tuple[nn.Module, dict[str, nn.Module | None]]]()
-    stand: Stand = []
+    block_map: BlockMap = []
     try:
         for row in rows:
             container = model.get_submodule(_parent(row[0][0]))
@@ -43,11 +43,11 @@ def shortened(model: nn.Module, *, keep_last: bool = False) -> Iterator[Stand]:
                 if id(block) not in stay:
                     container._modules = {key: child for key, child in container._modules.items() if child is not block}
             middle = min(NUM_KEPT, len(kept)) - 1
-            stand += [(name, block if id(block) in stay else kept[middle][1]) for name, block in row]
+            block_map += [(name, block if id(block) in stay else kept[middle][1]) for name, block in row]
         for container, _ in saved.values():
             if isinstance(container, nn.ModuleList):  # indexed by position
                 container._modules = {str(at): child for at, child in enumerate(container._modules.values())}
-        yield stand
+        yield block_map
     finally:
         for container, modules in saved.values():
             container._modules = modules

@@ -10,7 +10,7 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.measured_rank import Place, Points
+from partita.forecast.rank_measurement import RankSettings, Points
 from partita.forecast.processes import run_ranks
 from partita.memory import accelerator
 from partita.memory.capacity import free_budget, host_memory, usable_cores
@@ -45,7 +45,7 @@ def measure_machine(ranks: int = 1, name: str = "this machine") -> Machine:
     with tempfile.TemporaryDirectory(prefix="partita-") as store_folder:
         url = f"file://{store_folder}/store" if ranks > 1 else ""
         settings = [
-            Place(rank, ranks, max(1, cores // ranks), _device(device, rank), dtype, url, disk_folder)
+            RankSettings(rank, ranks, max(1, cores // ranks), _device(device, rank), dtype, url, disk_folder)
             for rank in range(ranks)
         ]
         found = _slowest(_measure(settings, Path(store_folder)))
@@ -56,10 +56,10 @@ def _device(device: torch.device, rank: int) -> str:
     return device.type if accelerator.is_host(device) else f"{device.type}:{rank}"
 
 
-def _measure(settings: Sequence[Place], folder: Path) -> list[Mapping[str, Points]]:
+def _measure(settings: Sequence[RankSettings], folder: Path) -> list[Mapping[str, Points]]:
     """Run each rank in its own process, and return the points that each has measured."""
     tasks = [json.dumps(asdict(place)) for place in settings]
-    ended = run_ranks("partita.forecast.measured_rank", tasks, folder, TIMEOUT_S)
+    ended = run_ranks("partita.forecast.rank_measurement", tasks, folder, TIMEOUT_S)
     if ended is None:
         raise PartitaError(f"measuring this machine: ranks did not end within {TIMEOUT_S} s")
     for rank, each in enumerate(ended):

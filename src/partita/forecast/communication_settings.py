@@ -13,35 +13,35 @@ Keys = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Sending:
-    """A communication setting: a name, and keys of the config sections ``zero`` and ``communication``."""
+class CommunicationSettings:
+    """A communication setting: a name, and keys of the config sections ``zero_keys`` and ``communication_keys``."""
 
     name: str = ""
-    zero: Keys = ()
-    communication: Keys = ()
+    zero_keys: Keys = ()
+    communication_keys: Keys = ()
 
 
 # Alternatives: the first that is valid with the remaining config is used.
-Ways = tuple[Sending, ...]
+Alternatives = tuple[CommunicationSettings, ...]
 
-AS_STAGES_DO = Sending()
-HIERARCHICAL = Sending("hierarchical", (("hierarchical", True),))
-REPLICATED = Sending("split within nodes", (("replicate", "nodes"),))
-INSIDE_NODES: tuple[Ways, ...] = ((REPLICATED,), (HIERARCHICAL,))
+STAGE_DEFAULT = CommunicationSettings()
+HIERARCHICAL = CommunicationSettings("hierarchical", (("hierarchical", True),))
+REPLICATED = CommunicationSettings("split within nodes", (("replicate", "nodes"),))
+INSIDE_NODES: tuple[Alternatives, ...] = ((REPLICATED,), (HIERARCHICAL,))
 
 
-def as_codes() -> Iterator[tuple[Ways, ...]]:
+def quantized_alternatives() -> Iterator[tuple[Alternatives, ...]]:
     """Yield the communication settings for each codec."""
     for codec in CODECS:
         flat = tuple(
-            _quantized(AS_STAGES_DO, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full"))
+            _quantized(STAGE_DEFAULT, codec, parameters) for parameters in dict.fromkeys((codec, FINEST, "full"))
         )
         yield flat, (_quantized(HIERARCHICAL, codec, codec),)
 
 
-def _quantized(base: Sending, gradients: str, parameters: str) -> Sending:
+def _quantized(base: CommunicationSettings, gradients: str, parameters: str) -> CommunicationSettings:
     codecs = {"gradients": gradients, "parameters": parameters}
     keys = tuple((key, codec) for key, codec in codecs.items() if codec != "full")
     what = f"{gradients} gradients" + (f" and {parameters} parameters" if parameters != "full" else "")
     name = f"{gradients} sent" if gradients == parameters else f"{what} sent"
-    return Sending(", ".join(filter(None, (base.name, name))), base.zero, keys)
+    return CommunicationSettings(", ".join(filter(None, (base.name, name))), base.zero_keys, keys)

@@ -30,7 +30,7 @@ class UnitSpec:
     name: str
     module: nn.Module
     infos: list[ParameterInfo] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)
+    enclosing_units: list[str] = field(default_factory=list)
 
 
 def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[UnitSpec]:
@@ -54,7 +54,7 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     for outer in units.values():
         for module in outer.module.modules():
             if id(module) in units and module is not outer.module:
-                units[id(module)].inside.append(outer.name)
+                units[id(module)].enclosing_units.append(outer.name)
     return list(units.values())
 
 

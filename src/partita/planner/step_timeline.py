@@ -27,12 +27,12 @@ class UnitTimes:
         read: read from disk, before forward and before backward.
         reduce: reduction of the gradient over the ranks, after a backward.
         complete: communication of reduced gradients before the update: sums over copies, all-gathers.
-        stow: copy of the reduced gradient to the host.
+        offload_gradient: copy of the reduced gradient to the host.
         update: the optimizer's update, by the resource ``updated_by``.
         swap: reads and writes on disk for the update.
-        bring: copy of the updated parameters to the device.
+        upload: copy of the updated parameters to the device.
         publish: communication of the updated parameters to all ranks.
-        leave: transfer of the unit's offloaded inputs by the resource ``leaves_by`` after forward, and again before
+        offload_input: transfer of the unit's offloaded inputs by the resource ``offload_input_by`` after forward, and again before
             backward.
     """
 
@@ -43,15 +43,15 @@ class UnitTimes:
     fetch: float = 0.0
     read: float = 0.0
     reduce: float = 0.0
-    stow: float = 0.0
+    offload_gradient: float = 0.0
     complete: float = 0.0
     update: float = 0.0
     updated_by: str = DEVICE
     swap: float = 0.0
-    bring: float = 0.0
+    upload: float = 0.0
     publish: float = 0.0
-    leave: float = 0.0
-    leaves_by: str = HOST_LINK
+    offload_input: float = 0.0
+    offload_input_by: str = HOST_LINK
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
         ("reduce", clocks.ranks, unit.complete),
         ("update", unit.updated_by, unit.update),
         ("swap", DISK, unit.swap),
-        ("copy", HOST_LINK, unit.bring),
+        ("copy", HOST_LINK, unit.upload),
         ("publish", clocks.ranks, unit.publish),
     )
     resource_name, end = unit.updated_by, 0.0
@@ -201,14 +201,14 @@ def _pass(
             needed.append((HOST_LINK, ready := clocks.run(("copy", at), HOST_LINK, unit.fetch, ready)))
         if gather := (unit.gather_again if backward else unit.gather):
             needed.append((clocks.ranks, clocks.run(("gather", at), clocks.ranks, gather, ready)))
-        if unit.leave and backward:
-            needed.append((unit.leaves_by, clocks.run(("copy", at), unit.leaves_by, unit.leave, begun[-2])))
+        if unit.offload_input and backward:
+            needed.append((unit.offload_input_by, clocks.run(("copy", at), unit.offload_input_by, unit.offload_input, begun[-2])))
         job = ("backward" if backward else "forward", at)
         ends = clocks.compute(job, unit.backward if backward else unit.forward, needed)
         begun.append(ends)
         if not backward:
-            clocks.run(("copy", at), unit.leaves_by, unit.leave, ends)
+            clocks.run(("copy", at), unit.offload_input_by, unit.offload_input, ends)
         if backward and reduces:
             summed = clocks.run(("reduce", at), clocks.ranks, unit.reduce, ends)
-            end = max(end, clocks.run(("copy", at), HOST_LINK, unit.stow, summed))
+            end = max(end, clocks.run(("copy", at), HOST_LINK, unit.offload_gradient, summed))
     return end

@@ -15,46 +15,46 @@ from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.chunk_activations import moments
-from partita.forecast.costs import Rates
+from partita.forecast.chunk_activations import schedule_states
+from partita.forecast.step_cost import StepCost
 from partita.forecast.estimate import activation_bytes, sent_by_axes, state_and_working_bytes, step_time
-from partita.forecast.pending_gradients import gradients_of, parts_of
-from partita.forecast.pieces import Trace
-from partita.forecast.sized import Sized, size_model
-from partita.forecast.source import Source
+from partita.forecast.pending_gradients import pending_gradients, bytes_per_chunk
+from partita.forecast.block_trace import Trace
+from partita.forecast.rank_model import RankModel, trace_rank
+from partita.forecast.model_source import ModelSource
 from partita.forecast.stages import Stage
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.schedule import Schedule
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.planner.group_units import group_units
+from partita.planner.units import group_units
 from partita.planner.machine import Machine
-from partita.planner.memory import ADAM_MOMENTS
-from partita.planner.placement import chosen_tiers, leaves_a_choice
-from partita.planner.timeline import Job, StepTime
+from partita.planner.state_bytes import ADAM_MOMENTS
+from partita.planner.placement import resolve_tiers, has_auto_tiers
+from partita.planner.step_timeline import Job, StepTime
 
 
 @dataclass(frozen=True)
-class GivenPlan:
+class Estimate:
     """The predicted memory, traffic and time of one config.
 
-    ``stages`` are the pipeline stages; ``units`` has the units of a rank of each stage. ``inputs_rest``: the tier of
+    ``stages`` are the pipeline stages; ``units`` has the units of a rank of each stage. ``offload_tier``: the tier of
     the inputs of blocks that are recomputed in backward.
     """
 
     resolved: Resolved
-    sized: Sized
+    rank_model: RankModel
     stages: tuple[Stage, ...]
     units: Mapping[Stage, list[PlannedUnit]]
     num_moments: int = ADAM_MOMENTS
-    inputs_rest: Tier = Tier.DEVICE
+    offload_tier: Tier = Tier.DEVICE
 
     @property
     def trace(self) -> Trace:
         """The trace of a micro-batch."""
-        ((_, trace),) = self.sized.traces.items()
-        return replace(trace, inputs_rest=self.inputs_rest)
+        ((_, trace),) = self.rank_model.traces.items()
+        return replace(trace, offload_tier=self.offload_tier)
 
     def held(self, stage: Stage) -> dict[tuple[str, str], int]:
         """Return the bytes by (state, tier), on the rank of a stage with the most.
@@ -63,8 +63,8 @@ class GivenPlan:
         """
         resolved, trace, units = self.resolved, self.trace, self.units[stage]
         held = state_and_working_bytes(units, resolved.config, self.num_moments, on_host=resolved.on_host)
-        parts = parts_of(stage, gradients_of(stage, units, trace), trace)
-        held.update(activation_bytes(moments(self.schedule, stage.index), parts, self.inputs_rest))
+        per_chunk = bytes_per_chunk(stage, pending_gradients(stage, units, trace), trace)
+        held.update(activation_bytes(schedule_states(self.schedule, stage.index), per_chunk, self.offload_tier))
         held["activations", Tier.DEVICE.value] += resolved.batch.accumulate * trace.batch_bytes
         return dict(held)
 
@@ -80,11 +80,11 @@ class GivenPlan:
     def time(self, machine: Machine) -> StepTime:
         """Return the time of a step on the pipeline stage that takes longest."""
         micros = self.resolved.batch.accumulate
-        return step_time(self._rates(machine), self.sized, self.units, self.trace, micros)
+        return step_time(self._step_cost(machine), self.rank_model, self.units, self.trace, micros)
 
-    def _rates(self, machine: Machine) -> Rates:
+    def _step_cost(self, machine: Machine) -> StepCost:
         resolved = self.resolved
-        return Rates(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments, resolved.config)
+        return StepCost(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments, resolved.config)
 
     def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
         """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -113,10 +113,10 @@ class GivenPlan:
             write_trace(path, {**content, "traceEvents": kept + self._rows(machine, int(1e3 * min(starts)))})
 
     def _rows(self, machine: Machine, start_ns: int) -> list[dict[str, Any]]:
-        rates = self._rates(machine)
+        step_cost = self._step_cost(machine)
         stage, jobs = self.stages[0], list[Job]()
-        rates.step(self.sized, stage, self.units[stage], self.trace, self.resolved.batch.accumulate, jobs)
-        names = [self.sized.specs[number].name or "the model itself" for number in stage.units]
+        step_cost.step(self.rank_model, stage, self.units[stage], self.trace, self.resolved.batch.accumulate, jobs)
+        names = [self.rank_model.specs[number].name or "the model itself" for number in stage.units]
         spans = [
             Span(
                 job.what,
@@ -158,13 +158,13 @@ def _check_traceable(settings: Config) -> None:
             )
 
 
-def given_plan(
-    source: Source,
+def estimate_config(
+    source: ModelSource,
     config: str | Path | Mapping[str, Any] | Config | None,
     num_ranks: int,
     kind: str = "cpu",
     ranks_per_node: int | None = None,
-) -> GivenPlan:
+) -> Estimate:
     """Forecast the training of a model under ``config``.
 
     Args:
@@ -177,7 +177,7 @@ def given_plan(
     """
     settings = load_config(config)
     resolved = resolve(settings, num_ranks, kind, ranks_per_node or num_ranks)
-    if leaves_a_choice(settings.zero.offload):
+    if has_auto_tiers(settings.zero.offload):
         raise ConfigError(
             "zero.offload: auto depends on the free memory of the machine that trains: name a tier for each state"
         )
@@ -185,9 +185,9 @@ def given_plan(
     _check_traceable(settings)
     specs = group_units(source.model, settings.zero.units)
     batch = resolved.batch
-    sized = size_model(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
-    tiers = chosen_tiers(settings.zero.offload, Tiers())
-    stages = tuple(sized.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
-    units = {stage: sized.planned(resolved, tiers, stage) for stage in stages}
+    rank_model = trace_rank(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
+    tiers = resolve_tiers(settings.zero.offload, Tiers())
+    stages = tuple(rank_model.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
+    units = {stage: rank_model.planned(resolved, tiers, stage) for stage in stages}
     tier = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
-    return GivenPlan(resolved, sized, stages, units, inputs_rest=tier)
+    return Estimate(resolved, rank_model, stages, units, offload_tier=tier)

@@ -31,7 +31,7 @@ _EXPECTED_MODEL = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A ``model`` on the ``meta`` device.
 
     ``batch(samples, device)`` returns the arguments of its forward for that many samples: a mapping or a tuple.
@@ -48,7 +48,7 @@ class Source:
         return sum(param.numel() for param in self.model.parameters())
 
 
-def read_source(text: str, tokens: int | None = None) -> Source:
+def read_source(text: str, tokens: int | None = None) -> ModelSource:
     """Build the model that ``text`` names: a preset, sizes, a file or folder of Hugging Face, or ``module:function``.
 
     Args:
@@ -104,7 +104,7 @@ def _parsed(text: str) -> dict[str, Any]:
     return sizes
 
 
-def _from_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Source:
+def _from_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> ModelSource:
     hidden, family = sizes["hidden"], sizes.get("family", "gpt")
     heads = sizes.get("heads") or max(num for num in range(1, hidden // 64 + 2) if hidden % num == 0)
     if hidden % heads:
@@ -123,13 +123,13 @@ def _from_sizes(name: str, sizes: Mapping[str, Any], tokens: int | None) -> Sour
         ids = torch.zeros(samples, tokens, dtype=torch.long, device=device)
         return {"tokens": ids, "targets": ids.clone()}
 
-    return Source(name, model, batch, tokens)
+    return ModelSource(name, model, batch, tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ Hugging Face
 
 
-def _from_huggingface(path: Path, tokens: int | None) -> Source:
+def _from_huggingface(path: Path, tokens: int | None) -> ModelSource:
     try:
         import transformers
     except ImportError:
@@ -148,7 +148,7 @@ def _from_huggingface(path: Path, tokens: int | None) -> Source:
     model.train()
     ids = "input_ids" if model.main_input_name == "input_ids" else None
     if ids is None:
-        return Source(str(path), model, _batch_maker(getattr(model, "dummy_inputs", {}), path))
+        return ModelSource(str(path), model, _batch_maker(getattr(model, "dummy_inputs", {}), path))
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if tokens is not None and isinstance(max_positions, int) and tokens > max_positions:
         raise ConfigError(
@@ -160,13 +160,13 @@ def _from_huggingface(path: Path, tokens: int | None) -> Source:
         ids_of_samples = torch.zeros(samples, length, dtype=torch.long, device=device)
         return {"input_ids": ids_of_samples, "labels": ids_of_samples.clone()}
 
-    return Source(str(path), model, batch, length)
+    return ModelSource(str(path), model, batch, length)
 
 
 # -------------------------------------------------------------------------------------------------------------- code
 
 
-def _from_code(text: str, tokens: int | None) -> Source:
+def _from_code(text: str, tokens: int | None) -> ModelSource:
     module_name, _, name = text.rpartition(":")
     if tokens is not None:
         raise ConfigError(f"--tokens: the batch of '{text}' determines the tokens of a sample; leave the option out")
@@ -187,7 +187,7 @@ def _from_code(text: str, tokens: int | None) -> Source:
     params = list(model.parameters())
     if not params:
         raise ConfigError(f"model '{text}': {type(model).__name__} has no parameters to train")
-    return Source(text, model.to("meta"), _batch_maker(batch, text))
+    return ModelSource(text, model.to("meta"), _batch_maker(batch, text))
 
 
 def _module(module_name: str, text: str) -> Any:

@@ -62,7 +62,7 @@ def _other_buffers(
 ) -> Counter[Tier]:
     """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
-    device = unit_pool(units, prefetch).num_bytes + arriving_bytes(units) + unshard_scratch_bytes(units)
+    device = unit_pool(units, prefetch).num_bytes + autograd_gradient_bytes(units) + unshard_scratch_bytes(units)
     device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained))
     return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units)})
 
@@ -72,7 +72,7 @@ def _sync_bytes(trained: Sequence[PlannedSegment]) -> int:
     return max((segment.gradients.sync.working_bytes(segment.gradients) for segment in trained), default=0)
 
 
-def arriving_bytes(units: Sequence[PlannedUnit]) -> int:
+def autograd_gradient_bytes(units: Sequence[PlannedUnit]) -> int:
     """Return the bytes of the largest unit's gradients in ``param.grad``, without those that stay there."""
     moved = (
         sum(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from partita.activation.inputs import NUM_STAYING
 from partita.config.schema import Config
-from partita.forecast.pieces import Piece, Trace, Work
-from partita.forecast.sized import Sized
+from partita.forecast.block_trace import BlockTrace, Trace, Work
+from partita.forecast.rank_model import RankModel
 from partita.forecast.stages import Stage
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.schedule_cost import BACKWARD, waiting_per_work
@@ -26,7 +26,7 @@ from partita.planner.operations import (
     unshards,
     unshards_for_backward,
 )
-from partita.planner.timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, simulate_step
+from partita.planner.step_timeline import DEVICE, DISK, HOST, HOST_LINK, RANKS, Job, StepTime, UnitTimes, simulate_step
 
 NO_WORK = Work()
 # The collectives that are measured, and the names of their curves.
@@ -45,23 +45,23 @@ _SUBSTITUTES = {
 class UnitCost:
     """Seconds of one unit's jobs that depend neither on its computation nor on its reductions.
 
-    The fields have the meanings that they have in :class:`~partita.planner.timeline.UnitTimes`.
+    The fields have the meanings that they have in :class:`~partita.planner.step_timeline.UnitTimes`.
     """
 
     gather: float
     gather_again: float
     fetch: float
     read: float
-    stow: float
+    offload_gradient: float
     update: float
     updated_by: str
     swap: float
-    bring: float
+    upload: float
     publish: float
 
 
 @dataclass
-class Rates:
+class StepCost:
     """Predicted seconds of computation and communication on ``num_gpus`` of a ``machine`` under ``settings``."""
 
     machine: Machine
@@ -190,7 +190,7 @@ class Rates:
             return measured.seconds(num_bytes)
         return num_bytes / self.link(axes, mesh) + LATENCY_S
 
-    def computing(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
+    def compute_s(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
         """Return the seconds of a step without communication, including the bubble of the pipeline."""
         forward, backward = self._pass_s(trace, stage, mesh)
         bubble = self._bubble(trace, stage, mesh, num_micros) if mesh.pipeline > 1 else 0.0
@@ -198,12 +198,12 @@ class Rates:
 
     def _pass_s(self, trace: Trace, stage: Stage, mesh: MeshShape) -> tuple[float, float]:
         """Return the seconds that one micro-batch's forward and backward compute on a stage's device."""
-        pieces = list[Piece]()
+        block_traces = list[BlockTrace]()
         for start, stop in stage.chunks:
             first, last = start == 0, stop == len(trace.blocks)
-            pieces += [*trace.blocks[start:stop], *[trace.before] * first, *[trace.after] * last]
-        each = {id(p): (self.seconds(p.forward, mesh), self.seconds(p.backward, mesh)) for p in pieces}
-        return sum(each[id(p)][0] for p in pieces), sum(each[id(p)][1] for p in pieces)
+            block_traces += [*trace.blocks[start:stop], *[trace.prologue] * first, *[trace.epilogue] * last]
+        each = {id(p): (self.seconds(p.forward, mesh), self.seconds(p.backward, mesh)) for p in block_traces}
+        return sum(each[id(p)][0] for p in block_traces), sum(each[id(p)][1] for p in block_traces)
 
     def _bubble(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
         """Return the bubble of a stage under its schedule, relative to the stage's own work."""
@@ -217,7 +217,7 @@ class Rates:
 
     def step(
         self,
-        sized: Sized,
+        rank_model: RankModel,
         stage: Stage,
         units: Sequence[PlannedUnit],
         trace: Trace,
@@ -228,24 +228,24 @@ class Rates:
 
         The jobs of the step are appended to ``jobs``, if it is given.
         """
-        mesh, blocks, offloading = units[0].segments[0].mesh, dict[str, Piece](), set[str]()
+        mesh, blocks, offloading = units[0].segments[0].mesh, dict[str, BlockTrace](), set[str]()
         for start, stop in stage.chunks:
             blocks |= zip(trace.names[start:stop], trace.blocks[start:stop], strict=True)
             offloading |= set(trace.names[start:stop][:-NUM_STAYING])
         times = list[UnitTimes]()
         for unit, number in zip(units, stage.units, strict=True):
-            piece = blocks.get(sized.specs[number].name)
-            forward, backward = (piece.forward, piece.backward) if piece else (NO_WORK, NO_WORK)
+            block_trace = blocks.get(rank_model.specs[number].name)
+            forward, backward = (block_trace.forward, block_trace.backward) if block_trace else (NO_WORK, NO_WORK)
             found_times = self._unit_times(forward, backward, self.unit_cost(unit), mesh)
-            leave = (
-                self._offload_s(piece, trace.inputs_rest) if piece and sized.specs[number].name in offloading else 0.0
+            offload_input = (
+                self._offload_s(block_trace, trace.offload_tier) if block_trace and rank_model.specs[number].name in offloading else 0.0
             )
-            leaves_by = DISK if trace.inputs_rest is Tier.DISK else HOST_LINK
-            times.append(replace(found_times, leave=leave, leaves_by=leaves_by))
+            offload_input_by = DISK if trace.offload_tier is Tier.DISK else HOST_LINK
+            times.append(replace(found_times, offload_input=offload_input, offload_input_by=offload_input_by))
         if any(start == 0 for start, _ in stage.chunks):
-            times[0] = self._unit_times(trace.before.forward, trace.before.backward, self.unit_cost(units[0]), mesh)
+            times[0] = self._unit_times(trace.prologue.forward, trace.prologue.backward, self.unit_cost(units[0]), mesh)
         if any(stop == len(trace.blocks) for _, stop in stage.chunks):
-            times.append(UnitTimes(self.seconds(trace.after.forward, mesh), 0.0))
+            times.append(UnitTimes(self.seconds(trace.epilogue.forward, mesh), 0.0))
         for at, (reduce, complete) in enumerate(self._reductions(units)):
             times[at] = replace(times[at], reduce=reduce, complete=complete)
         row = units[0].row
@@ -262,13 +262,13 @@ class Rates:
         bubble = self._bubble(trace, stage, mesh, num_micros)
         return StepTime(found.total_s + edges, found.compute_s, waits).in_pipeline(bubble)
 
-    def _offload_s(self, piece: Piece, to: Tier) -> float:
+    def _offload_s(self, block_trace: BlockTrace, to: Tier) -> float:
         """Return the seconds to copy a block's input to the tier that stores it until backward, or from it."""
         if to is Tier.DEVICE or (self.machine.one_memory and to is Tier.HOST):
             return 0.0
         on_node = self.machine.gpus_on_node(self.num_gpus)
         rate = self.machine.host_link if to is Tier.HOST else self.machine.disk_rate / on_node
-        return piece.input_bytes / (self.machine.reached * max(rate, 1.0))
+        return block_trace.input_bytes / (self.machine.reached * max(rate, 1.0))
 
     def _edge_s(self, num_bytes: int, mesh: MeshShape) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage, and their gradients back."""

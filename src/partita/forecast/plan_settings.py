@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from partita.forecast.sending import AS_STAGES_DO, Sending
+from partita.forecast.communication_settings import STAGE_DEFAULT, CommunicationSettings
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.state_plan import further_stages
 
@@ -13,37 +13,37 @@ Sections = dict[str, dict[str, Any]]
 CHECKPOINTS = ("none", "selective", "units")
 # (``activations.checkpoint``, ``activations.offload``): the blocks that backward recomputes, and the tier of their
 # inputs. Lists begin with the fastest.
-Kept = tuple[str, str]
-ON_DEVICE: tuple[Kept, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
-ON_HOST: Kept = ("units", "host")
+RecomputeSettings = tuple[str, str]
+ON_DEVICE: tuple[RecomputeSettings, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
+ON_HOST: RecomputeSettings = ("units", "host")
 
 
 @dataclass(frozen=True)
-class Form:
+class StatePrecision:
     """Precision of the states: a name, and the ``keys`` of the config section ``precision``.
 
-    ``once``: the precision is valid only for steps of one micro-batch.
+    ``one_micro_batch``: the precision is valid only for steps of one micro-batch.
     """
 
     name: str
     keys: tuple[tuple[str, str], ...] = ()
-    once: bool = False
+    one_micro_batch: bool = False
 
 
-def forms(compute: str) -> tuple[Form, ...]:
+def state_precisions(compute: str) -> tuple[StatePrecision, ...]:
     """Return the precisions of the states that this compute dtype allows, from the most exact to the smallest."""
     if compute == "fp32":
-        return (Form("fp32"), Form("8-bit moments", (("moments", "int8"),)))
-    half = Form(f"{compute} gradients", (("gradients", compute),))
+        return (StatePrecision("fp32"), StatePrecision("8-bit moments", (("moments", "int8"),)))
+    half = StatePrecision(f"{compute} gradients", (("gradients", compute),))
     master = (("master", "split"),) if compute == "bf16" else ()
-    lean = Form("lean", (*master, ("moments", "int8"), ("gradients", compute)))
+    lean = StatePrecision("lean", (*master, ("moments", "int8"), ("gradients", compute)))
     if compute == "fp16":
-        return (Form("exact"), half, lean)
+        return (StatePrecision("exact"), half, lean)
     return (
-        Form("exact"),
+        StatePrecision("exact"),
         half,
         lean,
-        Form("leanest", (*master, ("moments", "int8"), ("gradients", "in_backward")), once=True),
+        StatePrecision("leanest", (*master, ("moments", "int8"), ("gradients", "in_backward")), one_micro_batch=True),
     )
 
 
@@ -57,26 +57,26 @@ class StateSettings:
     stage: int
     parameters: str = "none"
     optimizer: str = "none"
-    form: Form = Form("exact")
-    sending: Sending = AS_STAGES_DO
+    precision: StatePrecision = StatePrecision("exact")
+    communication: CommunicationSettings = STAGE_DEFAULT
 
     @property
     def name(self) -> str:
         suffix = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
         suffix += f", parameters on {self.parameters}" if self.parameters != "none" else ""
-        return f"stage {self.stage}{suffix}, {self.form.name}" + f", {self.sending.name}" * bool(self.sending.name)
+        return f"stage {self.stage}{suffix}, {self.precision.name}" + f", {self.communication.name}" * bool(self.communication.name)
 
     def sections(self) -> Sections:
         """Return the config sections that request these settings."""
         offload = {"parameters": self.parameters, "optimizer": self.optimizer}
         offload = {state: tier for state, tier in offload.items() if tier != "none"}
-        zero = {"stage": self.stage, **dict(self.sending.zero), **({"offload": offload} if offload else {})}
-        more = {"precision": dict(self.form.keys), "communication": dict(self.sending.communication)}
-        return {"zero": zero, **{name: keys for name, keys in more.items() if keys}}
+        zero_keys = {"stage": self.stage, **dict(self.communication.zero_keys), **({"offload": offload} if offload else {})}
+        more = {"precision": dict(self.precision.keys), "communication": dict(self.communication.communication_keys)}
+        return {"zero": zero_keys, **{name: keys for name, keys in more.items() if keys}}
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanSettings:
     """A plan: mesh, settings of the states, micro-batches, and activation checkpointing.
 
     A step has ``accumulate`` micro-batches of ``micro`` samples. ``inputs``: the tier of the checkpointed inputs;
@@ -84,7 +84,7 @@ class Choice:
     """
 
     mesh: MeshShape
-    state_settings: StateSettings
+    states: StateSettings
     micro: int
     accumulate: int
     checkpoint: str
@@ -104,7 +104,7 @@ class Choice:
         """Return the config sections that request this plan."""
         axes = {axis: self.mesh.size(axis) for axis in ("tensor", "pipeline", "sequence")}
         parallel = {axis: size for axis, size in axes.items() if size > 1}
-        found = {**({"parallel": parallel} if parallel else {}), **self.state_settings.sections()}
+        found = {**({"parallel": parallel} if parallel else {}), **self.states.sections()}
         found["batch"] = {"micro": self.micro, "accumulate": self.accumulate}
         if self.checkpoint != "none":
             offload = {"offload": self.inputs} if self.inputs != "none" else {}
@@ -123,7 +123,7 @@ def meshes(num_gpus: int, on_node: int, most_stages: int, sequences: Sequence[in
             yield MeshShape(pipeline, num_gpus // (tensor * sequence * pipeline), sequence, tensor)
 
 
-def reaches(num_gpus: int, on_node: int, positions: int | None) -> list[list[int]]:
+def sequence_sizes(num_gpus: int, on_node: int, positions: int | None) -> list[list[int]]:
     """Return the sizes of the sequence axis, in the order in which they are tried.
 
     The lists are: unsliced samples, slices within a node, slices across nodes. ``positions`` of a sample bound the
@@ -144,7 +144,7 @@ _TIERS = (
 )
 
 
-def restings(compute: str, one_memory: bool) -> list[list[StateSettings]]:
+def state_settings_by_tier(compute: str, one_memory: bool) -> list[list[StateSettings]]:
     """Return lists of state settings, those in the fastest memory first.
 
     ``one_memory``: device and host share their memory, so only the disk tier is used for offloading.
@@ -154,10 +154,10 @@ def restings(compute: str, one_memory: bool) -> list[list[StateSettings]]:
         levels = [_TIERS[0], (("none", "disk"), ("disk", "disk"))]
     return [
         [
-            StateSettings(stage, parameters, optimizer, form)
+            StateSettings(stage, parameters, optimizer, precision)
             for parameters, optimizer in tiers
-            for form in forms(compute)
-            for stage in (_SHARDING_STAGES if form.once else (0, *_SHARDING_STAGES))
+            for precision in state_precisions(compute)
+            for stage in (_SHARDING_STAGES if precision.one_micro_batch else (0, *_SHARDING_STAGES))
         ]
         for tiers in levels
     ]

@@ -1,8 +1,8 @@
 """One rank of a measured machine: all ranks compute, copy and send at the same time.
 
-    python -m partita.forecast.measured_rank PLACE FILE
+    python -m partita.forecast.rank_measurement PLACE FILE
 
-PLACE is a :class:`Place` as JSON. The measured points are written to FILE, as JSON.
+PLACE is a :class:`RankSettings` as JSON. The measured points are written to FILE, as JSON.
 """
 
 import json
@@ -44,7 +44,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSettings:
     """Settings of one rank.
 
     ``threads``: number of CPU threads. ``dtype``: the compute dtype. ``url``: the URL of the rendezvous. ``folder``:
@@ -60,7 +60,7 @@ class Place:
     folder: str
 
 
-def measure_rank(settings: Place) -> dict[str, Points]:
+def measure_rank(settings: RankSettings) -> dict[str, Points]:
     """Return (size, seconds) points for each kind of job.
 
     The kinds are those of :class:`~partita.planner.machine.Machine`, ``disk`` (bytes read) and ``copy`` (bytes between
@@ -213,9 +213,9 @@ def _pools(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, Jo
     """Yield jobs of 3 x 3 max pooling with stride 2, by bytes read and written. Indices are written, too."""
     pool = partial(F.max_pool2d, kernel_size=3, stride=2, padding=1, return_indices=True)
     for images in _growing_images(device, dtype):
-        maxima, places = pool(images[0])
+        maxima, block_numbers = pool(images[0])
         jobs = _on_images(pool, zip(images, strict=True), backward=False)
-        yield float(images[0].nbytes + maxima.nbytes + places.nbytes), jobs
+        yield float(images[0].nbytes + maxima.nbytes + block_numbers.nbytes), jobs
 
 
 def _growing_images(device: torch.device, dtype: torch.dtype) -> Iterator[list[Tensor]]:
@@ -297,7 +297,7 @@ def _reductions(group: Group, device: torch.device) -> Iterator[tuple[float, Job
         yield 4.0 * num * (group.size - 1), [partial(group.reduce_scatter, own, sent, received, accumulate=False)]
 
 
-def _read_disk(clock: _Clock, settings: Place) -> tuple[float, float]:
+def _read_disk(clock: _Clock, settings: RankSettings) -> tuple[float, float]:
     disk = Disk(Path(settings.folder), f"partita-measured-{settings.rank}")
     try:
         values = allocate(DISK_BYTES // 4, torch.float32, accelerator.HOST).fill_(1.0)
@@ -309,4 +309,4 @@ def _read_disk(clock: _Clock, settings: Place) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(measure_rank(Place(**json.loads(sys.argv[1])))), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps(measure_rank(RankSettings(**json.loads(sys.argv[1])))), encoding="utf-8")

@@ -141,7 +141,9 @@ def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
             shortfall = budget.shortfall(Counter(rank.bytes_by_tier))
             report.expect(not shortfall, f"{name}, {rank.role.coordinates}: fits on {machine.name}")
             exact = {key: num for key, num in rank.memory.held.items() if key in rank.planned_bytes}
-            report.expect(exact == rank.planned_bytes, f"{name}, {rank.role.coordinates}: states as the closed forms say")
+            report.expect(
+                exact == rank.planned_bytes, f"{name}, {rank.role.coordinates}: states as the closed forms say"
+            )
         columns = (
             [rank.bytes_by_tier.get(Tier.DEVICE, 0) for rank in found.ranks],
             [rank.activation_bytes for rank in found.ranks],

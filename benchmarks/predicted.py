@@ -33,8 +33,8 @@ from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._predicted_cases import Case, cases
 from benchmarks._ranks import wait
 from partita.forecast.given_config import estimate_config
-from partita.forecast.model_source import read_source
 from partita.forecast.measure_machine import measure_machine
+from partita.forecast.model_source import read_source
 from partita.memory import accelerator
 from partita.planner.machine import Machine, read_machine, write_machine
 from partita.simulate.cluster import Cluster, simulate

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM,
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.attention import Layout, block_sparse, batch_blocks
+from partita.attention import Layout, batch_blocks, block_sparse
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.train.decoder import Decoder, DecoderShape

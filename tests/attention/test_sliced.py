@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from partita import PartitaError
-from partita.parallel.sequence.choose import GATHER_BLOCKS, ALL_TO_ALL, Sizes, choose
+from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_BLOCKS, Sizes, choose
 from tests.attention import sliced
 from tests.attention.reference import LAYOUTS, assert_alike
 from tests.kit.plans import matrix

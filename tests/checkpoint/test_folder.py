@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 
 from partita.checkpoint.format.folder import (
-    resolve_checkpoint,
     complete_checkpoints,
-    next_sequence,
     folder_warning,
+    next_sequence,
     partial_of,
     publish,
+    resolve_checkpoint,
     start_partial,
 )
 from partita.checkpoint.format.manifest import MANIFEST, SEQUENCE

@@ -18,7 +18,7 @@ from partita.checkpoint.backend import Chunk
 from partita.checkpoint.format.record import frame_of, read_tensor
 from partita.checkpoint.format.stored import StoredFiles
 from partita.checkpoint.offline import verify
-from partita.checkpoint.serializable import object_bytes, to_serializable, read_object
+from partita.checkpoint.serializable import object_bytes, read_object, to_serializable
 
 
 class Color(enum.IntEnum):

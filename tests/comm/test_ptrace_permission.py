@@ -11,7 +11,7 @@ import pytest
 
 import partita
 from partita.comm.node import ptrace_permission
-from partita.comm.node.ptrace_permission import grant, common_ancestor, revoke
+from partita.comm.node.ptrace_permission import common_ancestor, grant, revoke
 from tests.kit.models import Stack
 from tests.kit.ranks import on_ranks
 

@@ -17,12 +17,12 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
-from partita.forecast.plan_settings import StateSettings
+from partita.forecast.communication_settings import HIERARCHICAL, STAGE_DEFAULT
 from partita.forecast.communication_variants import MIN_GAIN
-from partita.forecast.plan import Plan
-from partita.forecast.search import Search
-from partita.forecast.communication_settings import STAGE_DEFAULT, HIERARCHICAL
 from partita.forecast.model_source import presets, read_source
+from partita.forecast.plan import Plan
+from partita.forecast.plan_settings import StateSettings
+from partita.forecast.search import Search
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
@@ -112,7 +112,9 @@ def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
     assert found.config()["parallel"]["sequence"] == best.settings.mesh.sequence
     assert best.sent is not None
     source = found.source
-    simulated_model = SimulatedModel(lambda: read_source(LONG, 262144).model, lambda samples: source.batch(samples, "meta"))
+    simulated_model = SimulatedModel(
+        lambda: read_source(LONG, 262144).model, lambda samples: source.batch(samples, "meta")
+    )
     ranks = simulate(simulated_model, found.config(), Cluster(4, "cuda", 4)).ranks
     for rank in ranks:
         assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
@@ -143,8 +145,13 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     assert not any(each.fits for each in on_device)
     assert best.settings.sections()["activations"] == {"checkpoint": "units", "offload": "host"}
     source = read_source(sizes, tokens)
-    simulated_model = SimulatedModel(lambda: read_source(sizes, tokens).model, lambda samples: source.batch(samples, "meta"))
-    config = {**best.settings.sections(), "precision": {**best.settings.sections().get("precision", {}), "compute": "bf16"}}
+    simulated_model = SimulatedModel(
+        lambda: read_source(sizes, tokens).model, lambda samples: source.batch(samples, "meta")
+    )
+    config = {
+        **best.settings.sections(),
+        "precision": {**best.settings.sections().get("precision", {}), "compute": "bf16"},
+    }
     (rank,) = simulate(simulated_model, config, Cluster(1, "cuda", 1)).ranks
     assert rank.memory.peak["activations", "host"] == best.held["activations", "host"]
     assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
@@ -165,7 +172,9 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
     assert slower.time is not None
     assert best.time.total_s < (1 - MIN_GAIN) * slower.time.total_s
     assert coded.config()["communication"] == dict(best.settings.states.communication.communication_keys)
-    simulated_model = SimulatedModel(lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta"))
+    simulated_model = SimulatedModel(
+        lambda: read_source(sizes, 512).model, lambda samples: coded.source.batch(samples, "meta")
+    )
     for rank in simulate(simulated_model, coded.config(), Cluster(4, "cuda", 2)).ranks:
         sent = Counter[str]()
         for key, count in rank.traffic.rows.items():

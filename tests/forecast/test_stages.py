@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from partita import ConfigError
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.plan_settings import PlanSettings, StateSettings
-from partita.forecast.chunk_activations import schedule_states, representative
+from partita.forecast.chunk_activations import representative, schedule_states
 from partita.forecast.given_config import Estimate, estimate_config
-from partita.forecast.search import Search
 from partita.forecast.model_source import ModelSource, read_source
+from partita.forecast.plan_settings import PlanSettings, StateSettings
+from partita.forecast.search import Search
 from partita.memory.ledger import STATES
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
 from partita.parallel.pipeline.schedule_cost import simulate as run_on_paper

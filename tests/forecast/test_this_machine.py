@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
-from partita.forecast.rank_measurement import RankSettings, Points, measure_rank
 from partita.forecast.measure_machine import _machine, measure_machine
+from partita.forecast.rank_measurement import Points, RankSettings, measure_rank
 from partita.memory import accelerator
 from partita.planner.machine import Machine
 from tests.forecast.test_images import Scale, jobs_of, sizes

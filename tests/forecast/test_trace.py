@@ -16,9 +16,9 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.forecast.fewer_blocks import fewer_blocks
-from partita.forecast.rank_model import trace_rank
 from partita.forecast.model_source import ModelSource, read_source
-from partita.forecast.trace import loss_of, coprime_batch
+from partita.forecast.rank_model import trace_rank
+from partita.forecast.trace import coprime_batch, loss_of
 from partita.planner.units import group_units
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit.live_bytes import LiveBytes
@@ -152,7 +152,9 @@ def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
         model = decoder()
         for param in model.parameters():
             nn.init.normal_(param, std=0.02)
-        rank_model = trace_rank(ModelSource("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1)
+        rank_model = trace_rank(
+            ModelSource("", model, batch), group_units(model), resolve(Config(), 1, "cpu"), (choice,), 1
+        )
         planned.append(rank_model.traces[choice].peak)
         with partita.initialize(model, {"activations": {"checkpoint": choice}}) as engine, LiveBytes() as live:
             engine.backward(loss_of(engine(**batch(1, "cpu"))))

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from partita.memory.collector import collector_paused, collector_frozen
+from partita.memory.collector import collector_frozen, collector_paused
 
 
 @pytest.fixture(autouse=True)

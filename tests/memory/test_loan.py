@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from partita.memory import buffer_pool
-from partita.memory.buffer_pool import BufferPool, StorageSwap, Slot
+from partita.memory.buffer_pool import BufferPool, Slot, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.plan.slots import PlannedPool

@@ -12,8 +12,8 @@ import torch
 import partita
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.schedule_cost import simulate
-from partita.planner.state_bytes import model_state_bytes
 from partita.planner.off_stage import is_off_stage
+from partita.planner.state_bytes import model_state_bytes
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.ranks import on_ranks
 from tests.parallel import stages

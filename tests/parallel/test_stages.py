@@ -13,7 +13,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.parallel.pipeline.cut import StageCut, cut, modules_outside_blocks
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
-from partita.parallel.pipeline.off_stage import received_value, mark_off_stage
+from partita.parallel.pipeline.off_stage import mark_off_stage, received_value
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.stage import Stages, missing_input_error
 from partita.planner.off_stage import is_off_stage

@@ -14,8 +14,8 @@ from partita.plan.span import QUANTUM, Entry, build_layout
 from partita.plan.state_plan import PRESETS, Encodings, preset
 from partita.plan.steps import Encode, steps
 from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
-from partita.planner.state_bytes import model_state_bytes
 from partita.planner.operations import Operation, collectives
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
@@ -190,7 +190,9 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
     # two units, forward and backward, three times; where all is whole, nobody gathers
     [("zero3", False, 3, 0), ("zero3", True, 3, 3 * 2 * 2), ("zero2", True, 0, 0)],
 )
-def test_messages_are_counted_to_the_byte(name: str, exchanges_unit_ids: bool, num_meetings: int, num_announced: int) -> None:
+def test_messages_are_counted_to_the_byte(
+    name: str, exchanges_unit_ids: bool, num_meetings: int, num_announced: int
+) -> None:
     mesh = MeshShape(data=4)
     units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")

@@ -16,8 +16,8 @@ from partita.plan.residence import BF16, FP32, Tier
 from partita.plan.span import Entry, build_layout
 from partita.plan.state_plan import Encodings, Tiers, preset
 from partita.planner.budget import MemoryBudget
-from partita.planner.state_bytes import model_state_bytes
 from partita.planner.placement import Placement, describe_placement
+from partita.planner.state_bytes import model_state_bytes
 from partita.planner.working_bytes import most_working_bytes, working_bytes
 
 PLENTY = 10**15

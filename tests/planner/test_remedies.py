@@ -9,8 +9,8 @@ from partita.config.schema import Config
 from partita.plan.residence import BF16, Tier
 from partita.plan.state_plan import Encodings
 from partita.planner.blueprint import Blueprint
-from partita.planner.state_bytes import model_state_bytes
 from partita.planner.remedies import changed_units, find_remedies
+from partita.planner.state_bytes import model_state_bytes
 from tests.planner.test_estimates import plan
 
 MIXED = Encodings(compute=BF16, gradients=BF16)

@@ -57,10 +57,13 @@ def segment_of(
     """A segment with a parameter of each shape, of values that do not matter."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     row = preset(name, encodings, tiers, mesh)
-    layout = build_layout(entries, mesh.group_size(row.gradient_shard_axes), lambda _: mesh.group_size(row.gradient_replica_axes))[0]
+    layout = build_layout(
+        entries, mesh.group_size(row.gradient_shard_axes), lambda _: mesh.group_size(row.gradient_replica_axes)
+    )[0]
     segment = Segment(PlannedSegment(layout, row, mesh), rank)
     members = [
-        Member(ParameterInfo(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment) for span in layout.spans
+        Member(ParameterInfo(nn.Parameter(torch.zeros(span.place.sizes)), [span.fqn]), span, segment)
+        for span in layout.spans
     ]
     return segment, members
 

@@ -21,7 +21,7 @@ from partita.train.job import load_job
 from partita.tune import trial_rank
 from partita.tune.space import Space
 from partita.tune.target import Target
-from partita.tune.trial import TrialResult, TrialTask, Trials
+from partita.tune.trial import TrialResult, Trials, TrialTask
 from partita.tune.tune import Effort, Trial
 
 MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
@@ -100,7 +100,9 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
 def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that gain less than two in a hundred are not followed."""
     times, origins, neighbours = iter(range(100)), list[str](), Space.neighbours
-    monkeypatch.setattr(Space, "neighbours", lambda self, origin: origins.append(origin.key) or neighbours(self, origin))
+    monkeypatch.setattr(
+        Space, "neighbours", lambda self, origin: origins.append(origin.key) or neighbours(self, origin)
+    )
     found = tuned(lambda _: TrialResult(1.0 - 0.0001 * next(times), 1), monkeypatch, effort=Effort(trials=90))
     assert found.complete
     assert len(origins) == 1

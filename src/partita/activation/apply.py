@@ -9,9 +9,9 @@ from torch import nn
 
 from partita.activation.caches import NoCaches
 from partita.activation.inputs import StoredInputs
-from partita.activation.recompute_budget import KeptWhole
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
+from partita.activation.recompute_budget import KeptWhole
 from partita.activation.tiled_loss import find_heads, tile_heads
 from partita.activation.tiles import tiled_modules
 from partita.comm.collective_errors import shared_errors
@@ -89,7 +89,11 @@ class Activations:
 
 
 def keep_less(
-    model: nn.Module, chosen: SelectedModules, config: Config, transforms: ModuleTransforms, stored: Activations | None = None
+    model: nn.Module,
+    chosen: SelectedModules,
+    config: Config,
+    transforms: ModuleTransforms,
+    stored: Activations | None = None,
 ) -> Recomputation:
     """Make the selected modules keep less for backward.
 

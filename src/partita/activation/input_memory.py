@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from partita.errors import PartitaError
-from partita.memory.tiers import InMemory, StoredState, StateMemory
+from partita.memory.tiers import InMemory, StateMemory, StoredState
 from partita.plan.residence import Tier
 
 STATE = "activations"

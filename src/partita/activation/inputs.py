@@ -22,7 +22,7 @@ from partita.activation.partition import Partition, Parts
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record
-from partita.memory.tiers import StoredState, StateMemory
+from partita.memory.tiers import StateMemory, StoredState
 from partita.plan.residence import Tier
 
 # The number of modules at the end of forward whose inputs are not offloaded: their backward comes too early.

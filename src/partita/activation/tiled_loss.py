@@ -19,12 +19,12 @@ from partita.activation.deferred_logits import DeferredLogits, Origin
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
 from partita.memory.autocast import autocast, autocast_dtype
-from partita.parallel.sharded_logits import Split, Vocabulary, split_logits
 from partita.parallel.sequence.apply import HeadOfSlices
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter as enter_slice
 from partita.parallel.sequence.exchange import sum_of_parts
 from partita.parallel.sequence.slices import Slices
+from partita.parallel.sharded_logits import Split, Vocabulary, split_logits
 from partita.parallel.tensor.functions import enter
 from partita.parallel.tensor.linear import LinearForward
 from partita.parallel.tensor.vocabulary import Head

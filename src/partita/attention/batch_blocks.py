@@ -44,7 +44,9 @@ class Visited:
         if not is_host and not flex.runs_on(q.device):
             _warn_of_slow_kernel(q.device)
         flash = is_host and drop is None and q.shape[-1] == v.shape[-1]
-        how = Gathering(self._jobs_on(q.device), (sizes.queries, sizes.keys, self.block_pairs.block), scale, drop, flash)
+        how = Gathering(
+            self._jobs_on(q.device), (sizes.queries, sizes.keys, self.block_pairs.block), scale, drop, flash
+        )
         out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
         return out.reshape(*q.shape[:-1], v.shape[-1])
 

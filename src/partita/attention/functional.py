@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from partita.attention import sliced
+from partita.attention.batch_blocks import of_batch
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes
-from partita.attention.batch_blocks import of_batch
 from partita.errors import PartitaError
 from partita.parallel.sequence.attention import running
 from partita.sharding.compiler import eager

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from partita.attention.batch_blocks import Recent, Visited, of_batch
 from partita.attention.block_pairs import BlockPairs, block_pairs
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, segments_of
-from partita.attention.batch_blocks import Recent, Visited, of_batch
 from partita.errors import PartitaError
 from partita.parallel.sequence import choose
 from partita.parallel.sequence.attention import Call, by_heads
@@ -120,7 +120,9 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
     seen, documents = (None if each is None else each.cpu() for each in (batch.seen, batch.documents))
     segments = segments_of(Sizes(num_samples, slices.length, slices.length), seen, documents)
     by_rank = [
-        block_pairs(batch.layout, Sizes(num_samples, stop - start, slices.length), segments.of_queries(start, stop), seen)
+        block_pairs(
+            batch.layout, Sizes(num_samples, stop - start, slices.length), segments.of_queries(start, stop), seen
+        )
         for start, stop in slices.ranges
     ]
     counts, sent = [], []

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.backend import Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.format.backend import FileBackend
-from partita.checkpoint.load import Restored, LoadOptions, load
+from partita.checkpoint.load import LoadOptions, Restored, load
 from partita.checkpoint.save import Saver
 from partita.checkpoint.training_state import TrainingState
 from partita.checkpoint.versions import versions

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import ERROR_FEEDBACK, MODEL, DILOCO_MOMENTUM, STATE, Names, some_of
+from partita.checkpoint.names import DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError

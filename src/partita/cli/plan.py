@@ -18,10 +18,10 @@ from typer.core import TyperCommand
 from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
 from partita.config.values import as_size
 from partita.errors import ConfigError
+from partita.forecast.measure_machine import measure_machine
 from partita.forecast.plan import Plan, format_shortfall
 from partita.forecast.plan import plan as make_plan
 from partita.forecast.search import Forecast
-from partita.forecast.measure_machine import measure_machine
 from partita.plan.residence import Tier
 from partita.planner.formatting import format_bytes
 from partita.planner.machine import machine_named

@@ -71,7 +71,9 @@ class MemoryShortfall:
     free: int
 
 
-def find_memory_shortfall(needed: int, free: int, group: Group, call: str, *, shared: bool = True) -> MemoryShortfall | None:
+def find_memory_shortfall(
+    needed: int, free: int, group: Group, call: str, *, shared: bool = True
+) -> MemoryShortfall | None:
     """Return the first memory with fewer free bytes than its ranks need together, or None. Collective: every rank gets
     the same answer.
 

@@ -175,7 +175,9 @@ class Group:
         self._count("send", purpose, sum(tensor.nbytes for tensor in flat))
         error_context = partial(self._error_context, f"sending of {purpose}")
         with error_context():
-            return [PendingSend(self.transport.send(part, to, lane), error_context, part) for part in flat if part.numel()]
+            return [
+                PendingSend(self.transport.send(part, to, lane), error_context, part) for part in flat if part.numel()
+            ]
 
     def receive(self, tensors: Sequence[Tensor], source: int, lane: str, purpose: str) -> Sequence[Handle]:
         """Start receiving the next tensors that a rank sends on a lane into contiguous ``tensors``."""

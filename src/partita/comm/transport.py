@@ -82,7 +82,9 @@ class Exchange:
         leaving: the sends.
     """
 
-    def __init__(self, arriving: Sequence[IncomingTensor], leaving: Sequence[Work], num_elements: int, piece: int) -> None:
+    def __init__(
+        self, arriving: Sequence[IncomingTensor], leaving: Sequence[Work], num_elements: int, piece: int
+    ) -> None:
         self._arriving = arriving
         self._leaving = leaving
         self._starts = range(0, num_elements, piece)

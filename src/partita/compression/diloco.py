@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partita.checkpoint.names import DILOCO_MOMENTUM, DILOCO_ERROR_FEEDBACK
+from partita.checkpoint.names import DILOCO_ERROR_FEEDBACK, DILOCO_MOMENTUM
 from partita.comm.group import Group
 from partita.compression.error_feedback import with_residuals
 from partita.compression.quantized import Quantized

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from partita.compression.diloco import DilocoListener
-from partita.compression.onebit_adam import WarmupListener, OnebitAdam
+from partita.compression.onebit_adam import OnebitAdam, WarmupListener
 from partita.compression.settings import check_every, contradictions, gradient_codec, stores_deltas, warmup_steps
 from partita.compression.strategies import row_of
 from partita.config.messages import Contradiction

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from partita.compression.deltas import DeltaPlan
-from partita.compression.diloco import diloco_states, separate_nodes, round_transfers
+from partita.compression.diloco import diloco_states, round_transfers, separate_nodes
 from partita.compression.error_feedback import ErrorFeedbackPlan
 from partita.compression.low_rank import LowRankPlan
 from partita.compression.onebit_adam import AveragePlan, average_gathers
 from partita.compression.quantized import Quantized, hops
 from partita.compression.settings import (
-    STOCHASTIC_CODECS,
     LOW_RANK,
+    STOCHASTIC_CODECS,
     codec_named,
     gradient_codec,
     has_error_feedback,

@@ -100,7 +100,9 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
     key = "num_processes"
     processes = int(conversion.number(key, 0)) or None
     if key in conversion:
-        conversion.add_notice(KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given")
+        conversion.add_notice(
+            KeyClass.MAPPED, key, f"partita run starts {processes} processes, unless --processes is given"
+        )
     converted = conversion.finish(processes)
     return _merge_deepspeed(converted, named) if named else converted
 

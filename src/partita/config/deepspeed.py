@@ -322,7 +322,9 @@ def _schedule(conversion: Conversion) -> None:
     unresolved = [known for known in conversion.unresolved if known.startswith(SCHEDULER_PARAMS)]
     if unresolved:
         conversion.add_notice(KeyClass.WARNING, key, "the trainer's own schedule is used instead (lr_scheduler_type)")
-        return conversion.ignore_section("scheduler.", f"the trainer's schedule is used, because {', '.join(unresolved)} are auto")
+        return conversion.ignore_section(
+            "scheduler.", f"the trainer's schedule is used, because {', '.join(unresolved)} are auto"
+        )
     warmup = _warmup(conversion)
     if kind == "WarmupCosineLR":
         _cosine_rates(conversion)

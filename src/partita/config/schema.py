@@ -30,8 +30,8 @@ from partita.config.values import (
     Text,
     Texts,
     Windows,
-    as_pairs,
     as_integer,
+    as_pairs,
 )
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_integer)]

@@ -25,8 +25,8 @@ from partita.engine.budget import agreed_budget
 from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
-from partita.inspection.gathered import Gathered
 from partita.inspection.full_tensors import FullTensors
+from partita.inspection.gathered import Gathered
 from partita.memory.accelerator import is_simulated
 from partita.memory.capacity_check import check_capacity, log_lower_stage
 from partita.memory.ledger import Ledger
@@ -34,7 +34,7 @@ from partita.memory.out_of_memory import OutOfMemoryReporter
 from partita.memory.scratch import open_scratch
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
-from partita.optim.consensus import ReplicaCheck, LossScale
+from partita.optim.consensus import LossScale, ReplicaCheck
 from partita.optim.extension import RunExtension
 from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
@@ -59,7 +59,7 @@ from partita.plan.purposes import Needs, united
 from partita.plan.state_plan import StatePlan
 from partita.planner.blueprint import Blueprint, make_blueprint
 from partita.planner.parameters import check_quantized, find_quantized_params
-from partita.sharding.assemble import check_same_model, check_same_buckets
+from partita.sharding.assemble import check_same_buckets, check_same_model
 from partita.sharding.placeholder import check_not_off_stage, check_unclaimed
 from partita.sharding.runtime import Runtime
 from partita.transforms.modules import ModuleTransforms, Order
@@ -116,7 +116,9 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments
         return _build(model, resolved, collectives, given, parallel)
 
 
-def _build(model: nn.Module, resolved: Resolved, collectives: Collectives, given: UserArguments, parallel: AppliedParallelism) -> Parts:
+def _build(
+    model: nn.Module, resolved: Resolved, collectives: Collectives, given: UserArguments, parallel: AppliedParallelism
+) -> Parts:
     """Build the parts of an engine on a model that the parallel axes have changed."""
     settings, mesh, all_ranks, ledger = resolved.config, collectives.mesh, collectives.all_ranks, Ledger()
     disk = partial(open_scratch, settings.zero.offload, mesh.rank, simulated=is_simulated(mesh.device))

@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from partita.checkpoint.load import Restored, LoadOptions
+from partita.checkpoint.load import LoadOptions, Restored
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import attend
 from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
-from partita.engine.build import UserArguments, Parts, build
+from partita.engine.build import Parts, UserArguments, build
 from partita.engine.micro_batches import MicroBatches
 from partita.engine.profile import Profile
 from partita.errors import PartitaError

@@ -106,7 +106,9 @@ class Trace:
         """Peak bytes of activations on the device, of one micro-batch of the full model."""
         return self.chunk_bytes(0, len(self.blocks)).peak
 
-    def chunk_bytes(self, start: int, stop: int, pending: Sequence[int] = (), in_place: Set[str] = frozenset()) -> ChunkBytes:
+    def chunk_bytes(
+        self, start: int, stop: int, pending: Sequence[int] = (), in_place: Set[str] = frozenset()
+    ) -> ChunkBytes:
         """Return the bytes of a forward and a backward through the blocks ``[start, stop)``.
 
         The prologue is included if the first block is; the epilogue if the last one is.
@@ -137,7 +139,8 @@ class Trace:
             most + epilogue.forward_peak.num_bytes if last else 0,
         ]
         forward += [
-            below[at] - offloaded(at - NUM_ON_DEVICE) + block_trace.forward_peak.num_bytes for at, block_trace in enumerate(blocks)
+            below[at] - offloaded(at - NUM_ON_DEVICE) + block_trace.forward_peak.num_bytes
+            for at, block_trace in enumerate(blocks)
         ]
         backward = growing = most + sent
         # Each block, and the bytes of all other tensors when its backward begins.
@@ -145,7 +148,10 @@ class Trace:
         for at, block_trace in enumerate(blocks):
             ended = 2 * sent if at < num - 1 or last else block_trace.stage_end_bytes
             walk.append(
-                (block_trace, below[at + 1] - offloaded(min(at - 1, num - NUM_ON_DEVICE)) + pending_bytes[at + 1] + ended)
+                (
+                    block_trace,
+                    below[at + 1] - offloaded(min(at - 1, num - NUM_ON_DEVICE)) + pending_bytes[at + 1] + ended,
+                )
             )
         walk += [(epilogue, most)] * last
         for block_trace, there in reversed(walk):

@@ -74,7 +74,9 @@ class ScheduleState:
             peak = chunk_bytes.forward_peak
         elif self.work is Work.BACKWARD:
             peak = chunk_bytes.in_place_peak if first and not self.splits else chunk_bytes.backward_peak
-            peak += chunk_bytes.unfinished_offload_bytes if any(self.kept) else 0  # of the last forward, of another micro-batch
+            peak += (
+                chunk_bytes.unfinished_offload_bytes if any(self.kept) else 0
+            )  # of the last forward, of another micro-batch
         else:
             peak = max(chunk_bytes.weights_peak, chunk_bytes.gradient_bytes if first else 0)
         for each, kept, deferred, sent, begun in zip(
@@ -124,4 +126,8 @@ def peak_bytes(found: Iterable[ScheduleState], per_chunk: Sequence[ChunkBytes]) 
     All of these gradients are counted with the model states. All of them are subtracted here, although only some may
     exist when activations peak.
     """
-    return max(0, max(state.peak_bytes(per_chunk) for state in found) - sum(chunk_bytes.gradient_bytes for chunk_bytes in per_chunk))
+    return max(
+        0,
+        max(state.peak_bytes(per_chunk) for state in found)
+        - sum(chunk_bytes.gradient_bytes for chunk_bytes in per_chunk),
+    )

@@ -7,9 +7,9 @@ from heapq import nsmallest
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.forecast.communication_settings import INSIDE_NODES, Alternatives, quantized_alternatives
 from partita.forecast.plan_settings import PlanSettings, StateSettings
 from partita.forecast.search import Forecast, Search
-from partita.forecast.communication_settings import INSIDE_NODES, Alternatives, quantized_alternatives
 from partita.memory import accelerator
 from partita.plan.mesh_shape import STATE_AXES
 from partita.planner.step_timeline import StepTime
@@ -61,9 +61,7 @@ def _with_communication(
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
     for settings_to_try in alternatives:
         all_states = (replace(settings.states, communication=communication) for communication in settings_to_try)
-        checked = (
-            _with_engine_mesh(search, replace(settings, states=states)) for states in all_states
-        )
+        checked = (_with_engine_mesh(search, replace(settings, states=states)) for states in all_states)
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:
             yield found, found.time.total_s

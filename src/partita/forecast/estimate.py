@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from partita.config.schema import Config
-from partita.forecast.chunk_activations import ScheduleState, ChunkBytes, peak_bytes
-from partita.forecast.step_cost import StepCost
 from partita.forecast.block_trace import Trace
+from partita.forecast.chunk_activations import ChunkBytes, ScheduleState, peak_bytes
 from partita.forecast.rank_model import RankModel
 from partita.forecast.stages import Stage
+from partita.forecast.step_cost import StepCost
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.planner.state_bytes import model_state_bytes
@@ -43,7 +43,9 @@ def state_and_working_bytes(
     return held
 
 
-def activation_bytes(schedule_states: Iterable[ScheduleState], per_chunk: Sequence[ChunkBytes], inputs: Tier) -> dict[tuple[str, str], int]:
+def activation_bytes(
+    schedule_states: Iterable[ScheduleState], per_chunk: Sequence[ChunkBytes], inputs: Tier
+) -> dict[tuple[str, str], int]:
     """Return the peak bytes of activations over a rank's schedule states, by (``activations``, tier).
 
     Args:
@@ -53,7 +55,9 @@ def activation_bytes(schedule_states: Iterable[ScheduleState], per_chunk: Sequen
     schedule_states = list(schedule_states)
     held = {("activations", Tier.DEVICE.value): peak_bytes(schedule_states, per_chunk)}
     if inputs is not Tier.DEVICE:
-        held["activations", inputs.value] = peak_bytes(schedule_states, [chunk_bytes.offloaded_inputs for chunk_bytes in per_chunk])
+        held["activations", inputs.value] = peak_bytes(
+            schedule_states, [chunk_bytes.offloaded_inputs for chunk_bytes in per_chunk]
+        )
     return held
 
 

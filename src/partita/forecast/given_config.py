@@ -15,24 +15,24 @@ from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.chunk_activations import schedule_states
-from partita.forecast.step_cost import StepCost
-from partita.forecast.estimate import activation_bytes, sent_by_axes, state_and_working_bytes, step_time
-from partita.forecast.pending_gradients import pending_gradients, bytes_per_chunk
 from partita.forecast.block_trace import Trace
-from partita.forecast.rank_model import RankModel, trace_rank
+from partita.forecast.chunk_activations import schedule_states
+from partita.forecast.estimate import activation_bytes, sent_by_axes, state_and_working_bytes, step_time
 from partita.forecast.model_source import ModelSource
+from partita.forecast.pending_gradients import bytes_per_chunk, pending_gradients
+from partita.forecast.rank_model import RankModel, trace_rank
 from partita.forecast.stages import Stage
+from partita.forecast.step_cost import StepCost
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.schedule import Schedule
 from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
-from partita.planner.units import group_units
 from partita.planner.machine import Machine
+from partita.planner.placement import has_auto_tiers, resolve_tiers
 from partita.planner.state_bytes import ADAM_MOMENTS
-from partita.planner.placement import resolve_tiers, has_auto_tiers
 from partita.planner.step_timeline import Job, StepTime
+from partita.planner.units import group_units
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def estimate_config(
     batch = resolved.batch
     rank_model = trace_rank(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
     tiers = resolve_tiers(settings.zero.offload, Tiers())
-    stages = tuple(rank_model.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1))
+    stages = tuple(
+        rank_model.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1)
+    )
     units = {stage: rank_model.planned(resolved, tiers, stage) for stage in stages}
     tier = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
     return Estimate(resolved, rank_model, stages, units, offload_tier=tier)

@@ -10,8 +10,8 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import ConfigError, PartitaError
-from partita.forecast.rank_measurement import RankSettings, Points
 from partita.forecast.processes import run_ranks
+from partita.forecast.rank_measurement import Points, RankSettings
 from partita.memory import accelerator
 from partita.memory.capacity import free_budget, host_memory, usable_cores
 from partita.memory.disk import scratch_folder

@@ -7,8 +7,8 @@ another order.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from partita.forecast.chunk_activations import ChunkBytes
 from partita.forecast.block_trace import Trace
+from partita.forecast.chunk_activations import ChunkBytes
 from partita.forecast.stages import Stage
 from partita.plan.place import Place
 from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order

@@ -13,11 +13,11 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.plan_settings import Sections
 from partita.forecast.communication_variants import communication_variants
 from partita.forecast.given_config import estimate_config
-from partita.forecast.search import Forecast, Search
 from partita.forecast.model_source import ModelSource, read_source
+from partita.forecast.plan_settings import Sections
+from partita.forecast.search import Forecast, Search
 from partita.memory import accelerator
 from partita.plan.residence import Tier
 from partita.planner.formatting import format_bytes
@@ -78,7 +78,9 @@ class Plan:
             ConfigError: no plan fits, or the file cannot be written.
         """
         kind = accelerator.usual_kind(self.machine.one_memory)
-        estimate_config(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(Path(path), self.machine)
+        estimate_config(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(
+            Path(path), self.machine
+        )
 
     @property
     def on_node(self) -> int:
@@ -90,7 +92,9 @@ class Plan:
         lines = [
             f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name} with any of these settings:"
         ]
-        lines += [f"  {each.settings.states.name}: {format_shortfall(each)}" for each in self.best_per_state_settings[:4]]
+        lines += [
+            f"  {each.settings.states.name}: {format_shortfall(each)}" for each in self.best_per_state_settings[:4]
+        ]
         return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
 
     def data(self) -> dict[str, Any]:

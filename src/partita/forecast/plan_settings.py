@@ -64,13 +64,19 @@ class StateSettings:
     def name(self) -> str:
         suffix = f", optimizer on {self.optimizer}" if self.optimizer != "none" else ""
         suffix += f", parameters on {self.parameters}" if self.parameters != "none" else ""
-        return f"stage {self.stage}{suffix}, {self.precision.name}" + f", {self.communication.name}" * bool(self.communication.name)
+        return f"stage {self.stage}{suffix}, {self.precision.name}" + f", {self.communication.name}" * bool(
+            self.communication.name
+        )
 
     def sections(self) -> Sections:
         """Return the config sections that request these settings."""
         offload = {"parameters": self.parameters, "optimizer": self.optimizer}
         offload = {state: tier for state, tier in offload.items() if tier != "none"}
-        zero_keys = {"stage": self.stage, **dict(self.communication.zero_keys), **({"offload": offload} if offload else {})}
+        zero_keys = {
+            "stage": self.stage,
+            **dict(self.communication.zero_keys),
+            **({"offload": offload} if offload else {}),
+        }
         more = {"precision": dict(self.precision.keys), "communication": dict(self.communication.communication_keys)}
         return {"zero": zero_keys, **{name: keys for name, keys in more.items() if keys}}
 

@@ -48,7 +48,8 @@ def run_ranks(module: str, tasks: Sequence[str], folder: Path, timeout_s: float)
     if codes is None:
         return None
     return [
-        RankResult(code, _read(file), _log_tail(file.with_suffix(".log"))) for code, file in zip(codes, files, strict=True)
+        RankResult(code, _read(file), _log_tail(file.with_suffix(".log")))
+        for code, file in zip(codes, files, strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from partita.forecast.block_trace import Trace
 from partita.forecast.counted_groups import counted_groups
 from partita.forecast.fewer_blocks import BlockMap, fewer_blocks
 from partita.forecast.model_source import ModelSource
-from partita.forecast.stages import Cuts, Stage, enclosing_modules, stages_of, single_stage
+from partita.forecast.stages import Cuts, Stage, enclosing_modules, single_stage, stages_of
 from partita.forecast.trace import TracedRank, coprime_batch, trace
 from partita.memory.accelerator import HOST, SIMULATED, simulating
 from partita.parallel.pipeline.schedule import Shape, make_schedule
@@ -174,7 +174,14 @@ def trace_rank(
         splits = make_schedule(asked.schedule, shape).splits_weights
         attention = find_attention(model, config)
         rank = TracedRank(
-            block_map, dtypes, collectives, parallel.shares, half, buffers, mesh.pipeline > 1, copy_input=parallel.copy_input
+            block_map,
+            dtypes,
+            collectives,
+            parallel.shares,
+            half,
+            buffers,
+            mesh.pipeline > 1,
+            copy_input=parallel.copy_input,
         )
         for choice in choices:
             own = config.model_copy(

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partita.errors import ConfigError
-from partita.forecast.sizes import NOTHING, Peaks, Size
 from partita.forecast.block_trace import BlockTrace, Trace, Work
 from partita.forecast.counted_groups import SentCounter
 from partita.forecast.fewer_blocks import BlockMap
+from partita.forecast.sizes import NOTHING, Peaks, Size
 from partita.forecast.storages import StorageId, Storages
 from partita.parallel.pipeline.deferred_gradients import DeferredGradients
 from partita.parallel.tensor.functions import CopyToTensorRanks
@@ -135,7 +135,9 @@ class Recorder(TorchDispatchMode):
         live, in_place = self._storages.live, self._in_place_bytes[self._position]
         self._peaks[self._position].note(live)
         self._in_place_peaks[self._position].note(live + Size(in_place, in_place))
-        self._stage_end[self._position] = max(self._stage_end[self._position], live.num_bytes + self._storages.freed_bytes)
+        self._stage_end[self._position] = max(
+            self._stage_end[self._position], live.num_bytes + self._storages.freed_bytes
+        )
 
     def _before_block(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -316,7 +318,9 @@ class Recorder(TorchDispatchMode):
             deferred_bytes=deferred[num],
         )
         blocks = tuple(block_traces[block] for _, block in block_map)
-        return Trace(prologue, tuple(name for name, _ in block_map), blocks, epilogue, shared_inputs=self._shared_inputs)
+        return Trace(
+            prologue, tuple(name for name, _ in block_map), blocks, epilogue, shared_inputs=self._shared_inputs
+        )
 
     def _live_at(self, number: int) -> Size:
         """Return the bytes that exist when a block, or the epilogue, begins.

@@ -7,6 +7,18 @@ from functools import cached_property
 
 from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
+from partita.forecast.block_trace import Trace
+from partita.forecast.chunk_activations import ScheduleState, representative, schedule_states
+from partita.forecast.estimate import (
+    Held,
+    Units,
+    activation_bytes,
+    most_sent,
+    state_and_working_bytes,
+    step_time,
+)
+from partita.forecast.model_source import ModelSource
+from partita.forecast.pending_gradients import PendingGradients, bytes_per_chunk, pending_gradients
 from partita.forecast.plan_settings import (
     CHECKPOINTS,
     ON_DEVICE,
@@ -19,21 +31,9 @@ from partita.forecast.plan_settings import (
     sequence_sizes,
     state_settings_by_tier,
 )
-from partita.forecast.chunk_activations import ScheduleState, schedule_states, representative
-from partita.forecast.step_cost import StepCost
-from partita.forecast.estimate import (
-    Held,
-    Units,
-    activation_bytes,
-    most_sent,
-    state_and_working_bytes,
-    step_time,
-)
-from partita.forecast.pending_gradients import PendingGradients, pending_gradients, bytes_per_chunk
-from partita.forecast.block_trace import Trace
 from partita.forecast.rank_model import RankModel, trace_rank
-from partita.forecast.model_source import ModelSource
 from partita.forecast.stages import Cuts, Stage
+from partita.forecast.step_cost import StepCost
 from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.plan.mesh_shape import STATE_AXES, MeshShape
@@ -41,11 +41,11 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.residence import Tier
 from partita.plan.state_plan import Tiers
 from partita.planner.budget import MemoryBudget
-from partita.planner.units import group_units
 from partita.planner.machine import Machine
-from partita.planner.state_bytes import ADAM_MOMENTS
 from partita.planner.placement import resolve_tiers
+from partita.planner.state_bytes import ADAM_MOMENTS
 from partita.planner.step_timeline import StepTime
+from partita.planner.units import group_units
 
 # The results for one stage that do not depend on the batch: bytes of states and of working memory, and its gradients.
 BatchIndependent = tuple[Held, PendingGradients]
@@ -181,9 +181,7 @@ class Search:
         for mesh in self._meshes(sizes):
             for states in level:
                 # On one rank all ZeRO stages are the same.
-                if mesh.group_size(STATE_AXES) > 1 or states == replace(
-                    states, stage=Config().zero.stage
-                ):
+                if mesh.group_size(STATE_AXES) > 1 or states == replace(states, stage=Config().zero.stage):
                     yield from self._best_micro_batches(mesh, states, kept)
 
     def _meshes(self, sizes: Sequence[int]) -> Iterator[MeshShape]:
@@ -283,7 +281,11 @@ class Search:
 
     def _timed(self, found: Forecast, units: Units) -> Forecast:
         """Return a forecast with the time and the traffic of a step."""
-        rank_model, trace, micros = self.rank_model(found.settings.mesh), self.trace(found.settings), found.settings.accumulate
+        rank_model, trace, micros = (
+            self.rank_model(found.settings.mesh),
+            self.trace(found.settings),
+            found.settings.accumulate,
+        )
         time = step_time(self.step_cost, rank_model, units, trace, micros)
         return replace(found, time=time, sent=most_sent(units, trace, micros))
 
@@ -315,7 +317,9 @@ class Search:
         gradients = pending_gradients(stage, units, next(iter(self.rank_model(mesh).traces.values())))
         return dict(held), self._gradients.setdefault(gradients, gradients)
 
-    def _with_activations(self, settings: PlanSettings, stage: Stage, independent: Held, gradients: PendingGradients) -> Forecast:
+    def _with_activations(
+        self, settings: PlanSettings, stage: Stage, independent: Held, gradients: PendingGradients
+    ) -> Forecast:
         trace, found = self.trace(settings), self._states_of(settings, stage)
         key = (id(trace), id(stage), id(gradients), id(found))
         if key not in self._activations:

@@ -238,7 +238,9 @@ class StepCost:
             forward, backward = (block_trace.forward, block_trace.backward) if block_trace else (NO_WORK, NO_WORK)
             found_times = self._unit_times(forward, backward, self.unit_cost(unit), mesh)
             offload_input = (
-                self._offload_s(block_trace, trace.offload_tier) if block_trace and rank_model.specs[number].name in offloading else 0.0
+                self._offload_s(block_trace, trace.offload_tier)
+                if block_trace and rank_model.specs[number].name in offloading
+                else 0.0
             )
             offload_input_by = DISK if trace.offload_tier is Tier.DISK else HOST_LINK
             times.append(replace(found_times, offload_input=offload_input, offload_input_by=offload_input_by))

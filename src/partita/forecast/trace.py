@@ -21,10 +21,10 @@ from partita.comm.collectives import Collectives
 from partita.errors import ConfigError, PartitaError
 from partita.forecast.block_trace import Trace
 from partita.forecast.counted_groups import SentCounter
-from partita.forecast.recorder import Recorder
 from partita.forecast.fewer_blocks import BlockMap
-from partita.forecast.storages import Storages
 from partita.forecast.meta_ops import without_values
+from partita.forecast.recorder import Recorder
+from partita.forecast.storages import Storages
 from partita.parallel.pipeline.deferred_gradients import DeferredGradients, WeightGradients
 from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.plan.share import Shares

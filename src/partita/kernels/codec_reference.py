@@ -40,7 +40,14 @@ _GOLDEN = 0x9E3779B1
 def encode(codec: Codec, values: Tensor, codes: Tensor, residual: Tensor | None, seed: int | None, first: int) -> None:
     """Encode as :func:`partita.kernels.codec.encode` does."""
     for at, of_codes in _chunks(codec, values):
-        _encode(codec, values[at], codes[of_codes], None if residual is None else residual[at], seed, first + at.start // BLOCK)
+        _encode(
+            codec,
+            values[at],
+            codes[of_codes],
+            None if residual is None else residual[at],
+            seed,
+            first + at.start // BLOCK,
+        )
 
 
 def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool) -> None:

@@ -13,8 +13,8 @@ from partita.plan.residence import Tier
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.formatting import format_bytes
+from partita.planner.remedies import cheaper_stage, settings_that_fit
 from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
-from partita.planner.remedies import settings_that_fit, cheaper_stage
 
 _log = logging.getLogger("partita")
 # Disk space is reserved when the disk tier is opened, which raises if it is missing.

@@ -22,7 +22,7 @@ from partita.kernels.quantize import decode_signed, decode_unsigned
 from partita.kernels.state import num_blocks
 from partita.memory.accelerator import host_of
 from partita.memory.allocate import trim
-from partita.memory.tiers import StoredState, Lease, StateMemory
+from partita.memory.tiers import Lease, StateMemory, StoredState
 from partita.plan.residence import BLOCK, SPLIT, Tier
 from partita.plan.span import Span
 from partita.planner.off_stage import is_off_stage

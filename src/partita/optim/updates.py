@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.memory import accelerator
-from partita.memory.step_events import span, in_span
+from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer

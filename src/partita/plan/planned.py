@@ -99,14 +99,18 @@ class PlannedSegment:
 
     def is_first_copy(self, rank: int) -> bool:
         """Return whether ``rank`` saves its shard, among the ranks with the same shard."""
-        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.all_replica_axes, *self.row.copies.axes))
+        return all(
+            self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.all_replica_axes, *self.row.copies.axes)
+        )
 
     def is_first_of_replica(self, rank: int) -> bool:
         """Return whether ``rank`` is the first in its replica with its shard.
 
         Replicas that train separately measure their gradients separately.
         """
-        return all(self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.gradient_replica_axes, *self.row.copies.axes))
+        return all(
+            self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.gradient_replica_axes, *self.row.copies.axes)
+        )
 
     def num_shards(self, residence: Residence) -> int:
         """Return the number of ranks over which ``residence`` shards a state."""

@@ -27,10 +27,10 @@ from partita.plan.state_plan import Encodings, StatePlan, Tiers, preset, preset_
 from partita.planner.budget import MemoryBudget
 from partita.planner.dtypes import encoding_of
 from partita.planner.full_precision import FullPrecision, find_full_precision
-from partita.planner.units import UnitSpec, group_units
-from partita.planner.state_bytes import ADAM_MOMENTS
 from partita.planner.parameters import ParameterInfo, check_no_shared_memory, check_supported, find_stage_parameters
 from partita.planner.placement import Placement, resolve_tiers
+from partita.planner.state_bytes import ADAM_MOMENTS
+from partita.planner.units import UnitSpec, group_units
 from partita.planner.working_bytes import working_bytes
 
 ON_DEVICE = Tiers()

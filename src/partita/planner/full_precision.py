@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.config.resolve import Resolved
-from partita.planner.units import modules_like
 from partita.planner.parameters import ParameterInfo, find_all_parameters
+from partita.planner.units import modules_like
 
 _HALF = (torch.bfloat16, torch.float16)
 _KERNELS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

@@ -15,8 +15,8 @@ from partita.plan.strategies import UNCOMPRESSED
 from partita.planner.blueprint import Blueprint
 from partita.planner.budget import MemoryBudget
 from partita.planner.formatting import format_bytes
-from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
 from partita.planner.placement import resolve_tiers
+from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
 from partita.planner.traffic import StepShape, step_traffic
 
 

@@ -202,7 +202,9 @@ def _pass(
         if gather := (unit.gather_again if backward else unit.gather):
             needed.append((clocks.ranks, clocks.run(("gather", at), clocks.ranks, gather, ready)))
         if unit.offload_input and backward:
-            needed.append((unit.offload_input_by, clocks.run(("copy", at), unit.offload_input_by, unit.offload_input, begun[-2])))
+            needed.append(
+                (unit.offload_input_by, clocks.run(("copy", at), unit.offload_input_by, unit.offload_input, begun[-2]))
+            )
         job = ("backward" if backward else "forward", at)
         ends = clocks.compute(job, unit.backward if backward else unit.forward, needed)
         begun.append(ends)

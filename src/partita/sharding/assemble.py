@@ -27,7 +27,7 @@ from partita.plan.planned import PlannedUnit
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
 from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import ParameterInfo, find_all_parameters, find_stage_parameters, find_quantized_params
+from partita.planner.parameters import ParameterInfo, find_all_parameters, find_quantized_params, find_stage_parameters
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules
 from partita.sharding.parameter import Member, replace_data

@@ -19,7 +19,7 @@ from partita.errors import PartitaError
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.memory.tiers import StoredState, StateMemory
+from partita.memory.tiers import StateMemory, StoredState
 from partita.plan.planned_gradients import PlannedGradients
 from partita.plan.residence import Tier
 from partita.plan.state_plan import StatePlan

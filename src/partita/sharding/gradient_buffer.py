@@ -17,7 +17,7 @@ from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.memory.tiers import InMemory, StoredState, StateMemory
+from partita.memory.tiers import InMemory, StateMemory, StoredState
 from partita.plan.planned_bucket import PlannedBucket
 from partita.planner.dtypes import dtype_of
 from partita.sharding.parameter import Member

@@ -33,7 +33,9 @@ class GradientSync:
     This class keeps nothing between steps. Subclasses that do override the methods after :meth:`gather`.
     """
 
-    has_error_feedback = False  # True with error feedback: sums are scaled in place, and the bucket's padding is cleared
+    has_error_feedback = (
+        False  # True with error feedback: sums are scaled in place, and the bucket's padding is cleared
+    )
 
     def __init__(self, layout: BucketLayout, plan: SyncPlan) -> None:
         self.layout = layout

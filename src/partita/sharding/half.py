@@ -86,7 +86,9 @@ class HalfParameters:
 
     def __init__(self, model: nn.Module, members: Iterable[Member], dtype: torch.dtype) -> None:
         self._modules = list(model.modules())
-        self._members = [each for each in members if each.segment.dtype == dtype and each.unsharded_kind is nn.Parameter]
+        self._members = [
+            each for each in members if each.segment.dtype == dtype and each.unsharded_kind is nn.Parameter
+        ]
         for member in self._members:
             member.unsharded_kind = HalfParameter
             if not is_sharded(member.param):

@@ -14,7 +14,7 @@ from partita.comm.transport import Work
 from partita.memory.accelerator import is_host
 from partita.memory.step_events import span
 from partita.memory.streams import finish
-from partita.memory.tiers import StoredState, Lease
+from partita.memory.tiers import Lease, StoredState
 from partita.plan.formats import Format
 from partita.plan.residence import Tier
 from partita.plan.scratch import scratch_bytes

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from partita.memory.step_events import span, in_span
+from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record
 from partita.plan.residence import Residence, Tier
 from partita.plan.steps import steps

@@ -23,7 +23,7 @@ from partita.memory import accelerator
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
-from partita.memory.step_events import span, in_span
+from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, after, record
 from partita.plan.residence import Tier
 from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partita.kernels.chunks import chunks
 from partita.kernels.quantize import join, nearest_bf16, split
-from partita.memory.tiers import InMemory, StoredState, Lease, StateMemory
+from partita.memory.tiers import InMemory, Lease, StateMemory, StoredState
 from partita.plan.planned import PlannedSegment
 from partita.plan.residence import SPLIT, Residence
 from partita.plan.span import Span

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.allocate import allocate, over
-from partita.memory.buffer_pool import BufferPool, StorageSwap, Slot
-from partita.memory.step_events import span, in_span
+from partita.memory.buffer_pool import BufferPool, Slot, StorageSwap
+from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record
 from partita.plan.planned import PlannedUnit
 from partita.plan.steps import steps

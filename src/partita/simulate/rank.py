@@ -88,7 +88,9 @@ class _CollectiveRecorder(Watcher):
         self.calls.append(Collective(key, num_bytes))
 
 
-def simulate_rank(simulated_model: SimulatedModel, resolved: Resolved, role: Role, kind: str, requests: Requests) -> RankReport:
+def simulate_rank(
+    simulated_model: SimulatedModel, resolved: Resolved, role: Role, kind: str, requests: Requests
+) -> RankReport:
     """Build the engine as this rank on devices of type ``kind`` (``cpu``, ``cuda``), and train two steps.
 
     In the first step, optimizers allocate their states, and the order of all-gathers is recorded. The second step is

@@ -9,14 +9,14 @@ from typing import Any
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.forecast.model_source import ModelSource
 from partita.forecast.plan_settings import CHECKPOINTS, PlanSettings, StateSettings, state_precisions
 from partita.forecast.search import Forecast, Search
-from partita.forecast.model_source import ModelSource
 from partita.plan.mesh_shape import MeshShape
 from partita.plan.slots import bytes_ahead
 from partita.plan.state_plan import neighbouring_stages
-from partita.planner.units import find_blocks
 from partita.planner.machine import Machine
+from partita.planner.units import find_blocks
 
 # Candidates with a predicted step this many times as long are not tried: predictions are accurate to a fourth.
 MAX_SLOWDOWN = 1.5

@@ -62,7 +62,9 @@ class Trials:
     def run(self, config: dict[str, Any]) -> TrialResult:
         """Run a trial of one config in other processes, and return its outcome."""
         port, threads = _free_port(), max(1, usable_cores() // self.ranks)
-        tasks = [TrialTask(self.target, config, r, self.ranks, port, threads, self.steps).text() for r in range(self.ranks)]
+        tasks = [
+            TrialTask(self.target, config, r, self.ranks, port, threads, self.steps).text() for r in range(self.ranks)
+        ]
         with tempfile.TemporaryDirectory(prefix="partita-") as folder:
             ended = run_ranks("partita.tune.trial_rank", tasks, Path(folder), self.timeout_s)
         return TrialResult(failed=f"did not end within {self.timeout_s:g} s") if ended is None else _result_of(ended)

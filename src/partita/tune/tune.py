@@ -14,9 +14,9 @@ from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.plan import Plan, default_samples
-from partita.forecast.model_source import ModelSource
 from partita.forecast.measure_machine import measure_machine
+from partita.forecast.model_source import ModelSource
+from partita.forecast.plan import Plan, default_samples
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
 from partita.optim.build import build_optimizer
@@ -183,8 +183,7 @@ class _Tuning:
         trained = [trial for trial in self._done.values() if trial.outcome.step_s is not None]
         if not trained:
             lines = [
-                f"  {trial.candidate.settings.states.name}: {trial.outcome.failed}"
-                for trial in self._done.values()
+                f"  {trial.candidate.settings.states.name}: {trial.outcome.failed}" for trial in self._done.values()
             ]
             raise ConfigError("\n".join([f"tune: all {len(lines)} trials failed:", *lines]))
         best = min(trained, key=lambda trial: trial.seconds)

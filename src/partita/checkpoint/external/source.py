@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Request, Stored, Value, saved_boxes
 from partita.checkpoint.external.torch_files import IMPLEMENTATION
-from partita.checkpoint.format.backend import SingleProcess, FileBackend
+from partita.checkpoint.format.backend import FileBackend, SingleProcess
 from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.checkpoint.serializable import to_serializable
 from partita.checkpoint.training_state import ENGINE

@@ -22,8 +22,8 @@ from partita.checkpoint.format.file import Snapshots, stream_file, write_snapsho
 from partita.checkpoint.format.folder import (
     LOCK_SUFFIX,
     discard,
-    next_sequence,
     folder_warning,
+    next_sequence,
     partial_of,
     publish,
     start_partial,
@@ -36,12 +36,20 @@ from partita.checkpoint.format.manifest import (
     add_aliases,
     add_table,
     has_own_metadata,
-    with_checksum,
     table_of,
+    with_checksum,
 )
 from partita.checkpoint.format.record import BoxLayout, FileLayout
 from partita.checkpoint.format.stored import StoredFiles
-from partita.checkpoint.format.system import Lock, checksum, damaged, explain_os_errors, is_locked, read_small, write_small
+from partita.checkpoint.format.system import (
+    Lock,
+    checksum,
+    damaged,
+    explain_os_errors,
+    is_locked,
+    read_small,
+    write_small,
+)
 from partita.errors import PartitaError
 from partita.memory.accelerator import HOST
 from partita.memory.collector import collector_paused

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 from partita.integrations.deepspeed import comm, zero
 from partita.integrations.deepspeed.comm import init_distributed
-from partita.integrations.deepspeed.unsupported import MODULE, missing
 from partita.integrations.deepspeed.engine import DeepSpeedEngine
 from partita.integrations.deepspeed.start import add_config_arguments, initialize
+from partita.integrations.deepspeed.unsupported import MODULE, missing
 
 # DeepSpeed's version, by which scripts find out which features exist.
 __version__ = "0.19.8"

@@ -13,8 +13,8 @@ from partita.config.resolve import Resolved
 from partita.engine.batches import call, draw, loss_of
 from partita.engine.engine import Engine
 from partita.errors import PartitaError
-from partita.integrations.deepspeed.unsupported import ENGINE, missing_attribute
 from partita.integrations.deepspeed.tags import CheckpointExtras, TaggedCheckpoints
+from partita.integrations.deepspeed.unsupported import ENGINE, missing_attribute
 from partita.integrations.deepspeed.zero import ended
 
 

@@ -70,7 +70,9 @@ class TaggedCheckpoints:
         if self._engine.any(bool(problem)):
             raise PartitaError(f"rank 0 cannot write '{path}'{problem}; name a folder that is writable and has space")
 
-    def load(self, folder: Path, tag: str | None, *, only_model: bool, strict: bool) -> tuple[Path, CheckpointExtras] | None:
+    def load(
+        self, folder: Path, tag: str | None, *, only_model: bool, strict: bool
+    ) -> tuple[Path, CheckpointExtras] | None:
         """Load the checkpoint of a tag (None: the latest), and return its path and additional contents.
 
         Returns None, with a warning, if no tag is given and the folder has no latest checkpoint.

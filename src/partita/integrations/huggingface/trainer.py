@@ -20,8 +20,8 @@ from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
 from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
 from partita.integrations.huggingface.checkpoints import newest_on_rank_0, why_incomplete
-from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.patched import patched
+from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
 from partita.optim.build import build_schedule

@@ -10,7 +10,7 @@ from partita.config.resolve import Resolved
 from partita.errors import ConfigError
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import cut
-from partita.parallel.pipeline.off_stage import restore, forget, mark_off_stage
+from partita.parallel.pipeline.off_stage import forget, mark_off_stage, restore
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.plan.place import Place
 from partita.plan.residence import BF16, FP16

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.pipeline.off_stage import all_away
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
-from partita.planner.units import find_blocks
 from partita.planner.parameters import find_all_parameters
+from partita.planner.units import find_blocks
 from partita.sharding.buffers import buffers_kept
 from partita.transforms.modules import ModuleTransforms, Order
 
@@ -235,7 +235,9 @@ def _at(blocks: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[i
     return (0, *starts, len(blocks))
 
 
-def modules_outside_blocks(model: nn.Module, blocks: Sequence[str], param_ids: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def modules_outside_blocks(
+    model: nn.Module, blocks: Sequence[str], param_ids: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules outside the blocks that contain no block and own a parameter whose id is in ``param_ids``."""
     for name, module in model.named_modules():
         around = not name or any(_inside(block, name) for block in blocks)

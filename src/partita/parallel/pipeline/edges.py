@@ -17,7 +17,7 @@ from partita.errors import PartitaError
 from partita.memory.accelerator import readable
 from partita.memory.step_events import span
 from partita.parallel.pipeline.early_exit import Arguments
-from partita.parallel.pipeline.off_stage import OffStageTensor, received_value, is_missing
+from partita.parallel.pipeline.off_stage import OffStageTensor, is_missing, received_value
 from partita.parallel.pipeline.stage import missing_input_error
 
 PURPOSE = "pipeline"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
-from partita.parallel.pipeline.off_stage import OffStageTensor, DataNeededError, Trial, all_away, without_data
+from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, Trial, all_away, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
 
@@ -95,7 +95,9 @@ def _key(value: Any) -> Any:
     if value is None or kind in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        own = value._form if isinstance(value, OffStageTensor) else value  # a plain tensor, read without __torch_function__
+        own = (
+            value._form if isinstance(value, OffStageTensor) else value
+        )  # a plain tensor, read without __torch_function__
         return own.shape, own.dtype
     if kind is dict or isinstance(value, Mapping):
         return tuple([(key, _key(item)) for key, item in value.items()])

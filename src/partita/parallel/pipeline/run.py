@@ -12,13 +12,13 @@ from partita.comm.collectives import Collectives
 from partita.memory import accelerator
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import modules_outside_blocks
+from partita.parallel.pipeline.deferred_gradients import WeightGradients
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.edges import Arrival, Edges
 from partita.parallel.pipeline.off_stage import OffStageTensor, is_missing
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
-from partita.parallel.pipeline.stage import Stages, MakePlaceholder, missing_input_error
-from partita.parallel.pipeline.deferred_gradients import WeightGradients
+from partita.parallel.pipeline.stage import MakePlaceholder, Stages, missing_input_error
 from partita.plan.mesh_shape import PIPELINE_AXES
 from partita.planner.off_stage import is_off_stage
 from partita.sharding.hooks import EarlyOutput
@@ -198,6 +198,8 @@ def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tupl
 
 
 def _placeholder(parallel: AppliedParallelism, device: torch.device, module: nn.Module, name: str) -> MakePlaceholder:
-    placeholder = PlaceholderOutput(module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE))
+    placeholder = PlaceholderOutput(
+        module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE)
+    )
     stack = next((stack for stack in parallel.stacks if module in stack.blocks.values()), None)
     return placeholder if stack is None else partial(stack.placeholder_output, module, placeholder)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
-from partita.parallel.pipeline.off_stage import OffStageTensor, DataNeededError, received_value, is_missing
+from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, is_missing, received_value
 from partita.sharding.hooks import call_within_hooks
 from partita.transforms.modules import Level
 
@@ -99,7 +99,9 @@ class Stages:
 class _Call:
     """Wrapper of a module's call, outside the module's hooks. ``index``: the block's, or None for other modules."""
 
-    def __init__(self, index: int | None, stages: Stages, module: nn.Module, placeholder: MakePlaceholder, name: str) -> None:
+    def __init__(
+        self, index: int | None, stages: Stages, module: nn.Module, placeholder: MakePlaceholder, name: str
+    ) -> None:
         self._index = index
         self._stages = stages
         self._module = module

@@ -65,7 +65,9 @@ def running() -> Slices | None:
     return _running.get()
 
 
-def attend(call: Call, slices: Slices, own: Attend, *, needs_all_heads: bool = False, scale: float | None = None) -> Tensor:
+def attend(
+    call: Call, slices: Slices, own: Attend, *, needs_all_heads: bool = False, scale: float | None = None
+) -> Tensor:
     """Compute attention for a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
-from partita.parallel.sharded_logits import Split, ShardedLogits, Vocabulary, split_logits
+from partita.parallel.sharded_logits import ShardedLogits, Split, Vocabulary, split_logits
 from partita.parallel.tensor.functions import CopyToTensorRanks, leave
 from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.parameter import OwnParts
@@ -81,7 +81,10 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             if (bias := module._parameters.get("bias")) is not None:
                 splitter.cut(bias, 0, ranges)
             forward = Head(
-                module, splitter.copy_input, splitter.own_parts(module), Vocabulary(splitter.copy_input.group, mesh, sizes)
+                module,
+                splitter.copy_input,
+                splitter.own_parts(module),
+                Vocabulary(splitter.copy_input.group, mesh, sizes),
             )
             split += ", loss computed from slices"
         splitter.changes.wrap_forward(module, forward)

@@ -112,7 +112,7 @@ class CopyToTensorRanks:
     gate and up projections). Their gradients are accumulated before they are summed over the ranks.
 
     Attributes:
-        in_part: the running code is between a column-parallel and a row-parallel layer, where activations are split.
+        inside_split: the running code is after a column-parallel and before a row-parallel layer.
     """
 
     def __init__(self, group: Group) -> None:

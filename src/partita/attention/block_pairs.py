@@ -63,7 +63,7 @@ class BlockPairs:
     """Pairs of a block of queries and a block of keys, sorted by row and then by column.
 
     ``row`` is the index of a block of queries in all samples, ``col`` the index of a block of keys within a sample.
-    ``whole`` is True if every query of the row sees every key of the block. The other pairs need a mask, by ``mask_function``.
+    ``whole`` is True if every query of the row sees every key of the block; other pairs need a mask (``sight``).
     """
 
     sizes: Sizes

@@ -77,8 +77,8 @@ class WeightGradients:
         """Drop all deferred gradients, after a batch has failed."""
         self._of_micro.clear()
 
-    def leave(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Defer a graph, see :meth:`DeferredGradients.add`. Outside of :meth:`deferring`, run its backward immediately."""
+    def defer(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
+        """Defer a graph, as :meth:`Left.add`. Outside of :meth:`apart`, run its backward now."""
         if self._current is None:
             torch.autograd.backward([root], [gradient], inputs=list(params))
         else:

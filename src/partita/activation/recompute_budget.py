@@ -41,8 +41,8 @@ class KeptWhole:
 
     def __init__(self, limit: int | None, max_in_flight: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
         self._limit = limit
-        self._under_way = max_in_flight
-        self._alike = alike
+        self._max_in_flight = under_way
+        self._alike = is_equal
         self._ledger = ledger
         self._index = 0  # index of the next call in its forward
         self._inside = False  # a call is running; nested calls count as part of it
@@ -117,9 +117,9 @@ class KeptWhole:
         with_other_positions, with_others = self._alike
         self._forward += 1
         self._is_followed = False
-        self._is_too_many = len(self._awaited) >= self._under_way
+        self._is_too_many = len(self._awaited) >= self._max_in_flight
         if self._is_too_many:
-            self._under_way = len(self._awaited) + 1
+            self._max_in_flight = len(self._awaited) + 1
             self._choose()
         if self._measures:
             self._measures = False
@@ -137,11 +137,11 @@ class KeptWhole:
             return
         num, total = 0, 0
         for size in reversed(self._sizes):
-            if (total + size) * self._under_way > self._limit:
+            if (total + size) * self._max_in_flight > self._limit:
                 break
             num, total = num + 1, total + size
         self._not_recomputed = range(len(self._sizes) - num, len(self._sizes))
-        self._ledger.set(STATE, total * self._under_way)
+        self._ledger.set(STATE, total * self._max_in_flight)
 
 
 @contextmanager

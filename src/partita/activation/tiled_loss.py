@@ -104,7 +104,7 @@ def _default_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
 
 
 class TiledHead:
-    """A linear layer whose calls return :class:`~partita.activation.logits.Logits` while gradients are enabled.
+    """A linear layer whose calls return :class:`~partita.activation.logits.Logits`, if it trains.
 
     The loss is computed inside a call of the layer, whose hooks unshard its weight once for all tiles.
     """
@@ -361,11 +361,11 @@ class TiledLoss(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == right.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
+    if lhs.dtype == rhs.dtype == total.dtype:
+        total.addmm_(lhs, rhs)
     else:
-        total += left @ right
+        total += lhs @ rhs
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -140,7 +140,7 @@ def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost transformers models in a model, with their names."""
     found: list[tuple[str, PreTrainedModel]] = []
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        inside = any(not parent or name.startswith(f"{parent}.") for parent, _ in found)
         if isinstance(module, PreTrainedModel) and not inside:
             found.append((name, module))
     return found

@@ -88,8 +88,8 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     """
     found = [name for name, _ in find_blocks(model)]
     if isinstance(model, nn.Sequential):
-        outer = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-        found += [name for name in outer if not any(_inside(block, name) or block == name for block in found)]
+        top_level = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+        found += [name for name in top_level if not any(_inside(block, name) or block == name for block in found)]
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules or not name:

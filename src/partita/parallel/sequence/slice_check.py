@@ -185,8 +185,8 @@ def _project(total: Tensor, leaf: Tensor) -> None:
     assert gradient is not None
     rows = gradient.detach().to_dense().float()
     rows = rows.flatten(1) if rows.dim() > 1 else rows.reshape(-1, 1)
-    left, right = (_noise((_NUM_PROJECTIONS, n), rows.device, number) for number, n in enumerate(rows.shape))
-    total += (left @ rows @ right.mT).flatten()
+    lhs, rhs = (_noise((_NUM_PROJECTIONS, n), rows.device, number) for number, n in enumerate(rows.shape))
+    total += (lhs @ rows @ rhs.mT).flatten()
 
 
 def _noise(shape: Sequence[int], device: torch.device, number: int = 0) -> Tensor:

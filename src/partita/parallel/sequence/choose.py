@@ -105,8 +105,8 @@ def choose(
 ) -> str:
     """Return the method that fits and sends fewer bytes.
 
-    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (with a sparse pattern, :data:`BLOCKS`) needs
-    memory for the gathered keys and values. :data:`RING` is chosen if neither fits.
+    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (:data:`BLOCKS` with a sparse
+    pattern) needs memory for the gathered keys and values. :data:`RING` is chosen if neither fits.
 
     Args:
         needs_all_heads: each rank needs all heads, because the attention reads other tensors by head.

@@ -289,7 +289,7 @@ def whole_logits(name: str) -> float:
             logits = each(**batch)
             logits = logits if isinstance(logits, Tensor) else logits.logits
             assert logits.shape == (2, LENGTH, VOCAB)
-            assert repr(logits).startswith("SplitLogits(shape (2, 23, 128)") == (each is model)
+            assert repr(logits).startswith(f"{type(logits).__name__}(shape (2, 23, 128)") == (each is model)
             logits.softmax(-1)[:, 3:5].square().sum().backward()
             results.append(logits + torch.zeros(logits.shape))
         off = [float((results[0] - results[1]).detach().abs().max())]

@@ -114,7 +114,7 @@ class DeferredLogits(Deferred):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         origin = self.origin
-        return f"Logits(shape={tuple(origin.shape)}, dtype={origin.dtype}, not computed)"
+        return f"{type(self).__name__}(shape={tuple(origin.shape)}, dtype={origin.dtype}, not computed)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read("a copy").__reduce_ex__(protocol)

@@ -73,7 +73,7 @@ class OffStageTensor(Tensor):
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Absent({tuple(self.shape)}, {self.dtype}, depends on '{self.origin}')"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, depends on '{self.origin}')"
 
     @classmethod
     def __torch_function__(

@@ -266,7 +266,7 @@ def test_nothing_has_the_size_of_the_logits() -> None:
 def test_logits_say_what_they_are() -> None:
     with partita.initialize(speaker(), TILED) as engine:
         logits = engine(tokens()[0])
-        assert isinstance(logits, Logits)
+        assert isinstance(logits, DeferredLogits)
         assert repr(logits) == f"{type(logits).__name__}(shape=(3, 11, {VOCAB}), dtype=torch.float32, not computed)"
         assert (logits.shape, logits.dim(), len(logits), logits.dtype) == ((3, 11, VOCAB), 3, 3, torch.float32)
         assert logits.half().dtype == torch.float16

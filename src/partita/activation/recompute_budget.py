@@ -41,7 +41,7 @@ class KeptWhole:
 
     def __init__(self, limit: int | None, max_in_flight: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
         self._limit = limit
-        self._max_in_flight = under_way
+        self._max_in_flight = max_in_flight
         self._alike = is_equal
         self._ledger = ledger
         self._index = 0  # index of the next call in its forward

@@ -63,7 +63,7 @@ class BlockPairs:
     """Pairs of a block of queries and a block of keys, sorted by row and then by column.
 
     ``row`` is the index of a block of queries in all samples, ``col`` the index of a block of keys within a sample.
-    ``whole`` is True if every query of the row sees every key of the block. Others need a mask (``sight``).
+    ``whole`` is True if every query of the row sees every key of the block. Others need a mask (``mask_function``).
     """
 
     sizes: Sizes
@@ -161,7 +161,7 @@ def block_pairs(layout: Layout, sizes: Sizes, segments: Segments, seen: Tensor |
         counts = seen.view(sizes.samples, num_cols, block).sum(2)[row.div(num_rows, rounding_mode="floor"), col]
         is_whole &= counts == block
         row, col, is_whole = (x[counts > 0] for x in (row, col, is_whole))
-    return Visits(sizes, row, col, is_whole, _mask_function(layout, sizes, segments, singles, seen))
+    return BlockPairs(sizes, row, col, is_whole, _mask_function(layout, sizes, segments, singles, seen))
 
 
 def _rows(segments: Segments, sizes: Sizes, block: int) -> _Rows:
@@ -259,7 +259,9 @@ def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
-def _mask_function(layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None) -> Sight:
+def _mask_function(
+    layout: Layout, sizes: Sizes, segments: Segments, singles: _Singles, seen: Tensor | None
+) -> MaskFunction:
     length = -(-sizes.queries // layout.block) * layout.block
     owner, number = _enumerate(segments.q_stop - segments.q_start)
     place = segments.sample[owner] * length + segments.q_start[owner] + number

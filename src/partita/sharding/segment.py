@@ -131,8 +131,8 @@ class Segment:
 
     @property
     def stored_spans(self) -> tuple[Span, ...]:
-        """The spans of this rank's stored parameters, with offsets in ``rest``; if unsharded, also empty ones."""
-        return self._spans_of(self.plan.param_rest)
+        """The spans of this rank's stored parameters, with offsets in ``stored``; if unsharded, also empty ones."""
+        return self._spans_of(self.plan.param_stored)
 
     def _spans_of(self, residence: Residence) -> tuple[Span, ...]:
         is_unsharded = self.planned.num_shards(residence) == 1

@@ -78,7 +78,7 @@ class WeightGradients:
         self._of_micro.clear()
 
     def defer(self, root: GradientEdge, gradient: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Defer a graph, as :meth:`Left.add`. Outside of :meth:`apart`, run its backward now."""
+        """Defer a graph, as :meth:`DeferredGradients.add`. Outside of :meth:`apart`, run its backward now."""
         if self._current is None:
             torch.autograd.backward([root], [gradient], inputs=list(params))
         else:

@@ -1,7 +1,7 @@
 """Placeholders for tensors that depend on parameters of another pipeline stage.
 
 A stage runs the model's own forward. Before the stage's first block, tensors that depend on parameters of earlier
-stages are not computed: they have a shape, a dtype and a device, but no data (:class:`Absent`). After the
+stages are not computed: they have a shape, a dtype and a device, but no data (:class:`OffStageTensor`). After the
 value has been received, operations on the same tensor object use it.
 """
 

@@ -88,10 +88,10 @@ def attend(
         )
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
-    method = choose(sizes, whole_heads=whole_heads, ring=scale is not None)
-    if method == HEADS:
+    method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)
+    if method == ALL_TO_ALL:
         return attention_by_heads(call, slices, own, sizes)
-    if method == KEYS:
+    if method == GATHER_KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
         return own(_for_own_queries(replace(call, key=key, value=value), slices))
     assert scale is not None

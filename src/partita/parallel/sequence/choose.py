@@ -105,7 +105,7 @@ def choose(
 ) -> str:
     """Return the method that fits and sends fewer bytes.
 
-    :data:`HEADS` needs a query head for each rank. :data:`KEYS` (:data:`BLOCKS` with a sparse
+    :data:`ALL_TO_ALL` needs a query head for each rank. :data:`GATHER_KEYS` (:data:`GATHER_BLOCKS` with a sparse
     pattern) needs memory for the gathered keys and values. :data:`RING` is chosen if neither fits.
 
     Args:

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from partita.forecast.plan import Plan, format_shortfall, plan
-from partita.forecast.search import Forecast
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import BF16, INT8, SPLIT
-from partita.plan.span import Entry, lay_out
-from partita.plan.state_plan import Encodings, further_stages, preset
-from partita.planner.formatting import format_bytes
-from partita.planner.machine import machine_named
-from partita.planner.state_bytes import model_state_bytes
+from partita.config.messages import format_bytes
+from partita.layout.state_bytes import model_state_bytes
+from partita.prediction.machine import machine_named
+from partita.prediction.plan import Plan, format_shortfall, plan
+from partita.prediction.search import Forecast
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment, PlannedUnit
+from partita.table.residence import BF16, INT8, SPLIT
+from partita.table.span import Entry, lay_out
+from partita.table.state_plan import Encodings, further_stages, preset
 
 # "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, table 1: model states of a GPU in GB, by
 # data-parallel GPUs, at stages 1, 2 and 3 for 7.5B parameters, for 128B, and for 1T.

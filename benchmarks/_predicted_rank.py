@@ -18,10 +18,10 @@ from torch import nn
 import partita
 from benchmarks._predicted_cases import Case
 from partita.engine.engine import Engine
-from partita.forecast.model_source import ModelSource, read_source
 from partita.memory.capacity import usable_cores
 from partita.memory.ledger import STATES
-from partita.tune.trial_rank import taken_bytes
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.tune.trial_rank import taken_bytes
 
 WARMUP = 2
 

@@ -87,8 +87,8 @@ class Rank:
 
     def _compare(self, trainer: Trainer, counted_bytes_a_step: float) -> None:
         """Partita's own figures beside its estimates."""
-        from partita.planner.state_bytes import model_state_bytes
-        from partita.planner.traffic import step_traffic
+        from partita.layout.state_bytes import model_state_bytes
+        from partita.layout.traffic import step_traffic
 
         engine = trainer.engine
         report = engine.memory_report()

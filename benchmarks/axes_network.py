@@ -16,7 +16,7 @@ from itertools import combinations
 from benchmarks._common import Report, Run, check_losses, megabytes, opened, run
 from benchmarks._network import joined_hosts
 from benchmarks._work import Work
-from partita.plan.across_nodes import crossing_tokens, sent_elements
+from partita.table.across_nodes import crossing_tokens, sent_elements
 
 HOSTS, RANKS = 2, 4
 ELEMENT_BYTES = 4

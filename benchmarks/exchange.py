@@ -27,7 +27,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.capacity import usable_cores
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 
 TIMEOUT_S = 600
 GATHER, IN_MEMORY, TORCHS, COPY, MESSAGE = (

@@ -23,13 +23,13 @@ from torch import nn
 from benchmarks._common import Report
 from benchmarks._papers_tables import reach_rows, state_rows
 from partita.errors import ConfigError
-from partita.forecast.given_config import Estimate, estimate_config
-from partita.forecast.model_source import ModelSource, read_source
 from partita.memory import accelerator
-from partita.plan.residence import Tier
-from partita.planner.machine import Machine, machine_named
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import SimulatedModel
+from partita.prediction.given_config import Estimate, estimate_config
+from partita.prediction.machine import Machine, machine_named
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import SimulatedModel
+from partita.table.residence import Tier
 
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
 # Of what the papers say of their largest models: GPUs, and a config.

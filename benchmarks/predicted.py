@@ -32,13 +32,13 @@ from typing import Any
 from benchmarks._common import RESULTS, ROOT, Report
 from benchmarks._predicted_cases import Case, cases
 from benchmarks._ranks import wait
-from partita.forecast.given_config import estimate_config
-from partita.forecast.measure_machine import measure_machine
-from partita.forecast.model_source import read_source
 from partita.memory import accelerator
-from partita.planner.machine import Machine, read_machine, write_machine
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import RankReport, SimulatedModel
+from partita.prediction.given_config import estimate_config
+from partita.prediction.machine import Machine, read_machine, write_machine
+from partita.prediction.measure_machine import measure_machine
+from partita.prediction.model_source import read_source
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import RankReport, SimulatedModel
 
 KEPT = RESULTS / "predicted.json"
 STEPS, TOGETHER = 7, 6

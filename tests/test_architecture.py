@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "partita"
 
 # A file imports only from its own layer and from those before it. "" is the package root, which re-exports.
 LAYERS = (
-    *("errors", "plan", "config", "planner", "memory", "comm", "kernels", "transforms", "sharding", "parallel"),
+    *("errors", "table", "config", "layout", "memory", "comm", "kernels", "transforms", "sharding", "parallel"),
     *(
         "activation",
         "attention",
@@ -24,21 +24,19 @@ LAYERS = (
         "huggingface",
         "engine",
         "observe",
-        "train",
-        "forecast",
     ),
-    *("simulate", "tune", "integrations", "", "cli"),
+    *("train", "prediction", "integrations", "", "cli"),
 )
 # Without these the core works: tests/test_hidden.py.
-OPTIONAL = ("compression", "attention", "forecast", "simulate", "tune", "integrations")
+OPTIONAL = ("compression", "attention", "prediction", "integrations")
 MAX_PARAMETERS = 8
 # Of a class in these layers: past that, an object is missing.
-CORE = ("plan", "planner", "memory", "comm", "sharding", "optim")
+CORE = ("table", "layout", "memory", "comm", "sharding", "optim")
 MAX_ATTRIBUTES, MAX_PROPERTIES = 20, 15
 
 COLLECTIVES = ("comm/transport.py",)
 ENVIRONMENT = ("config/launchers.py", "cli/launch*.py")
-STAGE = ("config/*.py", "compression/settings.py", "compression/settings.py", "plan/state_plan.py")
+STAGE = ("config/*.py", "compression/settings.py", "table/state_plan.py")
 ACCELERATOR = ("memory/accelerator.py",)
 TRANSFORMS = ("transforms/*.py",)
 
@@ -397,13 +395,13 @@ MANY_PARAMETERS = "a, b, c, d, /, e, f, *g, h"
 BAD = [
     (docstring_opener, "engine.py", '"""What a step takes."""'),
     (docstring_opener, "engine.py", 'def f():\n    """Whether it is finite."""'),
-    (layering, "plan/span.py", "from partita.comm import mesh"),
-    (layering, "plan/span.py", "import partita.comm.mesh"),
-    (layering, "plan/span.py", "from partita import comm"),
-    (layering, "plan/span.py", "from ..comm import mesh"),
-    (layering, "plan/span.py", "from .. import comm"),
-    (layering, "plan/span.py", "def late():\n    from partita.engine.engine import Engine"),
-    (layering, "plan/span.py", "if TYPE_CHECKING:\n    from partita.config.schema import Config"),
+    (layering, "table/span.py", "from partita.comm import mesh"),
+    (layering, "table/span.py", "import partita.comm.mesh"),
+    (layering, "table/span.py", "from partita import comm"),
+    (layering, "table/span.py", "from ..comm import mesh"),
+    (layering, "table/span.py", "from .. import comm"),
+    (layering, "table/span.py", "def late():\n    from partita.engine.engine import Engine"),
+    (layering, "table/span.py", "if TYPE_CHECKING:\n    from partita.config.schema import Config"),
     (layering, "engine.py", "from partita import initialize"),
     (layering, "errors.py", "import partita"),
     (layering, "__init__.py", "from partita.cli.main import app"),
@@ -417,7 +415,7 @@ BAD = [
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}, i): ..."),
     (one_attribute_a_line, "engine.py", "a.b, a.c = 1, 2"),
     (class_budget, "sharding/a.py", MANY_ATTRIBUTES),
-    (class_budget, "plan/a.py", MANY_PROPERTIES),
+    (class_budget, "table/a.py", MANY_PROPERTIES),
     (collectives_in_one_file, "engine.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
     (collectives_in_one_file, "engine.py", "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"),
     (collectives_in_one_file, "engine.py", "import torch.distributed\ntorch.distributed.barrier()"),
@@ -437,7 +435,7 @@ BAD = [
     (stage_compared_in_few_places, "engine.py", "if stage == 3: ..."),
     (stage_compared_in_few_places, "engine.py", "x = 1 <= config.zero.stage"),
     (stage_compared_in_few_places, "engine.py", "y = 1 if config.zero.stage else 2"),
-    (stage_compared_in_few_places, "plan/steps.py", "match zero.stage:\n    case 3: ..."),
+    (stage_compared_in_few_places, "table/steps.py", "match zero.stage:\n    case 3: ..."),
     (no_class_of_a_stage, "engine.py", "class Zero1Optimizer: ..."),
     (no_class_of_a_stage, "engine.py", "class _Stage_3: ..."),
     (no_class_of_a_stage, "engine.py", "class ShardedZeROThree: ..."),
@@ -463,22 +461,22 @@ BAD = [
     (modules_changed_in_one_package, "engine.py", "module.__dict__.pop('forward')"),
     (modules_changed_in_one_package, "sharding/a.py", "type(module).__call__ = run"),
     (docstring, "engine.py", "# only a comment\nx = 1"),
-    (docstring, "plan/__init__.py", ""),
+    (docstring, "table/__init__.py", ""),
 ]
 
 GOOD = [
     (docstring_opener, "engine.py", '"""Time of a step."""\ndef f():\n    """Return whether it is finite."""'),
-    (layering, "plan/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.plan import steps"),
-    (layering, "plan/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),
+    (layering, "table/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.plan import steps"),
+    (layering, "table/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),
     (layering, "engine.py", "from partita.sharding.unit import Unit\nimport partita.comm.mesh"),
     (layering, "__init__.py", "from partita.engine.engine import Engine"),
     (layering, "cli/main.py", "import partita\nfrom partita import initialize"),
     (optional_packages, "compression/a.py", "from partita.compression.quantized import Quantized"),
-    (optional_packages, "cli/a.py", "from partita.forecast.plan import plan"),
+    (optional_packages, "cli/a.py", "from partita.prediction.plan import plan"),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
     (one_attribute_a_line, "engine.py", "a.b, a.c = a.c, a.b"),
-    (class_budget, "forecast/a.py", MANY_ATTRIBUTES),
+    (class_budget, "prediction/a.py", MANY_ATTRIBUTES),
     (class_budget, "sharding/a.py", MANY_ATTRIBUTES.replace("self.a20", "other.a20")),
     (one_attribute_a_line, "engine.py", "a, b.c = 1, 2"),
     (collectives_in_one_file, "comm/transport.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
@@ -488,7 +486,7 @@ GOOD = [
     (environment_read_in_few_places, "config/launchers.py", "import os\nos.environ['RANK']"),
     (environment_read_in_few_places, "cli/launch_local.py", "from os import environ"),
     (environment_read_in_few_places, "engine.py", "import os\nos.getpid()\nother.environ"),
-    (stage_compared_in_few_places, "plan/state_plan.py", "if stage == 3: ..."),
+    (stage_compared_in_few_places, "table/state_plan.py", "if stage == 3: ..."),
     (stage_compared_in_few_places, "config/checks.py", "if zero.stage == 3: ..."),
     (stage_compared_in_few_places, "engine.py", "plan = preset(config.zero.stage)\nif stages == 3: ..."),
     (no_class_of_a_stage, "engine.py", "class ZeroSection: ...\nclass StagePlan: ..."),

@@ -374,7 +374,7 @@ BAD = [
     "```\nmake tests     # all of them\n```\n",
 ]
 GOOD = [
-    "`tests/kit`, `tests/kit/`, `plan/span`, `plan/span.py`, `csrc/level_*.cpp`, `level_*.cpp`, `.ci/run`",
+    "`tests/kit`, `tests/kit/`, `table/span`, `table/span.py`, `csrc/level_*.cpp`, `level_*.cpp`, `.ci/run`",
     "`runs/train_stdlib`, `benchmarks/name.py`",
     "`zero.offload.parameters`, `engine.checkpoint.dir`, `train.steps`, `model.parameters()`",
     "`zero.stage: 3`, `keep_gathered: true`, `zero.units: [Block, head]`, `optimizer: host`",
@@ -416,7 +416,7 @@ def test_messages_are_read() -> None:
 
 
 def test_lists_are_read() -> None:
-    assert folders_listed("| folder | noun |\n|---|---|\n| `plan/` | x |\n| `config/` | y |\n") == ["plan", "config"]
+    assert folders_listed("| folder | noun |\n|---|---|\n| `table/` | x |\n| `config/` | y |\n") == ["table", "config"]
     assert layers_listed("and from those listed before it: errors, plan,\n  the package root, cli.\n") == [
         "errors",
         "plan",

@@ -18,7 +18,7 @@ import partita
 from benchmarks.gpu._common import device_here, place
 from partita.comm.transport import DeviceTransport
 from partita.memory import accelerator
-from partita.plan.purposes import PURPOSES
+from partita.table.purposes import PURPOSES
 from partita.train.decoder import Decoder, DecoderShape
 
 PLANS = {

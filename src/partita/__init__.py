@@ -9,9 +9,9 @@ from partita.errors import ConfigError, PartitaError
 from partita.optim.step import StepResult
 from partita.optim.traits import elementwise
 
-if find_spec("partita.forecast") is not None:  # prediction is optional
-    from partita.forecast.plan import plan
-    from partita.tune.tune import tune
+if find_spec("partita.prediction") is not None:  # prediction is optional
+    from partita.prediction.plan import plan
+    from partita.prediction.tune.tune import tune
 
 __version__ = "0.1.0"
 __all__ = ["Config", "ConfigError", "Engine", "PartitaError", "StepResult", "elementwise", "initialize", "plan", "tune"]

@@ -14,7 +14,7 @@ import partita
 from partita.activation.inputs import NUM_STAYING
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.plan.traffic import TrafficKey
+from partita.table.traffic import TrafficKey
 from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import FAMILIES

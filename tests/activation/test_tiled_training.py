@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditi
 
 import partita
 from partita.activation.deferred_logits import DeferredLogits
-from partita.plan.traffic import TrafficReport
+from partita.table.traffic import TrafficReport
 from tests.features import parity
 from tests.kit import seeds
 from tests.kit.models import CASES, FAMILIES, VOCAB

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from partita.checkpoint.backend import Backend, Request, Stored
 from partita.checkpoint.content import Content
 from partita.checkpoint.load import Loading, LoadOptions
+from partita.layout.parameters import ParameterInfo
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.optim.states import OptimizerStates, Views
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import Place, even
-from partita.plan.planned import PlannedSegment
-from partita.plan.residence import FP32
-from partita.plan.share import Share
-from partita.plan.span import Entry, build_layout
-from partita.plan.state_plan import Encodings, Tiers, preset
-from partita.planner.parameters import ParameterInfo
 from partita.sharding.buckets import SyncStates
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import Place, even
+from partita.table.planned import PlannedSegment
+from partita.table.residence import FP32
+from partita.table.share import Share
+from partita.table.span import Entry, build_layout
+from partita.table.state_plan import Encodings, Tiers, preset
 
 CPU = torch.device("cpu")
 STATES = ("exp_avg", "exp_avg_sq")

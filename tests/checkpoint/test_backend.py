@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Draft, Request, Stored, StoredTensor, Value
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 from tests.checkpoint.ranks import SHAPES, check_loaded, random_values, rank_of, save
 
 

@@ -13,7 +13,7 @@ from partita import PartitaError
 from partita.checkpoint.format.backend import FileBackend
 from partita.checkpoint.offline import verify
 from partita.inspection.full_tensors import FullTensors
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 from tests.checkpoint.ranks import BY_COLUMNS, BY_ROWS, SHAPES, STATES, Cut, check_loaded, random_values, rank_of, save
 
 MESHES = [

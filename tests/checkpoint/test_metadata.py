@@ -21,7 +21,7 @@ from partita.checkpoint.backend import Chunk, StoredTensor
 from partita.checkpoint.format.manifest import MANIFEST, METADATA, with_checksum
 from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.format.system import checksum
-from partita.plan.box import Box
+from partita.table.box import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
 

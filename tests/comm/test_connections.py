@@ -19,8 +19,8 @@ from partita.comm.simulated import Requests, SimulatedRanks
 from partita.comm.transport import Transport
 from partita.engine.build import along_axes
 from partita.memory.accelerator import HOST
-from partita.plan.mesh_shape import AXES, MeshShape
-from partita.plan.state_plan import preset
+from partita.table.mesh_shape import AXES, MeshShape
+from partita.table.state_plan import preset
 from tests.kit.models import CASES
 from tests.kit.plans import ZERO
 from tests.kit.ranks import on_ranks

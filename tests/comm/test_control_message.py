@@ -14,7 +14,7 @@ from partita.comm.control_message import PAYLOAD_BYTES
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks

@@ -14,9 +14,9 @@ from partita.comm.transport import HostTransport
 from partita.comm.world import Rendezvous
 from partita.errors import ConfigError
 from partita.memory.accelerator import HOST
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.purposes import all_purposes
-from partita.plan.traffic import TrafficCount, TrafficKey
+from partita.table.mesh_shape import MeshShape
+from partita.table.purposes import all_purposes
+from partita.table.traffic import TrafficCount, TrafficKey
 from tests.kit import seeds
 from tests.kit.ranks import on_ranks
 from tests.kit.threads import in_rank_order, on_threads

@@ -5,7 +5,7 @@ from unittest import mock
 
 from partita.comm.collective_errors import MemoryShortfall, find_memory_shortfall
 from partita.comm.collectives import Collectives
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 from tests.kit.threads import on_threads
 
 NODE = f"node {socket.gethostname()}"

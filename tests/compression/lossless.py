@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 
 
 @contextmanager

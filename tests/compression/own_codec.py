@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from partita.kernels.codecs import TorchCodec
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 
 
 class Halves(TorchCodec):

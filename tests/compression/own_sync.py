@@ -7,13 +7,13 @@ from torch import Tensor
 from partita.config.extension import Extension
 from partita.config.schema import Config
 from partita.memory.tiers import StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned_bucket import PlannedBucket
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.state_plan import StatePlan
-from partita.plan.strategies import Message, Strategies, SyncPlan
 from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned_bucket import PlannedBucket
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.state_plan import StatePlan
+from partita.table.strategies import Message, Strategies, SyncPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import partita
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.state_bytes import model_state_bytes
 from tests.compression.lossless import lossless
 from tests.compression.test_feedback import LR, SHAPES, Bag, factors, held, held_sums, sgd
 from tests.compression.test_wires import on_nodes_of

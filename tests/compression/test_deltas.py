@@ -7,8 +7,8 @@ from partita.comm.collectives import Collectives
 from partita.compression.deltas import add_deltas
 from partita.kernels.codecs import CODECS
 from partita.kernels.quantize import nearest_bf16
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BLOCK
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import BLOCK
 from tests.kit.threads import on_threads
 
 DATA = ("data",)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import partita
 from partita.compression.error_feedback import ErrorFeedbackSync
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.state_bytes import model_state_bytes
 from tests.compression.test_wires import on_nodes_of
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss

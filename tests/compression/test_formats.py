@@ -4,9 +4,9 @@ import pytest
 
 from partita.compression.quantized import Quantized, hops
 from partita.kernels.codecs import CODECS
-from partita.plan.formats import FULL
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BF16, BLOCK, FP32
+from partita.table.formats import FULL
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import BF16, BLOCK, FP32
 
 
 def test_records_hold_codes_and_scale() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import partita
 from partita.config.resolve import resolve
-from partita.planner.state_bytes import model_state_bytes
-from partita.planner.traffic import StepShape, step_traffic
+from partita.layout.state_bytes import model_state_bytes
+from partita.layout.traffic import StepShape, step_traffic
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
 from tests.kit.ranks import on_ranks

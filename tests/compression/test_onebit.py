@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.planner.off_stage import is_off_stage
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.off_stage import is_off_stage
+from partita.layout.state_bytes import model_state_bytes
 from tests.compression.lossless import lossless
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import ZERO, sampled

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import partita
-from partita.planner.traffic import StepShape, step_traffic
+from partita.layout.traffic import StepShape, step_traffic
 from tests.compression.own_sync import OwnExtension
 from tests.compression.test_feedback import telescopes
 from tests.kit.models import Stack, square_loss

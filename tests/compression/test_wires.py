@@ -16,7 +16,7 @@ from torch import Tensor
 import partita
 from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 from tests.kit.models import CASES, Stack, parts, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
 from tests.kit.ranks import on_ranks

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, ResolvedBatch, describe, resolve
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 
 
 def resolved(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import partita
+from partita.layout.state_bytes import model_state_bytes
+from partita.layout.traffic import StepShape, step_traffic
 from partita.memory.ledger import STATES
-from partita.plan.traffic import TrafficReport
-from partita.planner.state_bytes import model_state_bytes
-from partita.planner.traffic import StepShape, step_traffic
+from partita.table.traffic import TrafficReport
 from tests.kit.models import CASES, parts
 from tests.kit.plans import matrix, sampled
 from tests.kit.ranks import on_ranks

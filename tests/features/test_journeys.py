@@ -23,7 +23,7 @@ BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
 # Left out: plans, clocks, devices, the learning rate, and what watches a rank that waits.
 EVERYWHERE = (
     *(
-        "plan/",
+        "table/",
         "errors.py",
         "optim/schedule.py",
         *(f"memory/{name}.py" for name in ("streams", "tiers", "timeline", "accelerator")),

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
+from partita.layout.state_bytes import model_state_bytes
 from partita.memory.ledger import STATES
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
-from partita.planner.state_bytes import model_state_bytes
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ON_DISK, ON_HOST, ZERO, matrix

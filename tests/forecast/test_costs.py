@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from partita.forecast.given_config import estimate_config
-from partita.forecast.model_source import read_source
-from partita.plan.planned import reduction_order
-from partita.plan.planned_bucket import share_buckets
-from partita.planner.machine import machine_named
-from partita.planner.step_timeline import Job
-from partita.planner.traffic import step_traffic
+from partita.layout.traffic import step_traffic
+from partita.prediction.given_config import estimate_config
+from partita.prediction.machine import machine_named
+from partita.prediction.model_source import read_source
+from partita.prediction.step_timeline import Job
+from partita.table.planned import reduction_order
+from partita.table.planned_bucket import share_buckets
 
 MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
 FULL: dict[str, Any] = {"zero": {"stage": 2}}

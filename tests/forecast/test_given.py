@@ -8,13 +8,13 @@ import pytest
 
 import partita
 from partita import ConfigError
-from partita.forecast.given_config import estimate_config
-from partita.forecast.model_source import read_source
-from partita.plan.residence import Tier
-from partita.planner.machine import machine_named
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import SimulatedModel
-from partita.tune.trial_rank import taken_bytes
+from partita.prediction.given_config import estimate_config
+from partita.prediction.machine import machine_named
+from partita.prediction.model_source import read_source
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import SimulatedModel
+from partita.prediction.tune.trial_rank import taken_bytes
+from partita.table.residence import Tier
 from tests.kit.ranks import on_ranks
 
 MODEL = "layers=3,hidden=128,heads=2,vocab=512,context=64"

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.block_trace import Work
-from partita.forecast.model_source import ModelSource
-from partita.forecast.rank_model import trace_rank
-from partita.forecast.step_cost import StepCost
-from partita.plan.mesh_shape import MeshShape
-from partita.planner.curve import Curve
-from partita.planner.machine import Machine, machine_of, plain_machine
-from partita.planner.units import group_units
+from partita.layout.units import group_units
+from partita.prediction.curve import Curve
+from partita.prediction.machine import Machine, machine_of, plain_machine
+from partita.prediction.model_source import ModelSource
+from partita.prediction.rank_model import trace_rank
+from partita.prediction.step_cost import StepCost
+from partita.prediction.trace.block_trace import Work
+from partita.table.mesh_shape import MeshShape
 
 SAMPLES, CHANNELS, WIDTH = 2, 8, 8
 STANDS = {

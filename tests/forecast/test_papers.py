@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks._papers_tables import LEAN, MIXED, SIZES, STATES_GB, state_bytes, state_rows
-from partita.plan.state_plan import further_stages
+from partita.table.state_plan import further_stages
 
 
 @pytest.mark.parametrize("data", STATES_GB)

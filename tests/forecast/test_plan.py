@@ -17,21 +17,21 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
-from partita.forecast.communication_settings import HIERARCHICAL, STAGE_DEFAULT
-from partita.forecast.communication_variants import MIN_GAIN
-from partita.forecast.model_source import presets, read_source
-from partita.forecast.plan import Plan
-from partita.forecast.plan_settings import StateSettings
-from partita.forecast.search import Search
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Tier
-from partita.plan.state_plan import Tiers
-from partita.planner.blueprint import make_blueprint
-from partita.planner.machine import machine_named, machines
-from partita.planner.state_bytes import model_state_bytes
-from partita.planner.working_bytes import working_bytes
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import SimulatedModel
+from partita.layout.blueprint import make_blueprint
+from partita.layout.state_bytes import model_state_bytes
+from partita.layout.working_bytes import working_bytes
+from partita.prediction.communication_settings import HIERARCHICAL, STAGE_DEFAULT
+from partita.prediction.communication_variants import MIN_GAIN
+from partita.prediction.machine import machine_named, machines
+from partita.prediction.model_source import presets, read_source
+from partita.prediction.plan import Plan
+from partita.prediction.plan_settings import StateSettings
+from partita.prediction.search import Search
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import SimulatedModel
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Tier
+from partita.table.state_plan import Tiers
 
 SMALL = "layers=6,hidden=512,heads=8,vocab=1000,context=256"
 run = CliRunner().invoke

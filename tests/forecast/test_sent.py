@@ -15,18 +15,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 import partita
 from partita.config.load import load_config
 from partita.config.resolve import resolve
-from partita.forecast.block_trace import Trace
-from partita.forecast.estimate import sent_activations, sent_by_axes
-from partita.forecast.given_config import Estimate, estimate_config
-from partita.forecast.model_source import ModelSource, read_source
-from partita.forecast.rank_model import RankModel, trace_rank
-from partita.forecast.stages import Stage
-from partita.forecast.step_cost import StepCost
+from partita.layout.units import group_units
 from partita.parallel.sequence import choose
-from partita.planner.machine import Machine, machine_named
-from partita.planner.units import group_units
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import SimulatedModel
+from partita.prediction.estimate import sent_activations, sent_by_axes
+from partita.prediction.given_config import Estimate, estimate_config
+from partita.prediction.machine import Machine, machine_named
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.rank_model import RankModel, trace_rank
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import SimulatedModel
+from partita.prediction.stages import Stage
+from partita.prediction.step_cost import StepCost
+from partita.prediction.trace.block_trace import Trace
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks
 

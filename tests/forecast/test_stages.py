@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from partita import ConfigError
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.forecast.chunk_activations import representative, schedule_states
-from partita.forecast.given_config import Estimate, estimate_config
-from partita.forecast.model_source import ModelSource, read_source
-from partita.forecast.plan_settings import PlanSettings, StateSettings
-from partita.forecast.search import Search
 from partita.memory.ledger import STATES
 from partita.parallel.pipeline.schedule import Shape, Work, make_schedule
 from partita.parallel.pipeline.schedule_cost import simulate as run_on_paper
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Tier
-from partita.planner.machine import machine_named
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import RankReport, SimulatedModel
+from partita.prediction.chunk_activations import representative, schedule_states
+from partita.prediction.given_config import Estimate, estimate_config
+from partita.prediction.machine import machine_named
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.plan_settings import PlanSettings, StateSettings
+from partita.prediction.search import Search
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import RankReport, SimulatedModel
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Tier
 from tests.kit.plans import sampled
 
 MODELS = {

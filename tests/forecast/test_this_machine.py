@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
-from partita.forecast.measure_machine import _machine, measure_machine
-from partita.forecast.rank_measurement import Points, RankSettings, measure_rank
 from partita.memory import accelerator
-from partita.planner.machine import Machine
+from partita.prediction.machine import Machine
+from partita.prediction.measure_machine import _machine, measure_machine
+from partita.prediction.rank_measurement import Points, RankSettings, measure_rank
 from tests.forecast.test_images import Scale, jobs_of, sizes
 
 SMALL = "layers=2,hidden=64,heads=2,vocab=96,context=32"
@@ -24,7 +24,7 @@ COMPUTED = {"product", "attention", "attention_backward", "element", "function",
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Points]:
     for name, value in {"ROUND_S": 1e-4, "LONGEST_S": 1e-5, "MIN_CYCLE_BYTES": 2**16, "DISK_BYTES": 2**20}.items():
-        monkeypatch.setattr(f"partita.forecast.rank_measurement.{name}", value)
+        monkeypatch.setattr(f"partita.prediction.rank_measurement.{name}", value)
     return measure_rank(RankSettings(0, 1, 1, "cpu", "float32", "", str(tmp_path)))
 
 

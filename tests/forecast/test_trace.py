@@ -15,11 +15,11 @@ from partita.activation.recompute import Recomputation, chosen_modules
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.forecast.fewer_blocks import fewer_blocks
-from partita.forecast.model_source import ModelSource, read_source
-from partita.forecast.rank_model import trace_rank
-from partita.forecast.trace import coprime_batch, loss_of
-from partita.planner.units import group_units
+from partita.layout.units import group_units
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.rank_model import trace_rank
+from partita.prediction.trace.fewer_blocks import fewer_blocks
+from partita.prediction.trace.run import coprime_batch, loss_of
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit.live_bytes import LiveBytes
 

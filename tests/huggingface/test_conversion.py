@@ -13,7 +13,7 @@ import partita
 from partita import ConfigError
 from partita.huggingface.weights import Weights
 from partita.kernels.quantize import nearest_bf16
-from partita.plan.box import Box
+from partita.table.box import Box
 from tests.huggingface.cases import CASES, build, logits
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks

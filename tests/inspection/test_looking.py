@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.huggingface import export as export_module
-from partita.plan.planned import PlannedUnit
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.state_bytes import model_state_bytes
+from partita.table.planned import PlannedUnit
 from tests.kit import seeds
 from tests.kit.models import CASES, WIDTH, Stack, square_loss
 from tests.kit.plans import ZERO, sampled

@@ -10,7 +10,7 @@ from partita.errors import PartitaError
 from partita.kernels import native
 from partita.kernels.codec import decode, encode
 from partita.kernels.codecs import CODECS, Codec
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
 UNBIASED = [codec for codec in CODECS.values() if codec.unbiased]

@@ -11,7 +11,7 @@ from partita.errors import PartitaError
 from partita.kernels import native
 from partita.kernels.state import AdamRule, Moments, Weights, num_blocks
 from partita.kernels.update import adam_, lion_
-from partita.plan.span import QUANTUM
+from partita.table.span import QUANTUM
 from tests.kernels.states import ADAM, make, random_grad
 
 F, B, H, S, U = (torch.empty(300, dtype=d) for d in (torch.float, torch.bfloat16, torch.half, torch.int16, torch.uint8))

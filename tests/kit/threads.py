@@ -16,8 +16,8 @@ from partita.comm.collective_log import CollectiveLog
 from partita.comm.collectives import Collectives
 from partita.comm.transport import Transport, write_out
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.purposes import BULK_PURPOSES, all_purposes
+from partita.table.mesh_shape import MeshShape
+from partita.table.purposes import BULK_PURPOSES, all_purposes
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import partita
-from partita.plan.planned_bucket import share_buckets
-from partita.planner import blueprint
+from partita.layout import blueprint
+from partita.table.planned_bucket import share_buckets
 from tests.kit import seeds
 from tests.kit.models import Case, square_loss
 from tests.kit.plans import ZERO

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.plan.slots import CLASS_SHARE, PlannedPool
+from partita.table.slots import CLASS_SHARE, PlannedPool
 
 CPU = torch.device("cpu")
 BLOCK, EMBEDDING = 4096, 40960

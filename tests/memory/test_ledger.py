@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from partita.memory import ledger as module
 from partita.memory.ledger import STATES, Ledger, process_memory
-from partita.plan.residence import Tier
+from partita.table.residence import Tier
 
 CPU = torch.device("cpu")
 CHANGES = st.lists(

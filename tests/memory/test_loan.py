@@ -8,7 +8,7 @@ from partita.memory import buffer_pool
 from partita.memory.buffer_pool import BufferPool, Slot, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
-from partita.plan.slots import PlannedPool
+from partita.table.slots import PlannedPool
 
 CPU = torch.device("cpu")
 NUM_BYTES = 64

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import partita
 from partita import PartitaError
 from partita.errors import ConfigError
+from partita.layout.state_bytes import model_state_bytes
 from partita.memory.disk import Disk
-from partita.planner.state_bytes import model_state_bytes
 from tests.features import parity
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss

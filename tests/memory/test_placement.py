@@ -19,11 +19,11 @@ from partita import PartitaError
 from partita.config.resolve import resolve
 from partita.engine import budget as agreed
 from partita.errors import ConfigError
-from partita.plan.residence import Tier
-from partita.plan.state_plan import Tiers
-from partita.planner.blueprint import make_blueprint
-from partita.planner.budget import MemoryBudget
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.blueprint import make_blueprint
+from partita.layout.budget import MemoryBudget
+from partita.layout.state_bytes import model_state_bytes
+from partita.table.residence import Tier
+from partita.table.state_plan import Tiers
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO, matrix, sampled

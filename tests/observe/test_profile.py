@@ -12,7 +12,7 @@ import pytest
 import partita
 from partita import PartitaError
 from partita.memory.step_events import Watcher, sent, span, told, watched_by
-from partita.plan.traffic import TrafficKey
+from partita.table.traffic import TrafficKey
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank

@@ -12,8 +12,8 @@ from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit, LossScale
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.share import NO_COPIES
+from partita.table.mesh_shape import MeshShape
+from partita.table.share import NO_COPIES
 from tests.kit.threads import on_threads
 
 T = TypeVar("T")

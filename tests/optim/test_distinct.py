@@ -20,9 +20,9 @@ import partita
 from partita.compression.extension import CompressionExtension
 from partita.config.schema import Config
 from partita.optim.extension import RunExtension, UpdateListener
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import Place
-from partita.plan.share import Share, Shares
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import Place
+from partita.table.share import Share, Shares
 from tests.compression.test_wires import on_nodes_of
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights, world

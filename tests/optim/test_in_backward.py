@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
+from partita.layout.state_bytes import model_state_bytes
 from partita.memory.ledger import STATES
-from partita.plan.residence import Tier
-from partita.planner.state_bytes import model_state_bytes
+from partita.table.residence import Tier
 from tests.features import parity
 from tests.kit import seeds
 from tests.kit.models import CASES, Stack, inputs, square_loss

@@ -14,13 +14,13 @@ from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.optim.consensus import LossScale
 from partita.optim.step import StepUpdater
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Tier
-from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.parameter import Member
 from partita.sharding.placeholder import ShardedParameter
 from partita.sharding.structure import Written
 from partita.sharding.unit import UnitState
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Tier
+from partita.table.state_plan import PRESETS, Tiers
 from tests.kit.threads import on_threads
 from tests.sharding.made import Made, blocks, made
 

@@ -28,8 +28,8 @@ from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
 from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, RING, Sizes
 from partita.parallel.sequence.slices import Slices
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import even
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import even
 from partita.train.decoder import Block, Decoder, DecoderShape
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit import seeds

@@ -16,8 +16,8 @@ from partita.config.resolve import Resolved, ResolvedBatch
 from partita.engine.transform import apply_axes
 from partita.memory.accelerator import HOST
 from partita.parallel.applied import AppliedParallelism
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.traffic import TrafficKey
+from partita.table.mesh_shape import MeshShape
+from partita.table.traffic import TrafficKey
 from partita.transforms.modules import ModuleTransforms
 from tests.kit.training import rank, world
 from tests.parallel import zoo

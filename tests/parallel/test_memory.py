@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 import partita
+from partita.layout.off_stage import is_off_stage
+from partita.layout.state_bytes import model_state_bytes
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.schedule_cost import simulate
-from partita.planner.off_stage import is_off_stage
-from partita.planner.state_bytes import model_state_bytes
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.ranks import on_ranks
 from tests.parallel import stages

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import partita
-from partita.plan.place import even
+from partita.table.place import even
 from tests.compression.lossless import lossless
 from tests.compression.test_wires import on_nodes_of
 from tests.kit.plans import TIERS, matrix

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.layout.off_stage import is_off_stage
 from partita.parallel.pipeline.deferred_gradients import DeferredGradients
-from partita.plan.traffic import TrafficCount
-from partita.planner.off_stage import is_off_stage
+from partita.table.traffic import TrafficCount
 from tests.kit import plans
 from tests.kit.plans import matrix, sampled
 from tests.kit.ranks import on_ranks

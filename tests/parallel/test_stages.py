@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.layout.off_stage import is_off_stage
+from partita.layout.parameters import find_all_parameters
 from partita.parallel.pipeline.cut import StageCut, cut, modules_outside_blocks
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import mark_off_stage, received_value
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.stage import Stages, missing_input_error
-from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import find_all_parameters
 from partita.sharding.hooks import EarlyOutput
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit.plans import matrix

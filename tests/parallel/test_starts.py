@@ -7,8 +7,8 @@ import partita
 from partita import ConfigError
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.comm.simulated import Requests
-from partita.plan.planned_bucket import PlannedBucket
-from partita.planner import blueprint
+from partita.layout import blueprint
+from partita.table.planned_bucket import PlannedBucket
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 from tests.parallel import stages, zoo

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Encoding, Residence, Tier
-from partita.plan.steps import AllGather, AllReduce, Copy, Encode, Read, ReduceScatter, Slice, Step, Write
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Encoding, Residence, Tier
+from partita.table.steps import AllGather, AllReduce, Copy, Encode, Read, ReduceScatter, Slice, Step, Write
 
 Array = NDArray[np.float64]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -5,7 +5,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from partita.plan.mesh_shape import AXES, MeshShape
+from partita.table.mesh_shape import AXES, MeshShape
 
 Place = dict[str, int]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from partita.plan.across_nodes import crossing_tokens, needless_crossings, sent_elements
-from partita.plan.mesh_shape import MeshShape
+from partita.table.across_nodes import crossing_tokens, needless_crossings, sent_elements
+from partita.table.mesh_shape import MeshShape
 
 
 def found(mesh: MeshShape, ranks_per_node: int | None) -> list[tuple[str, int, int, int, tuple[int, ...]]]:

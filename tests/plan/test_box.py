@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.plan.box import Box
+from partita.table.box import Box
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.plan.box import Box
-from partita.plan.flat_range import FlatRange, memory_order
-from partita.plan.place import Place
+from partita.table.box import Box
+from partita.table.flat_range import FlatRange, memory_order
+from partita.table.place import Place
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import AXES, DATA_PARTS, MeshShape, expand
+from partita.table.mesh_shape import AXES, DATA_PARTS, MeshShape, expand
 from tests.plan.meshes import mesh_shapes, places, shapes
 
 ALL_AXES = (*AXES, *DATA_PARTS)

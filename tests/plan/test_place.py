@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from partita.plan.place import Place, even
+from partita.table.place import Place, even
 
 
 @pytest.mark.parametrize(("dim", "ranges"), [(0, ((2, 4),)), (0, ((4, 6), (0, 1))), (1, ((1, 2), (3, 5))), (2, None)])

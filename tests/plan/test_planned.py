@@ -6,16 +6,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import Place
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
-from partita.plan.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
-from partita.plan.residence import BF16, FP32, Encoding, Tier
-from partita.plan.slots import bytes_ahead, unit_pool
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
-from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import Copy, ReduceScatter
-from partita.plan.strategies import SyncPlan
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import Place
+from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.table.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
+from partita.table.residence import BF16, FP32, Encoding, Tier
+from partita.table.slots import bytes_ahead, unit_pool
+from partita.table.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
+from partita.table.state_plan import PRESETS, Encodings, Tiers, preset
+from partita.table.steps import Copy, ReduceScatter
+from partita.table.strategies import SyncPlan
 
 TWO, NODES = MeshShape(data=2), MeshShape(data=4, node=2)
 WHOLE, GATHERED_ONCE = ("ddp", "zero1", "zero2"), ("zero3-kept", "zero3-once")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BF16, ENCODINGS, FP16, FP32, Encoding, Residence, Tier
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import BF16, ENCODINGS, FP16, FP32, Encoding, Residence, Tier
 from tests.plan.meshes import mesh_shapes
 
 

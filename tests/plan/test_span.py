@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.plan.box import Box
-from partita.plan.place import Place
-from partita.plan.residence import BF16, FP32, Encoding
-from partita.plan.share import NO_COPIES, Copies
-from partita.plan.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
+from partita.table.box import Box
+from partita.table.place import Place
+from partita.table.residence import BF16, FP32, Encoding
+from partita.table.share import NO_COPIES, Copies
+from partita.table.span import QUANTUM, Entry, SegmentLayout, Span, build_layout
 
 Label = tuple[str, int] | None
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partita.plan.mesh_shape import MeshShape, expand
-from partita.plan.residence import BF16, ENCODINGS, FP16, FP32, Residence, Tier
-from partita.plan.state_plan import PRESETS, Encodings, StatePlan, preset
-from partita.plan.steps import AllGather, AllReduce, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, steps
+from partita.table.mesh_shape import MeshShape, expand
+from partita.table.residence import BF16, ENCODINGS, FP16, FP32, Residence, Tier
+from partita.table.state_plan import PRESETS, Encodings, StatePlan, preset
+from partita.table.steps import AllGather, AllReduce, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, steps
 from tests.plan.interpreter import State, run
 from tests.plan.meshes import mesh_shapes
 

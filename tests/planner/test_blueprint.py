@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.plan.residence import BF16, FP32, INT8, SPLIT, Tier
-from partita.planner.blueprint import Blueprint, make_blueprint
-from partita.planner.budget import MemoryBudget
-from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
-from partita.planner.traffic import step_traffic
+from partita.layout.blueprint import Blueprint, make_blueprint
+from partita.layout.budget import MemoryBudget
+from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
+from partita.layout.traffic import step_traffic
+from partita.table.residence import BF16, FP32, INT8, SPLIT, Tier
 from partita.train.decoder import Decoder, DecoderShape
 
 NUM_RANKS = 512

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from partita.plan.residence import BF16, ENCODINGS, FP16, FP32
-from partita.planner.dtypes import dtype_of, encoding_of
+from partita.layout.dtypes import dtype_of, encoding_of
+from partita.table.residence import BF16, ENCODINGS, FP16, FP32
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import BF16, FP32, Encoding, Residence
-from partita.plan.span import QUANTUM, Entry, build_layout
-from partita.plan.state_plan import PRESETS, Encodings, preset
-from partita.plan.steps import Encode, steps
-from partita.plan.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
-from partita.planner.operations import Operation, collectives
-from partita.planner.state_bytes import model_state_bytes
-from partita.planner.traffic import StepShape, step_traffic
+from partita.layout.operations import Operation, collectives
+from partita.layout.state_bytes import model_state_bytes
+from partita.layout.traffic import StepShape, step_traffic
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment, PlannedUnit
+from partita.table.residence import BF16, FP32, Encoding, Residence
+from partita.table.span import QUANTUM, Entry, build_layout
+from partita.table.state_plan import PRESETS, Encodings, preset
+from partita.table.steps import Encode, steps
+from partita.table.traffic import TrafficCount, TrafficKey, TrafficMeter, TrafficReport
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
 DATA = ("data",)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partita.planner.formatting import format_bytes
+from partita.config.messages import format_bytes
 
 
 @pytest.mark.parametrize(

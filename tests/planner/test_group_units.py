@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.planner.parameters import find_stage_parameters
-from partita.planner.units import LEAF_SHARE, UnitSpec, group_units, modules_like
+from partita.layout.parameters import find_stage_parameters
+from partita.layout.units import LEAF_SHARE, UnitSpec, group_units, modules_like
 from tests.kit.models import CASES
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from partita.errors import ConfigError
-from partita.planner.curve import Curve
-from partita.planner.machine import machine_named, machines, read_machine, write_machine
+from partita.prediction.curve import Curve
+from partita.prediction.machine import machine_named, machines, read_machine, write_machine
 
 CURVE = Curve(((10.0, 1.0), (1000.0, 10.0)))
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from partita.config.schema import Offload
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.residence import BF16, FP32, Tier
-from partita.plan.span import Entry, build_layout
-from partita.plan.state_plan import Encodings, Tiers, preset
-from partita.planner.budget import MemoryBudget
-from partita.planner.placement import Placement, describe_placement
-from partita.planner.state_bytes import model_state_bytes
-from partita.planner.working_bytes import most_working_bytes, working_bytes
+from partita.layout.budget import MemoryBudget
+from partita.layout.placement import Placement, describe_placement
+from partita.layout.state_bytes import model_state_bytes
+from partita.layout.working_bytes import most_working_bytes, working_bytes
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment, PlannedUnit
+from partita.table.residence import BF16, FP32, Tier
+from partita.table.span import Entry, build_layout
+from partita.table.state_plan import Encodings, Tiers, preset
 
 PLENTY = 10**15
 ONE_RANK, PLAIN = MeshShape(), Encodings()

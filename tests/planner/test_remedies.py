@@ -6,11 +6,11 @@ import pytest
 
 from partita.config.resolve import resolve
 from partita.config.schema import Config
-from partita.plan.residence import BF16, Tier
-from partita.plan.state_plan import Encodings
-from partita.planner.blueprint import Blueprint
-from partita.planner.remedies import changed_units, find_remedies
-from partita.planner.state_bytes import model_state_bytes
+from partita.layout.blueprint import Blueprint
+from partita.layout.remedies import changed_units, find_remedies
+from partita.layout.state_bytes import model_state_bytes
+from partita.table.residence import BF16, Tier
+from partita.table.state_plan import Encodings
 from tests.planner.test_estimates import plan
 
 MIXED = Encodings(compute=BF16, gradients=BF16)

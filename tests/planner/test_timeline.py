@@ -2,9 +2,9 @@
 
 import pytest
 
-from partita.plan.mesh_shape import MeshShape
-from partita.planner.machine import REACHED, machine_named
-from partita.planner.step_timeline import HOST, Job, UnitTimes, simulate_step
+from partita.prediction.machine import REACHED, machine_named
+from partita.prediction.step_timeline import HOST, Job, UnitTimes, simulate_step
+from partita.table.mesh_shape import MeshShape
 
 
 def units(num: int, **jobs: float) -> list[UnitTimes]:

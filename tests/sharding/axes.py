@@ -23,12 +23,12 @@ from partita.config.resolve import resolve
 from partita.engine import build
 from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
+from partita.layout.off_stage import OffStageParameter
 from partita.parallel.applied import AppliedParallelism
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import Place, even
-from partita.plan.share import Share
-from partita.plan.traffic import TrafficReport
-from partita.planner.off_stage import OffStageParameter
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import Place, even
+from partita.table.share import Share
+from partita.table.traffic import TrafficReport
 from tests.kit import seeds
 from tests.kit.threads import on_threads
 from tests.kit.training import Trained, assert_exact, assert_same_bits, whole_weights

@@ -11,13 +11,6 @@ from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit
-from partita.plan.planned_bucket import PlannedBucket
-from partita.plan.residence import FP32
-from partita.plan.slots import PlannedPool
-from partita.plan.span import Entry, build_layout
-from partita.plan.state_plan import Tiers, preset
 from partita.sharding.assemble import make_units
 from partita.sharding.buckets import Bucket
 from partita.sharding.interpreter import Interpreter
@@ -31,6 +24,13 @@ from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitResources
 from partita.sharding.unit_events import FollowedUnit
 from partita.sharding.unshard import Unsharder
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment, PlannedUnit
+from partita.table.planned_bucket import PlannedBucket
+from partita.table.residence import FP32
+from partita.table.slots import PlannedPool
+from partita.table.span import Entry, build_layout
+from partita.table.state_plan import Tiers, preset
 
 WIDTH = 5
 ON_DEVICE = Tiers()

@@ -13,7 +13,7 @@ from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 from tests.compression.lossless import lossless
 from tests.compression.test_changes import Far
 from tests.kit import seeds

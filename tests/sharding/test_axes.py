@@ -14,11 +14,11 @@ from partita.checkpoint.offline import verify
 from partita.comm.collectives import Collectives
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.place import Place
-from partita.plan.share import Share
-from partita.planner.off_stage import is_off_stage
-from partita.planner.traffic import StepShape, step_traffic
+from partita.layout.off_stage import is_off_stage
+from partita.layout.traffic import StepShape, step_traffic
+from partita.table.mesh_shape import MeshShape
+from partita.table.place import Place
+from partita.table.share import Share
 from tests.kit.plans import matrix, sampled
 from tests.sharding.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
 

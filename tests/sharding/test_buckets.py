@@ -11,24 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from partita.layout.parameters import ParameterInfo
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import InMemory, StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment, PlannedUnit, reduction_order
-from partita.plan.planned_bucket import BUCKET_BYTES, share_buckets
-from partita.plan.residence import BF16, FP32, Tier
-from partita.plan.span import Entry, build_layout
-from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllGather, Copy, ReduceScatter
-from partita.planner.parameters import ParameterInfo
 from partita.sharding.buckets import Bucket
 from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, ResidentBuffer
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import make_buckets
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
+from partita.table.planned_bucket import BUCKET_BYTES, share_buckets
+from partita.table.residence import BF16, FP32, Tier
+from partita.table.span import Entry, build_layout
+from partita.table.state_plan import PRESETS, Encodings, Tiers, preset
+from partita.table.steps import AllGather, Copy, ReduceScatter
 from tests.kit import seeds
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.state_plan import Tiers
 from partita.sharding.assemble import make_units
 from partita.sharding.hooks import UnitEvents
 from partita.sharding.unit import Unit
 from partita.sharding.unit_events import Subscriber, UnitCall
+from partita.table.mesh_shape import MeshShape
+from partita.table.state_plan import Tiers
 from tests.sharding.made import WIDTH, blocks, planned_units
 
 

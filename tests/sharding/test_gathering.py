@@ -9,12 +9,12 @@ from torch import Tensor
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Tier
-from partita.plan.state_plan import Tiers
 from partita.sharding.placeholder import is_sharded
 from partita.sharding.unit import Unit, UnitState
 from partita.sharding.unit_events import Backwards, FollowedUnit, UnitCall
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Tier
+from partita.table.state_plan import Tiers
 from tests.kit.threads import on_threads
 from tests.sharding.made import Made, blocks, made
 

@@ -12,12 +12,12 @@ from partita.comm.collectives import Collectives
 from partita.compression.quantized import Quantized
 from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
-from partita.plan.formats import FULL
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BF16, BLOCK, FP32, Residence, Tier
-from partita.plan.state_plan import PRESETS, Encodings, Tiers, preset
-from partita.plan.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
 from partita.sharding.interpreter import Interpreter
+from partita.table.formats import FULL
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import BF16, BLOCK, FP32, Residence, Tier
+from partita.table.state_plan import PRESETS, Encodings, Tiers, preset
+from partita.table.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
 from tests.kit import seeds
 from tests.kit.threads import on_threads
 from tests.plan.interpreter import DTYPES, State

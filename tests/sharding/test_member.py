@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment
-from partita.plan.residence import FP32
-from partita.plan.span import Entry, build_layout
-from partita.plan.state_plan import PRESETS, preset
-from partita.planner.parameters import ParameterInfo, check_supported
+from partita.layout.parameters import ParameterInfo, check_supported
 from partita.sharding.parameter import Member, dense_stride
 from partita.sharding.segment import Segment
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment
+from partita.table.residence import FP32
+from partita.table.span import Entry, build_layout
+from partita.table.state_plan import PRESETS, preset
 
 
 def member(values: Tensor) -> Member:

@@ -12,9 +12,9 @@ from torch.distributed.tensor import distribute_tensor
 
 import partita
 from partita import ConfigError
-from partita.plan.slots import unit_pool
-from partita.planner.blueprint import make_blueprint
+from partita.layout.blueprint import make_blueprint
 from partita.sharding.unit import UnitState
+from partita.table.slots import unit_pool
 from tests.kit import seeds
 from tests.kit.models import CASES, Block, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix

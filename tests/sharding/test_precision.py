@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import partita
 from partita.config.resolve import Resolved, resolve
 from partita.errors import ConfigError
-from partita.planner.full_precision import find_full_precision, outermost
+from partita.layout.full_precision import find_full_precision, outermost
 from partita.sharding.precision import cast_buffers, forward_precision, map_floats
 from partita.transforms.modules import ModuleTransforms
 from tests.kit.models import CASES

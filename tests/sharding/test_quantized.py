@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.planner.parameters import check_quantized, find_quantized_params
+from partita.layout.parameters import check_quantized, find_quantized_params
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 from tests.kit.training import world as num_ranks

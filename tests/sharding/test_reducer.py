@@ -8,11 +8,11 @@ from torch import Tensor
 
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import Tier
-from partita.plan.state_plan import PRESETS, Tiers
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import Tier
+from partita.table.state_plan import PRESETS, Tiers
 from tests.kit.threads import on_threads
 from tests.sharding.made import Made, User, made
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError
 from partita.huggingface.weights import Weights
-from partita.plan.box import Box
-from partita.plan.span import QUANTUM
+from partita.table.box import Box
+from partita.table.span import QUANTUM
 from tests.kit.models import WIDTH
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, whole_weights

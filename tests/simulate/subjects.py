@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from partita.simulate.rank import SimulatedModel
+from partita.prediction.simulate.rank import SimulatedModel
 
 LENGTH = 16
 

@@ -12,12 +12,12 @@ from torch import nn
 import partita
 from partita.errors import ConfigError, PartitaError
 from partita.memory.ledger import STATES
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.traffic import TrafficCount, TrafficKey, TrafficReport
-from partita.simulate.cluster import Cluster, simulate
-from partita.simulate.rank import SimulatedModel
-from partita.simulate.roles import distinct_roles
-from partita.tune.trial_rank import taken_bytes
+from partita.prediction.simulate.cluster import Cluster, simulate
+from partita.prediction.simulate.rank import SimulatedModel
+from partita.prediction.simulate.roles import distinct_roles
+from partita.prediction.tune.trial_rank import taken_bytes
+from partita.table.mesh_shape import MeshShape
+from partita.table.traffic import TrafficCount, TrafficKey, TrafficReport
 from tests.kit.ranks import on_ranks
 from tests.simulate.subjects import batch, llama, simulated_model
 

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from partita.cli.main import app
-from partita.plan.traffic import TrafficKey
-from partita.simulate.rank import Collective
-from partita.simulate.summary import sequence
+from partita.prediction.simulate.rank import Collective
+from partita.prediction.simulate.summary import sequence
+from partita.table.traffic import TrafficKey
 
 
 def calls(text: str) -> list[Collective]:

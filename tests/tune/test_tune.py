@@ -14,15 +14,15 @@ import partita
 from partita import ConfigError
 from partita.cli.main import app
 from partita.config.schema import Config
-from partita.forecast.model_source import read_source
 from partita.memory.capacity import usable_cores
-from partita.planner.machine import Machine, write_machine
+from partita.prediction.machine import Machine, write_machine
+from partita.prediction.model_source import read_source
+from partita.prediction.tune import trial_rank
+from partita.prediction.tune.space import Space
+from partita.prediction.tune.target import Target
+from partita.prediction.tune.trial import TrialResult, Trials, TrialTask
+from partita.prediction.tune.tune import Effort, Trial
 from partita.train.job import load_job
-from partita.tune import trial_rank
-from partita.tune.space import Space
-from partita.tune.target import Target
-from partita.tune.trial import TrialResult, Trials, TrialTask
-from partita.tune.tune import Effort, Trial
 
 MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
 RATES = {"tflops": 0.05, "tflops_fp32": 0.05, "memory_rate": 4e9, "node_link": 1e9, "network": 1e9, "host_rate": 8e9}

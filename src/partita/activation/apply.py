@@ -22,8 +22,8 @@ from partita.memory import accelerator
 from partita.memory.tiers import StateMemory
 from partita.parallel.sequence.apply import SEQUENCE
 from partita.parallel.tensor.splitter import TENSOR
-from partita.plan.residence import Tier
 from partita.sharding.hooks import Hook
+from partita.table.residence import Tier
 from partita.transforms.modules import ModuleTransforms, Order
 
 

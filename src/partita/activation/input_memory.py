@@ -7,7 +7,7 @@ import torch
 
 from partita.errors import PartitaError
 from partita.memory.tiers import InMemory, StateMemory, StoredState
-from partita.plan.residence import Tier
+from partita.table.residence import Tier
 
 STATE = "activations"
 

@@ -23,7 +23,7 @@ from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record
 from partita.memory.tiers import StateMemory, StoredState
-from partita.plan.residence import Tier
+from partita.table.residence import Tier
 
 # The number of modules at the end of forward whose inputs are not offloaded: their backward comes too early.
 NUM_STAYING = 2

@@ -26,8 +26,8 @@ from partita.activation.inputs import Call, StoredInputs
 from partita.activation.recompute_budget import KeptWhole
 from partita.activation.tiles import InTiles
 from partita.errors import ConfigError, PartitaError
+from partita.layout.units import modules_like
 from partita.parallel.sequence.exchange import is_checking
-from partita.planner.units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.pytree import tensors_in
 from partita.transforms.modules import Level

@@ -34,15 +34,16 @@ class KeptWhole:
     backward, the additional one recomputes all calls, and from then on the limit is divided by the new number.
 
     Args:
-        limit: the limit in bytes for all forwards that await their backward; None: :meth:`end_step` sets it. under_way:
-        the expected largest number of such forwards. alike: the sequence ranks, and the tensor ranks. They compute a
-        forward together, and must choose the same calls.
+        limit: the limit in bytes for all forwards that await their backward; None: :meth:`end_step` sets it.
+        max_in_flight: the expected largest number of such forwards.
+        peers: the sequence ranks, and the tensor ranks. They compute a forward together, and must choose the same
+            calls.
     """
 
-    def __init__(self, limit: int | None, max_in_flight: int, alike: tuple[Group, Group], ledger: Ledger) -> None:
+    def __init__(self, limit: int | None, max_in_flight: int, peers: tuple[Group, Group], ledger: Ledger) -> None:
         self._limit = limit
         self._max_in_flight = max_in_flight
-        self._alike = is_equal
+        self._peers = peers
         self._ledger = ledger
         self._index = 0  # index of the next call in its forward
         self._inside = False  # a call is running; nested calls count as part of it
@@ -114,7 +115,7 @@ class KeptWhole:
         self._sizes.append(count())
 
     def _begin_calls(self, num_elements: int) -> None:
-        with_other_positions, with_others = self._alike
+        with_other_positions, with_others = self._peers
         self._forward += 1
         self._is_followed = False
         self._is_too_many = len(self._awaited) >= self._max_in_flight

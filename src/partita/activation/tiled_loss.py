@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from partita.activation.deferred_logits import DeferredLogits, Origin
 from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
+from partita.layout.units import modules_like
 from partita.memory.autocast import autocast, autocast_dtype
 from partita.parallel.sequence.apply import HeadOfSlices
 from partita.parallel.sequence.blocks import Blocks
@@ -28,12 +29,11 @@ from partita.parallel.sharded_logits import Split, Vocabulary, split_logits
 from partita.parallel.tensor.functions import enter
 from partita.parallel.tensor.linear import LinearForward
 from partita.parallel.tensor.vocabulary import Head
-from partita.plan.place import even
-from partita.planner.units import modules_like
 from partita.sharding.compiler import constant
 from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook
 from partita.sharding.precision import InFp32
+from partita.table.place import even
 from partita.transforms.modules import Level, find
 
 KEY = "loss.head"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import PartitaError
-from partita.planner.units import modules_like
+from partita.layout.units import modules_like
 
 KEY = "tiled.mlp"
 

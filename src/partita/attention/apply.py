@@ -10,7 +10,7 @@ from partita.attention.intercept import Intercepting
 from partita.attention.layout import Layout
 from partita.config.schema import AttentionSection
 from partita.errors import ConfigError
-from partita.planner.units import modules_like
+from partita.layout.units import modules_like
 from partita.transforms.modules import Level
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partita.plan.box import Box
-from partita.plan.flat_range import FlatRange
+from partita.table.box import Box
+from partita.table.flat_range import FlatRange
 
 # Limit of one saved box. A box is read and checked as one piece, so this also limits the memory for reading it.
 MOST_BYTES = 32 * 2**20

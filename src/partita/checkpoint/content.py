@@ -19,18 +19,18 @@ from partita.checkpoint.names import ERROR_FEEDBACK, MODEL, STATE
 from partita.checkpoint.serializable import to_serializable
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
+from partita.layout.parameters import find_all_parameters
 from partita.memory.collector import collector_paused
 from partita.optim.states import BLOCK_STATES, View
 from partita.optim.step import Updater
-from partita.plan.box import Box
-from partita.plan.flat_range import FlatRange
-from partita.plan.residence import BLOCK, FP32, SPLIT
-from partita.plan.span import Span
-from partita.planner.parameters import find_all_parameters
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.box import Box
+from partita.table.flat_range import FlatRange
+from partita.table.residence import BLOCK, FP32, SPLIT
+from partita.table.span import Span
 
 ONE_NUMBER = FlatRange.row_major(())
 

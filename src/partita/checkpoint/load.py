@@ -23,20 +23,20 @@ from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split
+from partita.layout.parameters import find_all_parameters
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import StoredState
 from partita.optim.fused import convert_state
 from partita.optim.states import BLOCK_STATES, View
 from partita.optim.traits import state_names, states_per_element
-from partita.plan.box import Box
-from partita.plan.flat_range import FlatRange
-from partita.plan.residence import Tier
-from partita.plan.span import Span
-from partita.plan.steps import steps
-from partita.planner.parameters import find_all_parameters
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.box import Box
+from partita.table.flat_range import FlatRange
+from partita.table.residence import Tier
+from partita.table.span import Span
+from partita.table.steps import steps
 
 
 @dataclass(frozen=True)

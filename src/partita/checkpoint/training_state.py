@@ -21,8 +21,8 @@ from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory.generators import random_states, set_random_states
 from partita.optim.fused import rule_of
 from partita.optim.step import Updater
-from partita.plan.box import Box
-from partita.plan.flat_range import FlatRange
+from partita.table.box import Box
+from partita.table.flat_range import FlatRange
 
 SCHEDULER, ENGINE, RANDOM, EXTRA = "scheduler", "partita.engine", "partita.random.", "partita.extra"
 CONFIGURED = "partita.configured"

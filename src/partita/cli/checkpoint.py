@@ -13,11 +13,11 @@ from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, verify
 from partita.cli.console import FAILURE, Overwrite, show_error, show_table, user_errors
+from partita.config.messages import format_bytes
 from partita.errors import ConfigError
 from partita.huggingface.export import export_checkpoint, files_of_weights
-from partita.plan.residence import ENCODINGS
-from partita.planner.dtypes import dtype_of
-from partita.planner.formatting import format_bytes
+from partita.layout.dtypes import dtype_of
+from partita.table.residence import ENCODINGS
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="Inspect checkpoints of partita and torch.distributed."

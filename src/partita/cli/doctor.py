@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 
 from partita.cli.console import show_table
+from partita.config.messages import format_bytes
 from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
-from partita.planner.formatting import format_bytes
 
 # Optional packages, with the consequence of not having them.
 OPTIONAL_PACKAGES = {

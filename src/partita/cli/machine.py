@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from partita.cli.console import user_errors
+from partita.config.messages import format_bytes
 from partita.errors import ConfigError
-from partita.forecast.measure_machine import measure_machine
-from partita.planner.formatting import format_bytes
-from partita.planner.machine import BY_FLOPS, Machine, write_machine
+from partita.prediction.machine import BY_FLOPS, Machine, write_machine
+from partita.prediction.measure_machine import measure_machine
 
 Ranks = Annotated[
     int,

@@ -16,15 +16,15 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
+from partita.config.messages import format_bytes
 from partita.config.values import as_size
 from partita.errors import ConfigError
-from partita.forecast.measure_machine import measure_machine
-from partita.forecast.plan import Plan, format_shortfall
-from partita.forecast.plan import plan as make_plan
-from partita.forecast.search import Forecast
-from partita.plan.residence import Tier
-from partita.planner.formatting import format_bytes
-from partita.planner.machine import machine_named
+from partita.prediction.machine import machine_named
+from partita.prediction.measure_machine import measure_machine
+from partita.prediction.plan import Plan, format_shortfall
+from partita.prediction.plan import plan as make_plan
+from partita.prediction.search import Forecast
+from partita.table.residence import Tier
 
 TRACES = (".trace.json", ".trace.json.gz")
 FIGURES = ".json"  # suffix of files that are overwritten without --overwrite

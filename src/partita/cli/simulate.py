@@ -16,18 +16,18 @@ from typer.core import TyperCommand
 from partita.cli.console import user_errors
 from partita.cli.plan import DEFAULT_GPU, TRACES
 from partita.config.load import load_config
+from partita.config.messages import format_bytes
 from partita.errors import ConfigError
-from partita.forecast.given_config import estimate_config
-from partita.forecast.model_source import read_source
-from partita.forecast.step_cost import StepCost
 from partita.memory import accelerator
-from partita.planner.formatting import format_bytes
-from partita.planner.machine import Machine, machine_named, machines
-from partita.simulate.cluster import RANKS_PER_NODE, Cluster, Simulation
-from partita.simulate.cluster import simulate as run
-from partita.simulate.collective_rows import collective_rows
-from partita.simulate.rank import Collective, RankReport, SimulatedModel
-from partita.simulate.summary import bytes_rows, plain, sequence, state_rows
+from partita.prediction.given_config import estimate_config
+from partita.prediction.machine import Machine, machine_named, machines
+from partita.prediction.model_source import read_source
+from partita.prediction.simulate.cluster import RANKS_PER_NODE, Cluster, Simulation
+from partita.prediction.simulate.cluster import simulate as run
+from partita.prediction.simulate.collective_rows import collective_rows
+from partita.prediction.simulate.rank import Collective, RankReport, SimulatedModel
+from partita.prediction.simulate.summary import bytes_rows, plain, sequence, state_rows
+from partita.prediction.step_cost import StepCost
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The engine's config, a YAML or JSON file.")]
 Model = Annotated[

@@ -14,15 +14,15 @@ from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
 from partita.config.resolve import resolve
 from partita.errors import ConfigError
-from partita.forecast.given_config import Estimate, estimate_config
 from partita.memory import accelerator
-from partita.planner.machine import Machine, machine_named
+from partita.prediction.given_config import Estimate, estimate_config
+from partita.prediction.machine import Machine, machine_named
+from partita.prediction.tune.target import Target
 from partita.train.job import Job, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
 from partita.train.results import check_out
 from partita.train.watched_steps import trace_of
-from partita.tune.target import Target
 
 # Default number of steps that --profile records.
 WATCHED = 3

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from partita.cli.console import INTERRUPTED, show_notice, user_errors
 from partita.cli.plan import Tokens
+from partita.config.messages import format_bytes
 from partita.errors import ConfigError
-from partita.plan.residence import Tier
-from partita.planner.formatting import format_bytes
-from partita.tune.target import Target
-from partita.tune.tune import NUM_TRIALS, THIS, Effort, Trial, Tuned
-from partita.tune.tune import tune as run_trials
+from partita.prediction.tune.target import Target
+from partita.prediction.tune.tune import NUM_TRIALS, THIS, Effort, Trial, Tuned
+from partita.prediction.tune.tune import tune as run_trials
+from partita.table.residence import Tier
 
 RESULTS = "tune.jsonl"
 Model = Annotated[

@@ -5,8 +5,8 @@ from functools import partial
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
-from partita.plan.purposes import Needs
-from partita.plan.traffic import TrafficMeter
+from partita.table.purposes import Needs
+from partita.table.traffic import TrafficMeter
 
 
 class Collectives:

@@ -16,8 +16,8 @@ from partita.comm.node.forks import connections_kept_from_children
 from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport
 from partita.comm.world import Rendezvous
 from partita.memory import accelerator
-from partita.plan.mesh_shape import AXES, PIPELINE_AXES, MeshShape
-from partita.plan.purposes import PURPOSES
+from partita.table.mesh_shape import AXES, PIPELINE_AXES, MeshShape
+from partita.table.purposes import PURPOSES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

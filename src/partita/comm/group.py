@@ -17,8 +17,8 @@ from partita.comm.transport import Transport, Work
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory import accelerator, step_events
-from partita.plan.scratch import received_elements
-from partita.plan.traffic import TrafficKey, TrafficMeter
+from partita.table.scratch import received_elements
+from partita.table.traffic import TrafficKey, TrafficMeter
 
 T = TypeVar("T")
 

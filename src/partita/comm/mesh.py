@@ -16,8 +16,8 @@ from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory.streams import Stream
-from partita.plan.mesh_shape import MeshShape, expand
-from partita.plan.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
+from partita.table.mesh_shape import MeshShape, expand
+from partita.table.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from partita.comm.collectives import Collectives
-from partita.plan.mesh_shape import AXES
+from partita.table.mesh_shape import AXES
 
 
 class SeveralAxes:

@@ -11,7 +11,7 @@ from partita.comm.connections import Connections
 from partita.comm.transport import DeviceTransport, HostTransport, Transport, Work
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 
 
 @dataclass
@@ -124,7 +124,7 @@ class SimulatedTransport(Transport):
         if lane == "request":
             if (request := self._requests.find(source, tensor.numel())) is None:
                 raise PartitaError(
-                    "simulate pipeline stages from the last to the first, as partita.simulate does: a stage needs to "
+                    "simulate pipeline stages from the last to the first, as partita simulate does: a stage needs to "
                     "know which values the next one requests"
                 )
             tensor.copy_(request)

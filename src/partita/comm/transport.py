@@ -19,8 +19,8 @@ from torch import Tensor
 
 from partita.comm.node.handshake import find_node_peers
 from partita.comm.node.peers import Fetch, NodePeer, Offer
-from partita.plan.purposes import BULK_PURPOSES
-from partita.plan.scratch import PIECE_BYTES
+from partita.table.purposes import BULK_PURPOSES
+from partita.table.scratch import PIECE_BYTES
 
 
 class Work(Protocol):
@@ -149,7 +149,7 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
         """Reduce-scatter ``sent`` ``[size * n]`` into ``out`` ``[n]``, or add the result to it. ``received`` is scratch
-        memory of :func:`~partita.plan.scratch.received_elements` elements.
+        memory of :func:`~partita.table.scratch.received_elements` elements.
         """
 
     @abstractmethod

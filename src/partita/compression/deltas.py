@@ -16,12 +16,12 @@ from partita.kernels import codec as kernels
 from partita.kernels.chunks import chunks
 from partita.kernels.codecs import Codec
 from partita.kernels.quantize import nearest_bf16
-from partita.plan.formats import FULL
-from partita.plan.planned import PlannedSegment
-from partita.plan.residence import FP32
-from partita.plan.steps import AllGather, in_formats
 from partita.sharding.publish import PublishCall, RunnablePublish
 from partita.sharding.segment import Segment
+from partita.table.formats import FULL
+from partita.table.planned import PlannedSegment
+from partita.table.residence import FP32
+from partita.table.steps import AllGather, in_formats
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
 from partita.optim.extension import ComingUpdate, UpdateListener
 from partita.optim.states import View, Views
-from partita.plan.formats import Format
-from partita.plan.planned import PlannedSegment
-from partita.plan.residence import FP32, Residence
-from partita.plan.state_plan import LOCAL, STATES, StatePlan
-from partita.plan.steps import ReduceScatter, in_formats, in_phases, steps
-from partita.plan.strategies import KeptState, Transfer
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
+from partita.table.formats import Format
+from partita.table.planned import PlannedSegment
+from partita.table.residence import FP32, Residence
+from partita.table.state_plan import LOCAL, STATES, StatePlan
+from partita.table.steps import ReduceScatter, in_formats, in_phases, steps
+from partita.table.strategies import KeptState, Transfer
 
 # The weights at the start of the round, and the outer optimizer's momentum.
 DILOCO_STATES = 2

@@ -19,15 +19,15 @@ from torch import Tensor
 from partita.compression.quantized import Quantized, WithResiduals
 from partita.memory.streams import finish
 from partita.memory.tiers import StateMemory
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.residence import FP32, Residence, Tier
-from partita.plan.steps import AllGather, ReduceScatter, Step, in_phases, steps
-from partita.plan.strategies import KeptState, Operations
 from partita.sharding.gradient_buffer import BucketLayout, Piece
 from partita.sharding.gradient_sync import CustomSync, GradientSync, SyncCall, Unused
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.segment import Segment
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.residence import FP32, Residence, Tier
+from partita.table.steps import AllGather, ReduceScatter, Step, in_phases, steps
+from partita.table.strategies import KeptState, Operations
 
 # The residuals from before the step, and those that become valid with the update.
 COPIES = 2

@@ -13,9 +13,9 @@ from partita.config.messages import Contradiction
 from partita.config.schema import Config
 from partita.optim.extension import RunExtension, UpdateListener
 from partita.optim.states import Views
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.state_plan import StatePlan
 from partita.sharding.runtime import Runtime
+from partita.table.mesh_shape import MeshShape
+from partita.table.state_plan import StatePlan
 
 
 class CompressionExtension(RunExtension):

@@ -14,15 +14,15 @@ from partita.comm.transport import write_out
 from partita.compression.error_feedback import ErrorFeedbackPlan, ErrorFeedbackSync
 from partita.kernels.low_rank import first_right, left_factor, orthogonal, product, right_factor
 from partita.memory.tiers import StateMemory
-from partita.plan.planned_bucket import PlannedBucket
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.residence import FP32
-from partita.plan.span import SegmentLayout
-from partita.plan.strategies import Message, Operations
 from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.gradient_sync import SyncCall, Unused
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
+from partita.table.planned_bucket import PlannedBucket
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.residence import FP32
+from partita.table.span import SegmentLayout
+from partita.table.strategies import Message, Operations
 
 
 @dataclass(frozen=True)

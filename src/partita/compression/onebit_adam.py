@@ -22,16 +22,16 @@ from partita.memory.tiers import StateMemory
 from partita.optim.extension import ComingUpdate, UpdateListener
 from partita.optim.states import Views
 from partita.optim.traits import runs_on_slices
-from partita.plan.formats import FULL, Format
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.residence import FP32, Tier
-from partita.plan.steps import in_formats, steps
-from partita.plan.strategies import KeptState, Operations
 from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.gradient_sync import StateOf, SyncCall, Unused
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
+from partita.table.formats import FULL, Format
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.residence import FP32, Tier
+from partita.table.steps import in_formats, steps
+from partita.table.strategies import KeptState, Operations
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from partita.comm.transport import Work, write_out
 from partita.kernels import codec as kernels
 from partita.kernels.chunks import in_chunks
 from partita.kernels.codecs import Codec
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.residence import BLOCK, FP32, Encoding
 from partita.sharding.interpreter import FormatCall, RunnableFormat, seed_of
+from partita.table.mesh_shape import MeshShape
+from partita.table.residence import BLOCK, FP32, Encoding
 
 
 @dataclass(frozen=True)

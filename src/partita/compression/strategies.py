@@ -21,14 +21,14 @@ from partita.compression.settings import (
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.kernels.codecs import CODECS
-from partita.plan.formats import FULL, Format
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.planned import PlannedSegment
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.residence import ENCODINGS, FP32, Residence
-from partita.plan.state_plan import StatePlan
-from partita.plan.steps import in_formats
-from partita.plan.strategies import KeptState, Operations, PublishPlan, Strategies, SyncPlan, Transfer
+from partita.table.formats import FULL, Format
+from partita.table.mesh_shape import MeshShape
+from partita.table.planned import PlannedSegment
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.residence import ENCODINGS, FP32, Residence
+from partita.table.state_plan import StatePlan
+from partita.table.steps import in_formats
+from partita.table.strategies import KeptState, Operations, PublishPlan, Strategies, SyncPlan, Transfer
 
 
 @dataclass(frozen=True)

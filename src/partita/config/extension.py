@@ -8,8 +8,8 @@ from types import ModuleType
 from partita.config.messages import Contradiction, setting
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.state_plan import StatePlan
+from partita.table.mesh_shape import MeshShape
+from partita.table.state_plan import StatePlan
 
 _COMPRESSION = "partita.compression"
 # Keys whose non-default values need the package.

@@ -233,3 +233,12 @@ def conflict(problem: str, rows: Sequence[Row], fix: str) -> ConfigError:
     value_width = max(len(r.text) for r in rows)
     lines = [f"  {r.key:<{key_width}}  {r.text:>{value_width}}  {r.source}" for r in rows]
     return ConfigError("\n".join([problem, *lines, f"Fix: {fix}."]))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format bytes in decimal units with three digits: 812 MB, 1.57 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -11,8 +11,8 @@ from partita.config.messages import Row, conflict, key_paths, row, setting, show
 from partita.config.schema import Batch, Config
 from partita.config.values import Section
 from partita.errors import ConfigError
-from partita.plan.across_nodes import needless_crossings
-from partita.plan.mesh_shape import AXES, MeshShape
+from partita.table.across_nodes import needless_crossings
+from partita.table.mesh_shape import AXES, MeshShape
 
 _MAX_NOTICES = 5
 _MAX_FACTORIZATIONS = 4

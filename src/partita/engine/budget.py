@@ -6,9 +6,9 @@ from collections import Counter
 from partita.comm.collectives import Collectives
 from partita.config.schema import Offload
 from partita.errors import PartitaError
+from partita.layout.budget import MemoryBudget
+from partita.layout.placement import has_auto_tiers
 from partita.memory.capacity import free_budget
-from partita.planner.budget import MemoryBudget
-from partita.planner.placement import has_auto_tiers
 
 
 def agreed_budget(offload: Offload, collectives: Collectives) -> MemoryBudget | None:

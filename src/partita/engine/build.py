@@ -27,6 +27,8 @@ from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.full_tensors import FullTensors
 from partita.inspection.gathered import Gathered
+from partita.layout.blueprint import Blueprint, make_blueprint
+from partita.layout.parameters import check_quantized, find_quantized_params
 from partita.memory.accelerator import is_simulated
 from partita.memory.capacity_check import check_capacity, log_lower_stage
 from partita.memory.ledger import Ledger
@@ -54,14 +56,12 @@ from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.pipeline.schedule_cost import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.tensor.parameter import SplitParameters, check_hooks
-from partita.plan.mesh_shape import AXES, BATCH_AXES, STATE_AXES
-from partita.plan.purposes import Needs, united
-from partita.plan.state_plan import StatePlan
-from partita.planner.blueprint import Blueprint, make_blueprint
-from partita.planner.parameters import check_quantized, find_quantized_params
 from partita.sharding.assemble import check_same_buckets, check_same_model
 from partita.sharding.placeholder import check_not_off_stage, check_unclaimed
 from partita.sharding.runtime import Runtime
+from partita.table.mesh_shape import AXES, BATCH_AXES, STATE_AXES
+from partita.table.purposes import Needs, united
+from partita.table.state_plan import StatePlan
 from partita.transforms.modules import ModuleTransforms, Order
 
 _log = logging.getLogger("partita")

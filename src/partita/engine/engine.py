@@ -19,14 +19,14 @@ from partita.engine.micro_batches import MicroBatches
 from partita.engine.profile import Profile
 from partita.errors import PartitaError
 from partita.huggingface.export import export
+from partita.layout.state_bytes import model_state_bytes
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.out_of_memory import report_out_of_memory
 from partita.optim.step import StepResult, StepUpdater
-from partita.plan.mesh_shape import AXES, BATCH_AXES
-from partita.plan.state_plan import StatePlan
-from partita.plan.traffic import TrafficReport
-from partita.planner.state_bytes import model_state_bytes
+from partita.table.mesh_shape import AXES, BATCH_AXES
+from partita.table.state_plan import StatePlan
+from partita.table.traffic import TrafficReport
 
 
 class Engine:
@@ -40,7 +40,7 @@ class Engine:
         scheduler: the learning-rate scheduler.
         config: the configuration.
         mesh: the device mesh.
-        blueprint: the plan that the engine is built from, which :mod:`partita.planner` reads.
+        blueprint: the plan that the engine is built from, which :mod:`partita.layout` reads.
         units: the planned units of the blueprint.
         plan: each unit's row of the residence table, by unit name. The root unit is called ``""``.
         extra: the caller's plain values, such as the position in the data. Checkpoints save them, and :meth:`load`

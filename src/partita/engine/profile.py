@@ -18,7 +18,7 @@ from torch.profiler import profile, record_function
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.step_events import WAIT, Watcher, watched_by
-from partita.plan.traffic import TrafficKey
+from partita.table.traffic import TrafficKey
 
 # Rows of a trace are identified by process and thread numbers. No process has these numbers.
 PROCESS, PREDICTED, COLLECTIVES = 1_000_000_000, 1_000_000_001, 1_000_000_002

@@ -21,11 +21,11 @@ from partita.config.schema import Config
 from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
+from partita.layout.placement import describe_placement, has_auto_tiers
 from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
 from partita.memory.generators import generators_kept
 from partita.optim.build import Factory
-from partita.planner.placement import describe_placement, has_auto_tiers
 
 _log = logging.getLogger("partita")
 

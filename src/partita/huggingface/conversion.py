@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError
 from partita.huggingface.weights import Weights
-from partita.plan.box import Box
+from partita.table.box import Box
 
 
 def is_of_transformers(model: nn.Module) -> bool:

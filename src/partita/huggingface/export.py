@@ -31,7 +31,7 @@ from partita.huggingface.conversion import FileTensors, is_of_transformers
 from partita.huggingface.weights import INDEX, SINGLE, read_index
 from partita.inspection.full_tensors import FullTensors
 from partita.inspection.modules import EXTRA_STATE, extra_states, is_extra_state, persistent_buffers
-from partita.planner.parameters import find_quantized_params
+from partita.layout.parameters import find_quantized_params
 
 FILE_BYTES = 4 * 2**30
 # Lock file in the temporary folder, held while the process that writes it runs.

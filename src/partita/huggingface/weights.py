@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from partita.errors import PartitaError
-from partita.plan.box import Box
+from partita.table.box import Box
 
 # Hugging Face's names for the only file of weights in a folder, and for the index of several files.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

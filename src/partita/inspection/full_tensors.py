@@ -18,18 +18,18 @@ from partita.comm.collectives import Collectives
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, further_names, owning_ranks, persistent_buffers, state_dict_names
+from partita.layout.parameters import ParameterInfo, find_all_parameters
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.states import View
 from partita.optim.step import Updater
-from partita.plan.residence import Tier
-from partita.plan.steps import steps
-from partita.planner.parameters import ParameterInfo, find_all_parameters
 from partita.sharding.assemble import has_distinct_shards
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
+from partita.table.residence import Tier
+from partita.table.steps import steps
 
 
 class FullTensors:

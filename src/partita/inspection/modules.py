@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from partita.comm.group import Group
-from partita.planner.off_stage import modules_on_stage
+from partita.layout.off_stage import modules_on_stage
 
 EXTRA_STATE = "_extra_state"
 

@@ -6,7 +6,7 @@ Ranks with the same data coordinate compute one model together and receive the s
 from dataclasses import dataclass
 
 from partita.errors import ConfigError
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from partita.errors import PartitaError
 from partita.kernels import codec_reference, native
 from partita.kernels.codecs import CODECS, Codec, TorchCodec
 from partita.kernels.state import GRADIENTS, check
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 
 _NUMBERS = {name: number for number, name in enumerate(CODECS)}  # the values of `Codec` in csrc/kernels.hpp
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from partita.kernels.chunks import chunks
 from partita.kernels.codecs import STEP_BYTES, TOP, Codec
 from partita.kernels.quantize import LEAST_SCALE, nearest_bf16
-from partita.plan.residence import BLOCK
+from partita.table.residence import BLOCK
 
 # Per codec: c, number of codes in a byte, base of a code as a digit of the byte, and the step relative to the mean
 # magnitude (0.0: relative to the largest).

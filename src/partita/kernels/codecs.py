@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from partita.plan.residence import BLOCK, FP32
+from partita.table.residence import BLOCK, FP32
 
 
 @dataclass(frozen=True)

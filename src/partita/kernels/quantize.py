@@ -21,7 +21,7 @@ threads, cuts at multiples of ``QUANTUM``, or what was computed before.
 import torch
 from torch import Tensor
 
-from partita.plan.span import QUANTUM
+from partita.table.span import QUANTUM
 
 SIGNED_RANGE, UNSIGNED_RANGE = 246.999, 63486.5
 LEAST_SCALE = 2.0**-100

@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.kernels.chunks import chunks
 from partita.kernels.quantize import decode_signed, decode_unsigned, encode, join, nearest_bf16, split
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights
-from partita.plan.span import QUANTUM
+from partita.table.span import QUANTUM
 
 TINY = torch.finfo(torch.float32).tiny
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
-from partita.plan.span import QUANTUM
+from partita.table.span import QUANTUM
 
 HALVES = (torch.bfloat16, torch.float16)
 GRADIENTS = (torch.float32, *HALVES)

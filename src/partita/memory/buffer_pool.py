@@ -15,8 +15,8 @@ import torch
 from partita.memory.allocate import allocate, allocate_host
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event, record
-from partita.plan.residence import Tier
-from partita.plan.slots import PlannedPool, class_of
+from partita.table.residence import Tier
+from partita.table.slots import PlannedPool, class_of
 
 KEPT = "gathered"  # the ledger's state for memory that slots have transferred to unsharded parameters
 

@@ -8,10 +8,10 @@ import torch
 
 from partita.config.schema import Offload
 from partita.errors import PartitaError
+from partita.layout.budget import MemoryBudget
 from partita.memory import accelerator
 from partita.memory.disk import filesystem_in_memory, scratch_folder
 from partita.memory.ledger import process_memory
-from partita.planner.budget import MemoryBudget
 
 # Shares of the free memory that states and working memory may use. The rest is reserved: on the device for activations,
 # whose size is unknown before the first forward; on host and disk for other processes.

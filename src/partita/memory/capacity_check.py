@@ -6,15 +6,15 @@ from collections import Counter
 import torch
 from torch import nn
 
+from partita.config.messages import format_bytes
 from partita.errors import PartitaError
+from partita.layout.blueprint import Blueprint
+from partita.layout.budget import MemoryBudget
+from partita.layout.remedies import cheaper_stage, settings_that_fit
+from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
 from partita.memory import accelerator
 from partita.memory.capacity import free_now, host_memory
-from partita.plan.residence import Tier
-from partita.planner.blueprint import Blueprint
-from partita.planner.budget import MemoryBudget
-from partita.planner.formatting import format_bytes
-from partita.planner.remedies import cheaper_stage, settings_that_fit
-from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
+from partita.table.residence import Tier
 
 _log = logging.getLogger("partita")
 # Disk space is reserved when the disk tier is opened, which raises if it is missing.

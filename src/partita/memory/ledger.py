@@ -9,7 +9,7 @@ import torch
 
 from partita.memory import accelerator
 from partita.memory.disk import DiskReport
-from partita.plan.residence import Tier
+from partita.table.residence import Tier
 
 STATES = ("parameters", "gradients", "feedback", "momentum", "outer", "master", "moments")
 

@@ -9,11 +9,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from partita.errors import PartitaError
+from partita.layout.blueprint import Blueprint
+from partita.layout.remedies import find_remedies
 from partita.memory import accelerator
 from partita.memory.ledger import Ledger, process_memory
-from partita.plan.residence import Tier
-from partita.planner.blueprint import Blueprint
-from partita.planner.remedies import find_remedies
+from partita.table.residence import Tier
 
 P = ParamSpec("P")
 R = TypeVar("R")

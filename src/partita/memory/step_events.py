@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from partita.plan.traffic import TrafficKey
+from partita.table.traffic import TrafficKey
 
 WAIT = "wait for "
 

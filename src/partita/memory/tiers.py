@@ -21,7 +21,7 @@ from partita.memory.disk import ALIGNMENT, DiskReport, Region
 from partita.memory.ledger import Ledger
 from partita.memory.scratch import Scratch
 from partita.memory.streams import Event, finish
-from partita.plan.residence import Tier
+from partita.table.residence import Tier
 
 # A staging slot is used for requests of at least this share of its size.
 FITS = 0.6

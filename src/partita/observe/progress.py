@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from partita.config.messages import format_bytes
 from partita.observe.metrics import HeldOutRow, TrainRow
-from partita.planner.formatting import format_bytes
 
 REFRESH_S = 0.2
 

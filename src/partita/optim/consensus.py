@@ -18,12 +18,12 @@ from partita.comm.collective_errors import shared_errors
 from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.plan.mesh_shape import AXES, expand
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.mesh_shape import AXES, expand
 
 SMALLEST = 2.0**-10
 FACTOR = 2.0

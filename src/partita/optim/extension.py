@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from partita.config.extension import Extension
 from partita.config.schema import Config
 from partita.optim.states import Views
-from partita.plan.mesh_shape import MeshShape
-from partita.plan.share import NO_SHARES, Shares
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
+from partita.table.mesh_shape import MeshShape
+from partita.table.share import NO_SHARES, Shares
 
 
 @dataclass(frozen=True)

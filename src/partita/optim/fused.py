@@ -23,8 +23,8 @@ from partita.kernels.update import adam_, lion_, sgd_
 from partita.optim.optimizer import InMemory, TorchRule, UpdateRule
 from partita.optim.states import BLOCK_STATES, View, decoded, flat
 from partita.optim.traits import runs_on_slices
-from partita.plan.residence import FP32
 from partita.sharding.segment import Segment
+from partita.table.residence import FP32
 
 
 @dataclass(frozen=True)

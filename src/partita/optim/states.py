@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 from partita.errors import ConfigError
 from partita.kernels.quantize import decode_signed, decode_unsigned
 from partita.kernels.state import num_blocks
+from partita.layout.off_stage import is_off_stage
+from partita.layout.parameters import ParameterInfo
 from partita.memory.accelerator import host_of
 from partita.memory.allocate import trim
 from partita.memory.tiers import Lease, StateMemory, StoredState
-from partita.plan.residence import BLOCK, SPLIT, Tier
-from partita.plan.span import Span
-from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import ParameterInfo
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.residence import BLOCK, SPLIT, Tier
+from partita.table.span import Span
 
 
 class View:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partita.errors import PartitaError
+from partita.layout.off_stage import is_off_stage
+from partita.layout.parameters import find_all_parameters, find_quantized_params, is_quantized
 from partita.memory.streams import Event
 from partita.optim.consensus import Agreed, Consensus, LossScale
 from partita.optim.extension import ComingUpdate, UpdateListener
@@ -27,14 +29,12 @@ from partita.optim.fused import rule_for
 from partita.optim.optimizer import Guard, carry_overrides, copies
 from partita.optim.states import OptimizerStates, Views
 from partita.optim.updates import Context, Updates
-from partita.plan.residence import Tier
-from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import find_all_parameters, find_quantized_params, is_quantized
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.squared_norm import total_squared_norm
+from partita.table.residence import Tier
 
 # torch.nn.utils.clip_grad_norm_ adds this to the norm that it divides by.
 CLIP_EPS = 1e-6

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
+from partita.layout.state_bytes import ADAM_MOMENTS
 from partita.optim.optimizer import copies
-from partita.planner.state_bytes import ADAM_MOMENTS
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 

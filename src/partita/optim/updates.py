@@ -28,13 +28,13 @@ from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedOptimizer
 from partita.optim.optimizer import Guard, InMemory, Snapshot, UpdateRule
 from partita.optim.states import Leases, OptimizerStates, View, Views
-from partita.plan.residence import SPLIT, Residence, Tier
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.publish import Publisher
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.residence import SPLIT, Residence, Tier
 
 
 @dataclass(frozen=True)

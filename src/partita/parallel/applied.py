@@ -7,7 +7,7 @@ from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.parameter import TensorSharding
-from partita.plan.share import Share
+from partita.table.share import Share
 from partita.transforms.modules import ModuleTransforms
 
 

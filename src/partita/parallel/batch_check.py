@@ -13,8 +13,8 @@ from torch import Tensor
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
-from partita.plan.mesh_shape import AXES, BATCH_AXES
 from partita.sharding.pytree import tensors_in
+from partita.table.mesh_shape import AXES, BATCH_AXES
 
 # The axes along which ranks get the same batch.
 SAME_BATCH_AXES = tuple(axis for axis in AXES if axis not in BATCH_AXES)

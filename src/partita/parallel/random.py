@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from partita.comm.group import Group
 from partita.errors import PartitaError
+from partita.layout.units import find_blocks
 from partita.memory import accelerator
-from partita.plan.mesh_shape import MeshShape
-from partita.planner.units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
+from partita.table.mesh_shape import MeshShape
 
 # A mark in the upper bits of the streams' seeds; the CPU generator uses the lower 32 bits.
 _MARK, _MARK_AT = 0x5EED5, 40

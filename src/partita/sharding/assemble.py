@@ -20,19 +20,19 @@ from partita.comm.collectives import Collectives
 from partita.comm.group import Group
 from partita.comm.several_axes import SeveralAxes
 from partita.errors import ConfigError
+from partita.layout.dtypes import dtype_of
+from partita.layout.off_stage import is_off_stage
+from partita.layout.parameters import ParameterInfo, find_all_parameters, find_quantized_params, find_stage_parameters
 from partita.memory.tiers import StateMemory
-from partita.plan.box import Box
-from partita.plan.mesh_shape import STATE_AXES
-from partita.plan.planned import PlannedUnit
-from partita.plan.planned_bucket import PlannedBucket
-from partita.planner.dtypes import dtype_of
-from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import ParameterInfo, find_all_parameters, find_quantized_params, find_stage_parameters
 from partita.sharding import quantized
 from partita.sharding.initialize import initialize_modules
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitResources
+from partita.table.box import Box
+from partita.table.mesh_shape import STATE_AXES
+from partita.table.planned import PlannedUnit
+from partita.table.planned_bucket import PlannedBucket
 
 
 class InitialValues:

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
+from partita.layout.dtypes import dtype_of
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory, StoredState
-from partita.plan.planned_gradients import PlannedGradients
-from partita.plan.residence import Tier
-from partita.plan.state_plan import StatePlan
-from partita.planner.dtypes import dtype_of
 from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, make_buffer
 from partita.sharding.gradient_sync import GradientSync, StateOf, SyncCall, make_syncs
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.squared_norm import square
+from partita.table.planned_gradients import PlannedGradients
+from partita.table.residence import Tier
+from partita.table.state_plan import StatePlan
 
 
 class Arrivals:

@@ -17,9 +17,9 @@ from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import after, record
-from partita.plan.mesh_shape import STATE_AXES, TENSOR_AXES
-from partita.plan.state_plan import StatePlan
 from partita.sharding.structure import Structure, checksum
+from partita.table.mesh_shape import STATE_AXES, TENSOR_AXES
+from partita.table.state_plan import StatePlan
 
 # A module with a buffer of this name has statistics that torch's kernels write without counting a version.
 RUNNING = "running_mean"

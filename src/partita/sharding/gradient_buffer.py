@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from partita.errors import PartitaError
+from partita.layout.dtypes import dtype_of
 from partita.memory.allocate import over
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import InMemory, StateMemory, StoredState
-from partita.plan.planned_bucket import PlannedBucket
-from partita.planner.dtypes import dtype_of
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.table.planned_bucket import PlannedBucket
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from partita.memory.tiers import StateMemory
-from partita.plan.steps import ReduceScatter
-from partita.plan.strategies import SyncPlan
 from partita.sharding.gradient_buffer import BucketLayout, Piece
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.table.steps import ReduceScatter
+from partita.table.strategies import SyncPlan
 
 Unused = Iterable[Sequence[Piece]]  # the pieces of each member that has no gradient on any rank
 # Returns this rank's flat slice of an optimizer state of a member, by the state's name; None if there is none.

@@ -1,4 +1,4 @@
-"""The interpreter of :func:`~partita.plan.steps.steps`, which moves parameters, gradients and updates."""
+"""The interpreter of :func:`~partita.table.steps.steps`, which moves parameters, gradients and updates."""
 
 import zlib
 from abc import abstractmethod
@@ -15,10 +15,10 @@ from partita.memory.accelerator import is_host
 from partita.memory.step_events import span
 from partita.memory.streams import finish
 from partita.memory.tiers import Lease, StoredState
-from partita.plan.formats import Format
-from partita.plan.residence import Tier
-from partita.plan.scratch import scratch_bytes
-from partita.plan.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
+from partita.table.formats import Format
+from partita.table.residence import Tier
+from partita.table.scratch import scratch_bytes
+from partita.table.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 
 
 @dataclass(frozen=True)

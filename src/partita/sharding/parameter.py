@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from partita.plan.flat_range import FlatRange, memory_order
-from partita.plan.span import Span
-from partita.planner.parameters import ParameterInfo
+from partita.layout.parameters import ParameterInfo
 from partita.sharding.placeholder import GradientPlaceholder, ShardedParameter, restore_class
+from partita.table.flat_range import FlatRange, memory_order
+from partita.table.span import Span
 
 if TYPE_CHECKING:
     from partita.sharding.segment import Segment

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.errors import ConfigError, PartitaError
-from partita.planner.off_stage import is_off_stage
+from partita.layout.off_stage import is_off_stage
 
 # Names of attributes and methods that do not read data.
 METADATA = frozenset(

@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from partita.config.resolve import Resolved
 from partita.errors import PartitaError
+from partita.layout.dtypes import dtype_of
+from partita.layout.full_precision import FullPrecision, outermost
 from partita.memory.autocast import autocast, no_autocast
-from partita.plan.residence import ENCODINGS
-from partita.planner.dtypes import dtype_of
-from partita.planner.full_precision import FullPrecision, outermost
 from partita.sharding.compiler import eager_itself
 from partita.sharding.half import HalfParameters
 from partita.sharding.hooks import Hook
 from partita.sharding.parameter import Member
 from partita.sharding.pytree import map_tensors
+from partita.table.residence import ENCODINGS
 from partita.transforms.modules import Level, ModuleTransforms, Order, Wrapper
 
 Store = Callable[[list[tuple[Member, Tensor]]], None]

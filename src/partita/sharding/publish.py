@@ -9,12 +9,12 @@ from torch import Tensor
 
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record
-from partita.plan.residence import Residence, Tier
-from partita.plan.steps import steps
-from partita.plan.strategies import PublishPlan
 from partita.sharding.interpreter import Interpreter, Running
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.table.residence import Residence, Tier
+from partita.table.steps import steps
+from partita.table.strategies import PublishPlan
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.group import Group
-from partita.planner.parameters import ParameterInfo, inner_names
+from partita.layout.parameters import ParameterInfo, inner_names
 
 
 def describe(info: ParameterInfo) -> str:

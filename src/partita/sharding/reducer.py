@@ -25,8 +25,6 @@ from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, after, record
-from partita.plan.residence import Tier
-from partita.plan.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
 from partita.sharding.buckets import Bucket, SyncStates
 from partita.sharding.finite import FiniteWatch
 from partita.sharding.gradient_buffer import PooledBuffer
@@ -34,6 +32,8 @@ from partita.sharding.gradient_sync import SyncCall
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.table.residence import Tier
+from partita.table.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
 
 # loss scales of the running backwards; a global, because autograd runs hooks on its own threads
 _loss_scales: list[float] = []

@@ -12,18 +12,14 @@ from torch import Tensor, nn
 from partita.comm.collective_errors import shared_errors
 from partita.comm.collectives import Collectives
 from partita.errors import PartitaError
+from partita.layout.blueprint import Blueprint, row_of
+from partita.layout.dtypes import dtype_of
+from partita.layout.full_precision import find_full_precision
+from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
-from partita.plan.mesh_shape import MODULE_AXES
-from partita.plan.planned_bucket import PlannedBucket
-from partita.plan.residence import ENCODINGS, Tier
-from partita.plan.slots import bytes_ahead, unit_pool, unshard_scratch_bytes
-from partita.planner.blueprint import Blueprint, row_of
-from partita.planner.dtypes import dtype_of
-from partita.planner.full_precision import find_full_precision
-from partita.planner.state_bytes import bytes_by_tier, model_state_bytes
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
@@ -42,6 +38,10 @@ from partita.sharding.unit import Unit, UnitResources, UnitState
 from partita.sharding.unit_events import Subscriber
 from partita.sharding.unshard import Unsharder
 from partita.sharding.unshard_order import agree
+from partita.table.mesh_shape import MODULE_AXES
+from partita.table.planned_bucket import PlannedBucket
+from partita.table.residence import ENCODINGS, Tier
+from partita.table.slots import bytes_ahead, unit_pool, unshard_scratch_bytes
 from partita.transforms.modules import ModuleTransforms
 
 _log = logging.getLogger("partita")

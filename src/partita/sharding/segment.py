@@ -16,11 +16,11 @@ from torch import Tensor
 
 from partita.kernels.chunks import chunks
 from partita.kernels.quantize import join, nearest_bf16, split
+from partita.layout.dtypes import dtype_of
 from partita.memory.tiers import InMemory, Lease, StateMemory, StoredState
-from partita.plan.planned import PlannedSegment
-from partita.plan.residence import SPLIT, Residence
-from partita.plan.span import Span
-from partita.planner.dtypes import dtype_of
+from partita.table.planned import PlannedSegment
+from partita.table.residence import SPLIT, Residence
+from partita.table.span import Span
 
 
 class MasterWeights:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partita.plan.flat_range import memory_order
-from partita.plan.span import QUANTUM
+from partita.table.flat_range import memory_order
+from partita.table.span import QUANTUM
 
 
 def square(grad: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from partita.errors import PartitaError
 from partita.kernels.chunks import chunks
+from partita.layout.parameters import find_all_parameters, find_quantized_params
 from partita.memory import accelerator
 from partita.memory.streams import record
-from partita.planner.parameters import find_all_parameters, find_quantized_params
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitState

@@ -7,17 +7,17 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from partita.layout.parameters import ParameterInfo
 from partita.memory.allocate import allocate, over
 from partita.memory.buffer_pool import BufferPool, Slot, StorageSwap
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record
-from partita.plan.planned import PlannedUnit
-from partita.plan.steps import steps
-from partita.planner.parameters import ParameterInfo
 from partita.sharding.interpreter import Interpreter, Running
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.placeholder import mark_sharded, restore_class
 from partita.sharding.segment import Segment
+from partita.table.planned import PlannedUnit
+from partita.table.steps import steps
 
 
 class UnitState(Enum):
@@ -34,7 +34,7 @@ class UnitResources:
         pool: memory for unsharded parameters.
         loan: attaches the pool's slots to the units' storages.
         stream: the stream of all gathers.
-        scratch: memory of :func:`~partita.plan.slots.unshard_scratch_bytes`, or None.
+        scratch: memory of :func:`~partita.table.slots.unshard_scratch_bytes`, or None.
     """
 
     interpreter: Interpreter

@@ -21,14 +21,14 @@ from partita.checkpoint.format.folder import complete_checkpoints
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
+from partita.layout.dtypes import dtype_of
 from partita.memory.collector import collector_frozen
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
 from partita.observe.progress import TrainingProgress, notices_on
 from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
-from partita.plan.residence import ENCODINGS
-from partita.planner.dtypes import dtype_of
+from partita.table.residence import ENCODINGS
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job

@@ -17,7 +17,7 @@ from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.plan.flat_range import FlatRange
+from partita.table.flat_range import FlatRange
 
 # Suffix of the key of the optimizer's update count of a parameter.
 STEP = ".step"

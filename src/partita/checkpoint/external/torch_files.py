@@ -14,7 +14,7 @@ from partita.checkpoint.backend import Chunk, Stored, StoredTensor
 from partita.checkpoint.format.system import explain_os_errors
 from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.errors import PartitaError
-from partita.plan.box import Box
+from partita.table.box import Box
 
 # Limit on files that stay memory-mapped: a checkpoint may have more files than a process may map.
 MOST_FILES = 8

@@ -11,7 +11,7 @@ from partita.checkpoint.format.record import Record
 from partita.checkpoint.format.system import checksum, damaged, inside_folder, read_small
 from partita.errors import PartitaError
 from partita.memory.collector import collector_paused
-from partita.plan.box import Box
+from partita.table.box import Box
 
 MANIFEST = "manifest.json"
 # The index of torch.distributed.checkpoint, in the same folder. That library is imported only where an index is read or

@@ -29,7 +29,7 @@ from partita.checkpoint.backend import Chunk, Stored, StoredTensor
 from partita.checkpoint.format.system import inside_folder, read_small
 from partita.checkpoint.names import path_of
 from partita.errors import PartitaError
-from partita.plan.box import Box
+from partita.table.box import Box
 
 
 class _Sealed(type):

@@ -154,7 +154,7 @@ class EngineOwner:
 
     engines: Engines | None = None
 
-    def __reduce__(self) -> tuple[type["Holder"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["EngineOwner"], tuple[()]]:
         return EngineOwner, ()
 
 

@@ -24,8 +24,8 @@ from partita.integrations.huggingface.patched import patched
 from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
 from partita.integrations.huggingface.training_arguments import SETTINGS
+from partita.layout.blueprint import row_of
 from partita.optim.build import build_schedule
-from partita.planner.blueprint import row_of
 
 _SCHEDULER = "scheduler.pt"
 

@@ -7,7 +7,7 @@ from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.integrations.data_rank import data_rank
 from partita.memory import accelerator
-from partita.plan.mesh_shape import MeshShape
+from partita.table.mesh_shape import MeshShape
 
 
 class Processes(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor
 from partita.kernels.quantize import LEAST_SCALE, SIGNED_RANGE, UNSIGNED_RANGE
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.memory.accelerator import on_device
-from partita.plan.span import QUANTUM
+from partita.table.span import QUANTUM
 
 # Blocks and warps per program. With these, a thread accesses 16-bit values in vectors of 16 bytes.
 ROWS, WARPS = 4, 4

@@ -8,18 +8,18 @@ from torch import nn
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
 from partita.errors import ConfigError
+from partita.layout.blueprint import compute_encoding
+from partita.layout.dtypes import dtype_of
+from partita.layout.full_precision import find_full_precision
+from partita.layout.off_stage import is_off_stage
+from partita.layout.parameters import find_all_parameters
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import cut
 from partita.parallel.pipeline.off_stage import forget, mark_off_stage, restore
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
-from partita.plan.place import Place
-from partita.plan.residence import BF16, FP16
-from partita.plan.share import Share
-from partita.planner.blueprint import compute_encoding
-from partita.planner.dtypes import dtype_of
-from partita.planner.full_precision import find_full_precision
-from partita.planner.off_stage import is_off_stage
-from partita.planner.parameters import find_all_parameters
+from partita.table.place import Place
+from partita.table.residence import BF16, FP16
+from partita.table.share import Share
 from partita.transforms.modules import ModuleTransforms, Order
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
+from partita.layout.parameters import find_all_parameters
+from partita.layout.units import find_blocks
 from partita.parallel.pipeline.off_stage import all_away
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
-from partita.planner.parameters import find_all_parameters
-from partita.planner.units import find_blocks
 from partita.sharding.buffers import buffers_kept
 from partita.transforms.modules import ModuleTransforms, Order
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from partita.layout.off_stage import is_off_stage
 from partita.parallel.pipeline.off_stage import is_missing, received_value
 from partita.parallel.tensor.linear import LinearForward, is_linear
-from partita.planner.off_stage import is_off_stage
 from partita.sharding.compiler import eager
 from partita.transforms.modules import Level, find
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.errors import PartitaError
+from partita.layout.off_stage import OffStageParameter, is_off_stage
 from partita.memory.autocast import autocast_dtype
-from partita.planner.off_stage import OffStageParameter, is_off_stage
 from partita.sharding.half import HalfParameter
 from partita.sharding.placeholder import METADATA, asked_for, is_access
 

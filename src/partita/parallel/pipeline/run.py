@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
+from partita.layout.off_stage import is_off_stage
 from partita.memory import accelerator
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import modules_outside_blocks
@@ -19,9 +20,8 @@ from partita.parallel.pipeline.off_stage import OffStageTensor, is_missing
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
 from partita.parallel.pipeline.stage import MakePlaceholder, Stages, missing_input_error
-from partita.plan.mesh_shape import PIPELINE_AXES
-from partita.planner.off_stage import is_off_stage
 from partita.sharding.hooks import EarlyOutput
+from partita.table.mesh_shape import PIPELINE_AXES
 from partita.transforms.modules import Order
 
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
+from partita.layout.units import find_blocks
 from partita.parallel.sequence.attention import KINDS, offer_to_transformers
 from partita.parallel.sequence.biases import follow_biases
 from partita.parallel.sequence.blocks import Blocks
 from partita.parallel.sequence.exchange import enter, forward_begins, forward_ends
 from partita.parallel.sharded_logits import slice_of
-from partita.planner.units import find_blocks
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import Level

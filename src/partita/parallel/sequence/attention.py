@@ -90,7 +90,7 @@ def attend(
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
     method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)
     if method == ALL_TO_ALL:
-        return attention_by_heads(call, slices, own, sizes)
+        return by_heads(call, slices, own, sizes)
     if method == GATHER_KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
         return own(_for_own_queries(replace(call, key=key, value=value), slices))

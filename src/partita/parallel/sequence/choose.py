@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from partita.plan.place import even
+from partita.table.place import even
 
 ALL_TO_ALL, GATHER_KEYS, GATHER_BLOCKS, RING = "heads", "keys", "blocks", "ring"
 # The largest size of the gathered keys and values of one attention on a rank. Each layer keeps them for backward.

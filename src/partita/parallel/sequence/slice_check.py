@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
+from partita.layout.parameters import is_quantized
 from partita.parallel.sequence.apply import KEY
 from partita.parallel.sequence.blocks import Blocks, hidden_in, sequence_dim
 from partita.parallel.sequence.exchange import PURPOSE, checking
 from partita.parallel.sequence.slices import Slices
-from partita.planner.parameters import is_quantized
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.hooks import Hook
 from partita.sharding.placeholder import is_sharded

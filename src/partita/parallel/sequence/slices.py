@@ -7,7 +7,7 @@ from torch import Tensor
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
-from partita.plan.place import even
+from partita.table.place import even
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ BY_CLASS: dict[str, Way] = {
     "FalconAttention": Fused("query_key_value", "dense", by_head=True, slopes=True),
     "Phi3Attention": Fused("qkv_proj", "o_proj", reads_config=True),
     "partita.train.decoder.Attention": Fused("qkv", "out"),
-    "partita.forecast.gpt.Attention": Fused("qkv", "out"),
+    "partita.prediction.gpt.Attention": Fused("qkv", "out"),
     **dict.fromkeys(
         ("T5Attention", "ViTAttention", "OPTAttention", "LlamaAttention", "MistralAttention"), split_separate
     ),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from partita.parallel.tensor.functions import CopyToTensorRanks, enter, leave
 from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
-from partita.plan.place import even
+from partita.table.place import even
 
 _NAMES = ("gate_up_proj", "down_proj")
 _WIDTH = ("intermediate_dim", "intermediate_size", "moe_intermediate_size")

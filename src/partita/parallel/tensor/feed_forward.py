@@ -11,7 +11,7 @@ from torch import nn
 from partita.parallel.tensor.dropout import DropsParts
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter, scaled
-from partita.plan.place import even
+from partita.table.place import even
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def drop_parts(splitter: Splitter, module: nn.Module, width: int) -> None:
 
 # Feed-forward modules of these classes need no check (it would allocate all their weights): their last linear layer has
 # the ``width`` inputs.
-KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.forecast.gpt.FeedForward")
+KNOWN = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.prediction.gpt.FeedForward")
 
 
 def known_feed_forward(module: nn.Module, size: int) -> FeedForward | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from partita.parallel.tensor.linear import Ranges
 from partita.parallel.tensor.splitter import adjacent
-from partita.plan.place import even
+from partita.table.place import even
 
 
 @dataclass(frozen=True)

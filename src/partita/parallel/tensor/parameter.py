@@ -23,10 +23,10 @@ from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import attend
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.tensor.functions import PURPOSE, enter, leave
-from partita.plan.place import Place
 from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.parameter import Member
 from partita.sharding.placeholder import METADATA, ShardedParameter, asked_for, is_access, is_sharded, touch
+from partita.table.place import Place
 
 Gradient = Callable[[Tensor], Tensor | None]
 _CALL = "a read of a split parameter"

@@ -14,6 +14,7 @@ from torch import nn
 from partita.comm.mesh import Mesh
 from partita.config.schema import TensorRule
 from partita.errors import ConfigError
+from partita.layout.units import modules_like
 from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separate, split_separate
 from partita.parallel.tensor.experts import are_experts, split_experts
 from partita.parallel.tensor.feed_forward import drop_parts, known_feed_forward, like_feed_forward
@@ -21,7 +22,6 @@ from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.split_check import stands_proof
 from partita.parallel.tensor.splitter import Splitter
 from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
-from partita.planner.units import modules_like
 
 KEY = "parallel.tensor_rules"
 

@@ -11,8 +11,8 @@ from partita.parallel.applied import AppliedParallelism
 from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_outputs, output_dim
 from partita.parallel.tensor.parameter import OwnParts, TensorSharding
-from partita.plan.place import Place, even
-from partita.plan.share import Share
+from partita.table.place import Place, even
+from partita.table.share import Share
 from partita.transforms.modules import Order
 
 TENSOR = "tensor"

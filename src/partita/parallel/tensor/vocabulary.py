@@ -10,7 +10,7 @@ from partita.parallel.tensor.functions import CopyToTensorRanks, leave
 from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.parameter import OwnParts
 from partita.parallel.tensor.splitter import Splitter
-from partita.plan.place import even
+from partita.table.place import even
 
 
 def is_embedding(module: nn.Module | None) -> bool:

@@ -1,0 +1,191 @@
+"""``partita.plan``: predict the memory and the speed of plans for a model on a machine, and get the best config."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from partita.config.load import load_config
+from partita.config.messages import format_bytes
+from partita.config.resolve import resolve
+from partita.config.schema import Config
+from partita.errors import ConfigError
+from partita.memory import accelerator
+from partita.prediction.communication_variants import communication_variants
+from partita.prediction.given_config import estimate_config
+from partita.prediction.machine import Machine, machine_named
+from partita.prediction.model_source import ModelSource, read_source
+from partita.prediction.plan_settings import Sections
+from partita.prediction.search import Forecast, Search
+from partita.table.residence import Tier
+
+# Default tokens of a step, and default samples of a model without positions.
+STEP_TOKENS = 2**19
+STEP_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ``forecasts`` for a model: plans that fit, fastest first; then those that do not fit, by missing bytes."""
+
+    source: ModelSource
+    machine: Machine
+    num_gpus: int
+    samples: int
+    forecasts: tuple[Forecast, ...]
+
+    @property
+    def best(self) -> Forecast | None:
+        """The fastest plan that fits, or None."""
+        return next((each for each in self.forecasts if each.fits), None)
+
+    @cached_property
+    def best_per_state_settings(self) -> list[Forecast]:
+        """The best plan for each setting of the states, in the order of ``forecasts``.
+
+        The best one is the fastest that fits. If none fits, it is the one with the fewest missing bytes.
+        """
+        found = dict[str, Forecast]()
+        for each in self.forecasts:
+            found.setdefault(each.settings.states.name, each)
+        return list(found.values())
+
+    def config(self) -> dict[str, Any]:
+        """Return the config of the best plan, for :func:`partita.initialize`.
+
+        Raises:
+            ConfigError: no plan fits; the message names the nearest ones.
+        """
+        if self.best is None:
+            raise ConfigError(self.explain_no_fit())
+        sections: Sections = self.best.settings.sections()
+        sections.setdefault("precision", {})["compute"] = self.machine.compute_dtype
+        resolve(Config(**sections), self.num_gpus, "cpu" if self.machine.one_memory else "gpu", self.on_node)
+        return dict(sections)
+
+    def write(self, path: str | Path) -> None:
+        """Write :meth:`config` as YAML."""
+        Path(path).write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the predicted step of the best plan for Perfetto (ui.perfetto.dev).
+
+        Raises:
+            ConfigError: no plan fits, or the file cannot be written.
+        """
+        kind = accelerator.usual_kind(self.machine.one_memory)
+        estimate_config(self.source, self.config(), self.num_gpus, kind, self.on_node).write_trace(
+            Path(path), self.machine
+        )
+
+    @property
+    def on_node(self) -> int:
+        """Number of GPUs on a node."""
+        return self.machine.gpus_on_node(self.num_gpus)
+
+    def explain_no_fit(self) -> str:
+        """Return the message that no plan fits, with the missing memory of the nearest plans."""
+        lines = [
+            f"{self.source.name} does not fit on {self.num_gpus} x {self.machine.name} with any of these settings:"
+        ]
+        lines += [
+            f"  {each.settings.states.name}: {format_shortfall(each)}" for each in self.best_per_state_settings[:4]
+        ]
+        return "\n".join([*lines, "More GPUs, more host memory or a disk would help: --gpus, --host-memory, --disk."])
+
+    def data(self) -> dict[str, Any]:
+        """Return the plan as plain values: bytes and seconds."""
+        best = self.best
+        return {
+            "model": {"name": self.source.name, "parameters": self.source.num_params, "tokens": self.source.context},
+            "machine": {**asdict(self.machine), "num_gpus": self.num_gpus},
+            "samples": self.samples,
+            "config": None if best is None else self.config(),
+            "plans": [_data(each) for each in self.best_per_state_settings],
+        }
+
+
+def plan(
+    model: str | ModelSource,
+    *,
+    gpus: int = 1,
+    gpu: str | Machine = "h100",
+    tokens: int | None = None,
+    samples: int | None = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    compress: bool = False,
+) -> Plan:
+    """Find the plans for a model, without weights and without a GPU.
+
+    Args:
+        model: a preset, sizes (``layers=24,hidden=2048``), a folder or config.json of Hugging Face, or
+            ``module:function``, which returns (model, batch).
+        gpus: number of GPUs.
+        gpu: name of the GPU, or a :class:`~partita.prediction.machine.Machine` (``machine_named`` in the same module makes
+            one from a name and other figures: ``host_memory=``, ``disk=``, ``network=``).
+        tokens: positions of a sample; None: the model's maximum, at most 2048.
+        samples: samples of an optimizer step, over all ranks; None: about half a million tokens, and at least one
+            sample per GPU.
+        config: settings of every plan: units, fp32 modules, the optimizer.
+        compress: also consider quantized collectives for gradients and parameters, which lose precision.
+
+    Raises:
+        ConfigError: there is no such model or machine, a figure is invalid, or the forward cannot be traced.
+    """
+    if gpus < 1 or gpus != int(gpus):
+        raise ConfigError(f"--gpus: expected at least 1 GPU; got {gpus}")
+    source = read_source(model, tokens) if isinstance(model, str) else model
+    machine = machine_named(gpu) if isinstance(gpu, str) else gpu
+    if machine.one_memory and gpus > machine.gpus:
+        raise ConfigError(f"--gpus: expected at most {machine.gpus} on {machine.name}; got {gpus}")
+    if samples is None:
+        samples = default_samples(source, gpus)
+    if samples < 1:
+        raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
+    search = Search(source, machine, gpus, samples, load_config(config))
+    found = search.run()
+    found += communication_variants(search, found, compress=compress)
+    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)))
+
+
+def default_samples(source: ModelSource, num_gpus: int) -> int:
+    """Return the default samples of a step: a power of two per GPU, about half a million tokens in all.
+
+    Models whose samples have no positions get about :data:`STEP_SAMPLES`.
+    """
+    per_step = STEP_TOKENS // source.context if source.context else STEP_SAMPLES
+    return num_gpus * int(2 ** max(0, round(math.log2(max(1.0, per_step / num_gpus)))))
+
+
+def format_shortfall(forecast: Forecast) -> str:
+    """Describe the missing bytes of each memory, on the rank that needs most."""
+    names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
+    if forecast.budget.one_memory:
+        names[Tier.DEVICE] = "memory"
+    return ", ".join(
+        f"{names[tier]} lacks {format_bytes(num)} of {format_bytes(forecast.budget.of(tier) + num)}"
+        for tier, num in forecast.shortfall.items()
+    )
+
+
+def _data(forecast: Forecast) -> dict[str, Any]:
+    settings, time = forecast.settings, forecast.time
+    return {
+        "way": settings.states.name,
+        "mesh": asdict(settings.mesh),
+        "micro": settings.micro,
+        "accumulate": settings.accumulate,
+        "checkpoint": settings.checkpoint,
+        "inputs": settings.inputs,
+        "fits": forecast.fits,
+        "bytes": [{"what": what, "tier": tier, "bytes": num} for (what, tier), num in forecast.held.items()],
+        "lacking_bytes": {tier.value: num for tier, num in forecast.shortfall.items()},
+        "step_s": None if time is None else time.total_s,
+        "compute_s": None if time is None else time.compute_s,
+        "sent_bytes": None if forecast.sent is None else dict(forecast.sent),
+        "waits_s": None if time is None else time.waits_s,
+    }

@@ -201,7 +201,7 @@ def change_together(config: dict[str, Any]) -> None:
     losses = losses_of_batches(config, gathers=False)
     assert losses == losses_of_batches(config, gathers=True)
     assert len(set(losses)) == 3
-    fails_late(config, "AlikeCheck")
+    fails_late(config, "ReplicaCheck")
 
 
 @pytest.mark.parametrize(("one", "other"), sampled(pairs(), *SAMPLE))
@@ -243,7 +243,7 @@ def fails_late(config: dict[str, Any], where: str) -> None:
         partita.initialize(model, config).close()
 
 
-@pytest.mark.parametrize("where", ["Pipeline", "AlikeCheck"])
+@pytest.mark.parametrize("where", ["Pipeline", "ReplicaCheck"])
 def test_a_start_that_fails_late(where: str) -> None:
     for name in ("all, tensor", "all, sequence"):
         on_ranks(2, fails_late, FEATURES[name], where, with_group=False)

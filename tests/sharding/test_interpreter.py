@@ -20,7 +20,7 @@ from partita.table.state_plan import PRESETS, Encodings, Tiers, preset
 from partita.table.steps import AllGather, AllReduce, ReduceScatter, Step, in_formats, in_phases, steps
 from tests.kit import seeds
 from tests.kit.threads import on_threads
-from tests.plan.interpreter import DTYPES, State
+from tests.table.interpreter import DTYPES, State
 
 NUM_ELEMENTS = 48
 INT4 = Quantized(CODECS["int4"], stochastic_rounding=True)

@@ -148,8 +148,8 @@ class Conversion:
         """Replace the values ``"auto"``.
 
         ``known`` has the keys that a trainer's arguments fill in, with their values (None: not known yet). A key whose
-        value is not known yet is added to :attr:`unresolved`, and with ``refuse`` it is an error. For other keys, ``"auto"``
-        means the default.
+        value is not known yet is added to :attr:`unresolved`, and with ``refuse`` it is an error. For other keys,
+        ``"auto"`` means the default.
         """
         for key in [key for key, value in self._values.items() if value == "auto"]:
             self._values[key] = known.get(key)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from partita.checkpoint.load import LoadOptions, Restored
 from partita.comm.mesh import Mesh
-from partita.comm.synchronization_check import attend
+from partita.comm.synchronization_check import check_synchronized
 from partita.config.resolve import Resolved
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Parts, UserArguments, build
@@ -240,7 +240,7 @@ class Engine:
             trainable: only the parameters that require gradients (adapters).
             names: only the entries with these names, the same on every rank. An unknown name is a PartitaError.
         """
-        self.attend("engine.state_dict")
+        self.check_synchronized("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable, names=names)
 
     def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
@@ -249,7 +249,7 @@ class Engine:
         Configuration and tokenizer are copied from the folder ``beside`` (None: the folder that was passed as
         ``weights=``, if it still exists).
         """
-        self.attend("engine.export")
+        self.check_synchronized("engine.export")
         parts = self._open()
         found = parts.weights if parts.weights is not None and parts.weights.is_dir() else None
         export(parts.whole, self.module, Path(folder), found if beside is None else Path(beside))
@@ -268,7 +268,7 @@ class Engine:
             PartitaError: on all ranks: this checkpoint, or the previous one in the background, cannot be written; or
                 gradients of an incomplete batch would be lost.
         """
-        self.attend("engine.save")
+        self.check_synchronized("engine.save")
         parts = self._open()
         self._micro_batches.check_between_batches("engine.save", "save after the step that updates the parameters")
         return parts.checkpoints.save(folder)
@@ -326,13 +326,13 @@ class Engine:
         """Return True if ``flag`` is set on any rank."""
         return any(self.each(float(flag)))
 
-    def attend(self, call: str) -> None:
+    def check_synchronized(self, call: str) -> None:
         """Wait until every rank has reached ``call`` (a name of at most 40 letters).
 
         Raises:
             PartitaError: within seconds, if a rank waits in another collective instead. The message shows where.
         """
-        attend(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
+        check_synchronized(self._open().runtime.collectives.all_ranks, self.mesh.watchdog, call)
 
     def explain(self) -> str:
         """Describe how the parallel axes split the model: a line per module with parameters, with its rule."""

@@ -10,16 +10,16 @@ from typing import Protocol
 
 from torch import nn
 
-from partita.activation.apply import Activations, Chosen, keep_less
+from partita.activation.apply import Activations, SelectedModules, keep_less
 from partita.activation.recompute import Recomputation
 from partita.comm.collectives import Collectives
 from partita.config.extension import optional
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.memory.accelerator import is_simulated
-from partita.parallel.applied import Parallel
+from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.apply import cut_model, remove_from_other_stages
-from partita.parallel.pipeline.deferred_gradients import WeightGradients, keep_apart
+from partita.parallel.pipeline.deferred_gradients import WeightGradients, defer_weight_gradients
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
 from partita.parallel.sequence.slice_check import check_block
@@ -35,7 +35,7 @@ def apply_axes(
     collectives: Collectives,
     transforms: ModuleTransforms,
     seed: int | None = None,
-) -> Parallel:
+) -> AppliedParallelism:
     """Change an unmodified model so that it computes this rank's part under the axes other than data.
 
     Parameters stay unsplit, with their values, until the engine takes them over. No rank waits for another one here.
@@ -47,7 +47,7 @@ def apply_axes(
     Raises:
         ConfigError: the model cannot be split as the config asks.
     """
-    parallel, mesh = Parallel(transforms=transforms), collectives.mesh
+    parallel, mesh = AppliedParallelism(transforms=transforms), collectives.mesh
     if mesh.size("pipeline") > 1:
         cut_model(model, resolved, mesh, parallel)
     if mesh.size(TENSOR) > 1:
@@ -62,7 +62,7 @@ def apply_axes(
         parallel.lines += applied.lines
         parallel.stacks += applied.stacks
         for stack in applied.stacks if not is_simulated(mesh.device) else ():  # there, tensors have no values
-            stack.before_first = check_block
+            stack.on_first_call = check_block
     if seed is not None:
         part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
         parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)
@@ -105,9 +105,9 @@ class Transformed:
 def apply_to_forwards(
     model: nn.Module,
     settings: Config,
-    parallel: Parallel,
+    parallel: AppliedParallelism,
     attention: AttentionChange | None,
-    chosen: Chosen,
+    chosen: SelectedModules,
     *,
     splits_weights: bool,
     activations: Activations | None = None,
@@ -122,7 +122,7 @@ def apply_to_forwards(
         activations: stores inputs of recomputed modules; None: they stay where they are.
     """
     transforms = parallel.transforms
-    weights = keep_apart(model, transforms.at(Order.WEIGHT_GRADIENT)) if splits_weights else None
+    weights = defer_weight_gradients(model, transforms.at(Order.WEIGHT_GRADIENT)) if splits_weights else None
     if attention is not None:
         attention.apply(transforms.at(Order.ATTENTION))
         parallel.lines += attention.lines

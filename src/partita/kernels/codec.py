@@ -34,8 +34,8 @@ def encode(
     Args:
         seed: seed of stochastic rounding, with which decoded values are unbiased; None: round to the nearest level.
         first_block: the number of the first block of ``values`` in the buffer that they belong to.
-        residual: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is added
-            to the values, and overwritten with the error of the encoded sum.
+        residual: the residual of error feedback, fp32 ``[n]`` (Seide et al., 2014; Karimireddy et al., 2019). It is
+            added to the values, and overwritten with the error of the encoded sum.
         threads: at least 1; without compiled kernels, torch's own threads are used.
         level: the instruction set (see :func:`partita.kernels.native.levels`); by default the widest.
 

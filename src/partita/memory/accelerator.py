@@ -4,8 +4,9 @@ CUDA, ROCm (``cuda`` in PyTorch), XPU and others are used through PyTorch's comm
 ``torch.Stream``, ``torch.Event``, and the device's module, whose functions have the same names for all types. Without
 an accelerator, tensors are computed on the host, which has neither streams nor events: work there runs in order.
 
-A simulated device (:mod:`partita.prediction.simulate`) represents either an accelerator or the host. Its tensors have shapes but
-no values: they are on torch's ``meta`` device. It has neither streams nor events, and its host is simulated, too.
+A simulated device (:mod:`partita.prediction.simulate`) represents either an accelerator or the host. Its tensors have
+shapes but no values: they are on torch's ``meta`` device. It has neither streams nor events, and its host is simulated,
+too.
 """
 
 import warnings

@@ -97,8 +97,8 @@ class BufferPool:
         self._free[slot.num_bytes].append(slot)
 
     def transfer(self, slot: Slot) -> None:
-        """Transfer a slot's memory permanently to the storage that uses it (see :meth:`StorageSwap.drop`), and allocate new
-        memory for the slot.
+        """Transfer a slot's memory permanently to the storage that uses it (see :meth:`StorageSwap.drop`), and allocate
+        new memory for the slot.
         """
         self._ledger.add(KEPT, slot.num_bytes, self._tier)
         if self._backed and not slot.spare:

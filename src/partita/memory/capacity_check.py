@@ -34,11 +34,11 @@ def check_capacity(blueprint: Blueprint, model: nn.Module, device: torch.device)
     budget = _free(model, device)
     units, num_moments = blueprint.units, blueprint.num_moments
     states = bytes_by_tier(model_state_bytes(units, None, num_moments))
-    lacking_tiers = [tier for tier in budget.lacking_tiers(states) if tier is not Tier.DISK]
-    if not lacking_tiers:
+    shortfall = [tier for tier in budget.shortfall(states) if tier is not Tier.DISK]
+    if not shortfall:
         return
     working = blueprint.working_bytes(units)
-    where = " and ".join("memory" if budget.one_memory else tier.value for tier in lacking_tiers)
+    where = " and ".join("memory" if budget.one_memory else tier.value for tier in shortfall)
     lines = [f"partita.initialize: the states of a rank do not fit ({where}), and nothing was allocated"]
     lines += [_line(tier, states, working, budget) for tier in Tier if states[tier] or working[tier]]
     if changes := settings_that_fit(blueprint, budget):

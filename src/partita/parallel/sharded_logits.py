@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
-from partita.comm.synchronization_check import attend
+from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_of_parts
 from partita.parallel.sequence.slices import Slices
@@ -128,7 +128,7 @@ def _check_all_read(group: Group, mesh: Mesh, reader: str) -> None:
         PartitaError: a rank does not.
     """
     try:
-        attend(group, mesh.watchdog, _CALL)
+        check_synchronized(group, mesh.watchdog, _CALL)
     except PartitaError as error:
         raise PartitaError(
             f"rank {mesh.rank}: '{reader}' reads logits that are split over {group.size} {' x '.join(group.axes)} "
@@ -195,8 +195,8 @@ class ShardedLogits(Deferred):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.shard.shape)}; functions that read all "
-            "values, such as clone().sum(), all-gather them on all ranks)"
+            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.part.shape)}; functions that read "
+            "all values, such as clone().sum(), all-gather them on all ranks)"
         )
 
 

@@ -13,10 +13,10 @@ class ChunkBytes:
 
     ``kept_bytes`` stay from forward to backward. Peaks include them, and exclude all memory of other blocks.
     ``in_place_peak``: the backward's peak if some of its gradients, of ``gradient_bytes``, stay in ``param.grad``. If
-    weight gradients are deferred, ``deferred_bytes`` stay until these are computed, and ``largest_bytes`` is the largest of
-    these gradients. ``sent_bytes``: the gradient that is sent to the previous stage. ``offloaded_bytes``: bytes of offloaded
-    inputs, while the blocks run and after their forward. ``unfinished_offload_bytes``: inputs whose copy to their tier ends
-    during the next forward.
+    weight gradients are deferred, ``deferred_bytes`` stay until these are computed, and ``largest_bytes`` is the
+    largest of these gradients. ``sent_bytes``: the gradient that is sent to the previous stage. ``offloaded_bytes``:
+    bytes of offloaded inputs, while the blocks run and after their forward. ``unfinished_offload_bytes``: inputs whose
+    copy to their tier ends during the next forward.
     """
 
     forward_peak: int
@@ -88,7 +88,8 @@ class ScheduleState:
 
 
 def representative(name: str, shape: Shape) -> Shape:
-    """Return a shape with at most as many micro-batches whose ranks have the same :func:`schedule_states` under a schedule.
+    """Return a shape with at most as many micro-batches whose ranks have the same :func:`schedule_states` under a
+    schedule.
 
     A round has as many micro-batches as there are ranks. In the schedules ``1f1b`` and ``interleaved``, the number of
     micro-batches between forward and backward is bounded, so rounds after the second add no new states.

@@ -125,8 +125,8 @@ def plan(
         model: a preset, sizes (``layers=24,hidden=2048``), a folder or config.json of Hugging Face, or
             ``module:function``, which returns (model, batch).
         gpus: number of GPUs.
-        gpu: name of the GPU, or a :class:`~partita.prediction.machine.Machine` (``machine_named`` in the same module makes
-            one from a name and other figures: ``host_memory=``, ``disk=``, ``network=``).
+        gpu: name of the GPU, or a :class:`~partita.prediction.machine.Machine` (``machine_named`` in the same module
+            makes one from a name and other figures: ``host_memory=``, ``disk=``, ``network=``).
         tokens: positions of a sample; None: the model's maximum, at most 2048.
         samples: samples of an optimizer step, over all ranks; None: about half a million tokens, and at least one
             sample per GPU.

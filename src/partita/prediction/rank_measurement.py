@@ -63,8 +63,8 @@ class RankSettings:
 def measure_rank(settings: RankSettings) -> dict[str, Points]:
     """Return (size, seconds) points for each kind of job.
 
-    The kinds are those of :class:`~partita.prediction.machine.Machine`, ``disk`` (bytes read) and ``copy`` (bytes between
-    an accelerator and its host).
+    The kinds are those of :class:`~partita.prediction.machine.Machine`, ``disk`` (bytes read) and ``copy`` (bytes
+    between an accelerator and its host).
 
     Raises:
         PartitaError: the ranks cannot connect, or the disk cannot be written.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from partita.activation.apply import Chosen
+from partita.activation.apply import SelectedModules
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
@@ -187,7 +187,7 @@ def trace_rank(
             own = config.model_copy(
                 update={"activations": config.activations.model_copy(update={"checkpoint": choice})}
             )
-            chosen = Chosen.of(model, own, [spec.name for spec in short])
+            chosen = SelectedModules.of(model, own, [spec.name for spec in short])
             with transforms.temporary():
                 transformed = apply_to_forwards(model, own, parallel, attention, chosen, splits_weights=splits)
                 rank = replace(rank, weights=transformed.weights)

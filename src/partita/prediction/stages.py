@@ -21,9 +21,9 @@ META = torch.device("meta")
 class Stage:
     """The units and blocks of one pipeline rank.
 
-    ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``block_numbers``: the number of
-    the block around each of them; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each of the
-    rank's stages.
+    ``units``: numbers of the model's units. ``entries``: the rank's entries of each of them. ``block_numbers``: the
+    number of the block around each of them; None: it is in no block. ``chunks``: the blocks ``[start, stop)`` of each
+    of the rank's stages.
     """
 
     index: int

@@ -32,8 +32,8 @@ class UnitTimes:
         swap: reads and writes on disk for the update.
         upload: copy of the updated parameters to the device.
         publish: communication of the updated parameters to all ranks.
-        offload_input: transfer of the unit's offloaded inputs by the resource ``offload_input_by`` after forward, and again before
-            backward.
+        offload_input: transfer of the unit's offloaded inputs by the resource ``offload_input_by`` after forward, and
+            again before backward.
     """
 
     forward: float

@@ -199,9 +199,9 @@ class Offer:
 
 
 class Fetch:
-    """A read of ``num_elements`` from a peer (:class:`~partita.comm.transport.IncomingTensor`): in one piece into ``buffer``,
-    or in several, each to the start of ``buffer``. Read the last piece before waiting for any :class:`Offer`: the peer
-    does the same.
+    """A read of ``num_elements`` from a peer (:class:`~partita.comm.transport.IncomingTensor`): in one piece into
+    ``buffer``, or in several, each to the start of ``buffer``. Read the last piece before waiting for any
+    :class:`Offer`: the peer does the same.
     """
 
     def __init__(self, buffer: Tensor, num_elements: int, process: int, channel: Channel, tag: int) -> None:

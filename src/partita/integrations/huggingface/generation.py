@@ -43,7 +43,7 @@ class Generation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
-        engine.attend("generate")
+        engine.check_synchronized("generate")
         if engine.any(self._num_bytes > self._free_bytes()):
             return self._generate(*args, **kwargs | {"synced_gpus": engine.mesh.num_ranks > 1})
         with engine.gathered():

@@ -55,7 +55,7 @@ class SavePretrained:
                 return own(self._module, *args, **kwargs)
         engine, result, error = self._prepared.engine, None, None
         try:
-            engine.attend(_NAME)
+            engine.check_synchronized(_NAME)
         except PartitaError as alone:
             raise PartitaError(
                 f"{_NAME} must be called on every rank, because each has a shard of the "

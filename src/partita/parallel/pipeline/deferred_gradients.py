@@ -122,7 +122,7 @@ class _SeparateGraph:
         self._x, found = x, None
         if self._input_edge is not None:
             (found,) = torch.autograd.grad([self._root], [self._input_edge], [gradient], retain_graph=True)
-        self._weights.leave(self._root, gradient, self._params)
+        self._weights.defer(self._root, gradient, self._params)
         return found
 
 

@@ -116,7 +116,7 @@ class Pipeline:
 
         output = self._stages.forward(start, stop, call, receive)
         for stack in self._stacks:
-            stack.forget()
+            stack.drop_slices()
         if isinstance(output, Arguments):
             kept.sent = edges.send(output, training, self._cut.blocks[stop])
             output = None

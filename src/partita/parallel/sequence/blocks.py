@@ -139,8 +139,8 @@ class Blocks:
     def placeholder_output(self, block: nn.Module, placeholder: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the placeholder output of a block that another pipeline stage runs.
 
-        ``placeholder(args, kwargs)`` returns it for all positions. The result has only this rank's positions, except after
-        the last block.
+        ``placeholder(args, kwargs)`` returns it for all positions. The result has only this rank's positions, except
+        after the last block.
         """
         hidden = hidden_in((args, kwargs))
         if not self.are_on or hidden is None:

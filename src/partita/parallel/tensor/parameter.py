@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
-from partita.comm.synchronization_check import attend
+from partita.comm.synchronization_check import check_synchronized
 from partita.errors import ConfigError, PartitaError
 from partita.parallel.tensor.functions import PURPOSE, enter, leave
 from partita.sharding.compiler import eager, eager_itself
@@ -188,7 +188,7 @@ class _Known:
                 f"('{reader}' reads it); save, export, or take engine.state_dict() before engine.close()"
             )
         try:
-            attend(self.part.group, self.mesh.watchdog, _CALL)
+            check_synchronized(self.part.group, self.mesh.watchdog, _CALL)
         except PartitaError as error:
             raise PartitaError(
                 f"rank {self.mesh.rank}: '{reader}' reads parameter '{self.name}', which is split over "

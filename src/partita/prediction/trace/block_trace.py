@@ -52,9 +52,9 @@ class BlockTrace:
     parameters. In a pipeline, the previous stage sends them, and they stay in memory.
 
     ``gradients``: bytes of the parameter gradients that the backward computes, by name. ``in_place_peak``: the
-    backward's peak if these stay in ``param.grad``. ``deferred_bytes``: memory that the backward keeps for computing weight
-    gradients later, if these are deferred. ``stage_end_bytes``: the growth of the backward's peak if the block's output and
-    its gradient stay to the end, as in the last block of a stage.
+    backward's peak if these stay in ``param.grad``. ``deferred_bytes``: memory that the backward keeps for computing
+    weight gradients later, if these are deferred. ``stage_end_bytes``: the growth of the backward's peak if the block's
+    output and its gradient stay to the end, as in the last block of a stage.
     """
 
     kept: Size = NOTHING
@@ -85,9 +85,9 @@ class Trace:
     """A forward and a backward: the ``names`` of all blocks in order, and the memory and work of each in ``blocks``.
 
     Equal blocks share an object. ``prologue`` runs before the first block (embeddings), ``epilogue`` after the last one
-    (output layer and loss); the backward of the latter counts in ``epilogue.forward``. ``offload_tier``: the tier of the
-    inputs of recomputed blocks between forward and backward (:mod:`partita.activation.inputs`). ``shared_inputs``: tensors
-    that are computed before all blocks without parameters, and stay; every stage of a pipeline computes them.
+    (output layer and loss); the backward of the latter counts in ``epilogue.forward``. ``offload_tier``: the tier of
+    the inputs of recomputed blocks between forward and backward (:mod:`partita.activation.inputs`). ``shared_inputs``:
+    tensors that are computed before all blocks without parameters, and stay; every stage of a pipeline computes them.
     ``batch_bytes``: the size of the forward's arguments. ``samples``: the number of samples from which :meth:`of`
     scales.
     """

@@ -44,7 +44,8 @@ class TracedRank:
         cast_buffers: called when the buffers are on ``meta``.
         is_cut: the model is cut into pipeline stages, each with copies of the shared parameters that it uses.
         weights: storage of deferred weight gradients; None: they are computed in backward.
-        copy_input: the entrance of layers that are split over tensor ranks. It keeps their last input until the next one.
+        copy_input: the entrance of layers that are split over tensor ranks. It keeps their last input until the next
+            one.
     """
 
     block_map: BlockMap

@@ -1,6 +1,7 @@
 """One rank of a trial: ``python -m partita.prediction.tune.trial_rank TASK FILE``.
 
-TASK is a :class:`~partita.prediction.tune.trial.TrialTask` as JSON. The measurement, or the error, is written to FILE as JSON.
+TASK is a :class:`~partita.prediction.tune.trial.TrialTask` as JSON. The measurement, or the error, is written to FILE
+as JSON.
 """
 
 import json

@@ -19,7 +19,7 @@ from partita.prediction.tune.trial_rank import taken_bytes
 from partita.table.mesh_shape import MeshShape
 from partita.table.traffic import TrafficCount, TrafficKey, TrafficReport
 from tests.kit.ranks import on_ranks
-from tests.simulate.subjects import batch, llama, simulated_model
+from tests.prediction.subjects import batch, llama, simulated_model
 
 HOST, DISK = ({"parameters": tier, "optimizer": tier} for tier in ("host", "disk"))
 ROWS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from partita.table.mesh_shape import MeshShape
 from partita.table.residence import BF16, ENCODINGS, FP16, FP32, Encoding, Residence, Tier
-from tests.plan.meshes import mesh_shapes
+from tests.table.meshes import mesh_shapes
 
 
 def test_defaults_are_a_whole_value_on_the_device() -> None:

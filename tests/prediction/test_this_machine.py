@@ -14,7 +14,7 @@ from partita.memory import accelerator
 from partita.prediction.machine import Machine
 from partita.prediction.measure_machine import _machine, measure_machine
 from partita.prediction.rank_measurement import Points, RankSettings, measure_rank
-from tests.forecast.test_images import Scale, jobs_of, sizes
+from tests.prediction.test_images import Scale, jobs_of, sizes
 
 SMALL = "layers=2,hidden=64,heads=2,vocab=96,context=32"
 IMAGES = {"convolution", "convolution_backward", "batch_norm", "batch_norm_backward", "pool"}

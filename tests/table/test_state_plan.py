@@ -9,7 +9,7 @@ from partita.table.mesh_shape import MeshShape, expand
 from partita.table.residence import BF16, FP16, FP32, Residence, Tier
 from partita.table.state_plan import PRESETS, Encodings, StatePlan, preset, preset_name
 from partita.table.steps import AllGather, AllReduce, ReduceScatter, Step, steps
-from tests.plan.meshes import shapes
+from tests.table.meshes import shapes
 
 # preset: parameters at rest, in compute, between forward and backward; gradients between micro-batches, at the step;
 # master weights and moments.

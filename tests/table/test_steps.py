@@ -11,8 +11,8 @@ from partita.table.mesh_shape import MeshShape, expand
 from partita.table.residence import BF16, ENCODINGS, FP16, FP32, Residence, Tier
 from partita.table.state_plan import PRESETS, Encodings, StatePlan, preset
 from partita.table.steps import AllGather, AllReduce, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, steps
-from tests.plan.interpreter import State, run
-from tests.plan.meshes import mesh_shapes
+from tests.table.interpreter import State, run
+from tests.table.meshes import mesh_shapes
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 COMMUNICATION = (AllGather, ReduceScatter, AllReduce)

@@ -11,7 +11,7 @@ from partita.layout.remedies import changed_units, find_remedies
 from partita.layout.state_bytes import model_state_bytes
 from partita.table.residence import BF16, Tier
 from partita.table.state_plan import Encodings
-from tests.planner.test_estimates import plan
+from tests.layout.test_estimates import plan
 
 MIXED = Encodings(compute=BF16, gradients=BF16)
 UNITS = [[(1024, 1024)]] * 40

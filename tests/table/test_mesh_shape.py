@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from partita.errors import ConfigError
 from partita.table.mesh_shape import AXES, DATA_PARTS, MeshShape, expand
-from tests.plan.meshes import mesh_shapes, places, shapes
+from tests.table.meshes import mesh_shapes, places, shapes
 
 ALL_AXES = (*AXES, *DATA_PARTS)
 # Axes that one communicator may go over: each at most once, data or its parts.

@@ -11,7 +11,7 @@ from partita.prediction.search import Forecast
 from partita.table.mesh_shape import MeshShape
 from partita.table.planned import PlannedSegment, PlannedUnit
 from partita.table.residence import BF16, INT8, SPLIT
-from partita.table.span import Entry, lay_out
+from partita.table.span import Entry, build_layout
 from partita.table.state_plan import Encodings, further_stages, preset
 
 # "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, table 1: model states of a GPU in GB, by
@@ -44,7 +44,7 @@ def state_bytes(num_params: float, data: int, name: str, encodings: Encodings) -
     """Return the bytes of model states on the fullest of ``data`` ranks under the preset called ``name``."""
     mesh = MeshShape(data=data)
     size = 2**16  # elements of a row: few, so that padding is small
-    layouts = lay_out([Entry("weight", (int(num_params) // size, size), encodings.compute, True)], data)
+    layouts = build_layout([Entry("weight", (int(num_params) // size, size), encodings.compute, True)], data)
     unit = PlannedUnit("", tuple(PlannedSegment(layout, preset(name, encodings), mesh) for layout in layouts))
     return sum(model_state_bytes([unit], 0).values())
 

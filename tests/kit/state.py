@@ -36,7 +36,7 @@ def assert_idle(engine: partita.Engine) -> None:
     assert _free_bytes(engine._parts.runtime._pool) == held.get(("buffer_pool", "device"), 0)
     pools = tuple(reducer.pools)
     assert sum(map(_free_bytes, pools)) == sum(held.get(("buckets", tier), 0) for tier in ("device", "host"))
-    assert all((bucket.buffer.full is None) == bucket.passes for bucket in reducer.buckets if bucket.buffer.collects)
+    assert all((bucket.buffer.full is None) == bucket.is_pooled for bucket in reducer.buckets if bucket.buffer.collects)
 
 
 def _free_bytes(pool: Any) -> int:

@@ -179,7 +179,7 @@ def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
         for rank in range(ranks):
             found = schedule_states(schedule, rank)
             # Beside those at work there are those kept, and those of which the weights' gradients are to come.
-            kept = max(sum(each.kept) + sum(each.left) + (each.work is not Work.WEIGHTS) for each in found)
+            kept = max(sum(each.kept) + sum(each.deferred) + (each.work is not Work.WEIGHTS) for each in found)
             assert kept == most[rank]
 
 

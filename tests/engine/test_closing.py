@@ -441,7 +441,7 @@ def _with_buffer(dtype: torch.dtype) -> nn.Module:
 @matrix(name=["stage 0", "stage 2", "stage 3", "host", "disk"], world=[1, 2])
 def test_a_start_that_fails_can_be_repeated(world: int, name: str, tmp_path: Path) -> None:
     wrong = {
-        "no parameter of the model": {"optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)},
+        "not a parameter of the model": {"optimizer": torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)},
         "nowhere": {"weights": "/nowhere"},
         "zero.units": {"config": {"zero": {"units": ["Nothing"]}}},
         "keep_fp32": {"config": {"precision": {"keep_fp32": ["Nothing"]}}},

@@ -48,7 +48,7 @@ def closed_and_opened() -> None:
         partita.initialize(model, config).close(whole=whole)
         if whole:
             partita.initialize(model, config).close()
-        with pytest.raises(ConfigError, match="was closed while the parameter was split over the ranks"):
+        with pytest.raises(ConfigError, match="was closed while the parameter was sharded"):
             partita.initialize(model, config)
 
 

@@ -1,4 +1,4 @@
-"""How the engine runs an optimizer.
+"""The interface between the engine and an optimizer.
 
 - :class:`UpdateRule`: passes one parameter's weights and gradient to the optimizer.
 - :class:`Snapshot`: a later step on some of its parameters, with the settings of an earlier moment. It runs on a clone

@@ -74,7 +74,7 @@ def test_what_cannot_be_profiled(tmp_path: Path) -> None:
             assert profile.report
         with (
             engine.profile(tmp_path / "open.json") as profile,
-            pytest.raises(PartitaError, match="or it has not ended: .*read the report behind it"),
+            pytest.raises(PartitaError, match="or it has not ended: .*read the report after the block"),
         ):
             assert profile.report
         (tmp_path / "file").touch()

@@ -230,7 +230,7 @@ def test_a_service_that_cannot_be_opened_is_an_error_and_closes_the_others(
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
     check_installed(["tensorboard", "mlflow"], "train.metrics")
-    with pytest.raises(ConfigError, match=r"train\.metrics: wandb is not installed: pip install wandb, or take it out"):
+    with pytest.raises(ConfigError, match=r"train\.metrics: wandb is not installed: pip install wandb, or remove it"):
         check_installed(["tensorboard", "wandb"], "train.metrics")
 
 

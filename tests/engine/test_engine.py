@@ -130,7 +130,7 @@ def train_batch_errors() -> None:
                     engine.train_batch(batches("tensor"))
             model.form = "scalar"
             for given in (3, [inputs(0, 0)] * 3, DataLoader([inputs(0, 0)] * 2, batch_size=None)):
-                with pytest.raises(PartitaError, match=r"not an iterator .*`batches = iter\(loader\)` once"):
+                with pytest.raises(PartitaError, match=r"expected an iterator .*`batches = iter\(loader\)` once"):
                     engine.train_batch(given)  # type: ignore[arg-type]
 
 

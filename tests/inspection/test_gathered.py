@@ -103,7 +103,7 @@ def foreign() -> None:
             engine.gathered(nn.Linear(2, 2)),
         ):
             pass
-        with pytest.raises(PartitaError, match="no part"), engine.gathered(nn.Parameter(torch.ones(1))):
+        with pytest.raises(PartitaError, match="does not belong"), engine.gathered(nn.Parameter(torch.ones(1))):
             pass
         with pytest.raises(PartitaError, match=r"expected modules and parameters.*str"), engine.gathered("first"):  # type: ignore[arg-type]
             pass

@@ -22,7 +22,7 @@ def by(module: Any, state: State, rule: Rule, grads: Sequence[Tensor]) -> State:
     """The state after a step with each of the gradients by the kernels of a module."""
     with (
         mock.patch.object(native, "module", return_value=None),
-        mock.patch.object(update, "_elsewhere", return_value=module),
+        mock.patch.object(update, "_fallback_module", return_value=module),
     ):
         for grad in grads:
             assert step(state, grad, rule, FACTOR)
@@ -48,7 +48,7 @@ def main(seed: int) -> None:
         grad[299] = bad
         with (
             mock.patch.object(native, "module", return_value=None),
-            mock.patch.object(update, "_elsewhere", return_value=kernels),
+            mock.patch.object(update, "_fallback_module", return_value=kernels),
         ):
             assert not step(make(300, "split"), grad, rule), f"{rule}: {bad} is not reported"
 

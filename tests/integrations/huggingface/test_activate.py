@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from partita import ConfigError
-from partita.integrations.huggingface.activate import _taken, activate
+from partita.integrations.huggingface.activate import _earlier_uses, activate
 from tests.integrations.huggingface.runs import Run, history
 from tests.integrations.huggingface.test_trl import losses
 
@@ -87,12 +87,12 @@ def test_too_late() -> None:
     """Where a script has one of the classes already, or has derived another one from it."""
     with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) in the first line"):
         activate()
-    assert f"{__name__}.Mine was derived from Trainer" in list(_taken())
+    assert f"{__name__}.Mine was derived from Trainer" in list(_earlier_uses())
     script = types.ModuleType("script")
     script.Loop = accelerate.accelerator.Accelerator  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "script", script)
-        assert "script imported Accelerator" in list(_taken())
+        assert "script imported Accelerator" in list(_earlier_uses())
 
 
 TRL_UNCHANGED = """

@@ -40,10 +40,10 @@ class EngineModule(nn.Module):
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward, or ``loss.backward`` if arguments (``retain_graph``, ...) are given.
+        """Run the engine's backward, or the loss's own if arguments (``retain_graph``, ...) are given.
 
         Raises:
-            PartitaError: arguments are given under fp16: ``loss.backward`` would miss the loss scale.
+            PartitaError: arguments are given under fp16: the loss's own would miss the loss scale.
         """
         if args or kwargs:
             with self.direct_backward():

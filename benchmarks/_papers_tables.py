@@ -88,10 +88,10 @@ def reach_rows() -> Iterator[Row]:
         yield Row(f"{model}, {gpus} x V100-32", claimed, _shown(found, exact), _shown(found, lean), why)
 
 
-def _shown(found: Plan, best_per_state_settings: list[Forecast]) -> str:
-    if not best_per_state_settings:
+def _shown(found: Plan, forecasts: list[Forecast]) -> str:
+    if not forecasts:
         return "not weighed: plans that need less memory away from the GPU fit"
-    best = best_per_state_settings[0]
+    best = forecasts[0]
     settings = best.settings
     mesh = f"{settings.mesh.data} x {settings.mesh.tensor} x {settings.mesh.pipeline}"
     if best.time is None:

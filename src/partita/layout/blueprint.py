@@ -60,9 +60,7 @@ class Blueprint:
         return united(row.groups(self.resolved.mesh) for row in [row_of(self.resolved), *rows])
 
     def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
-        """Return the working memory of ``units`` in bytes, by tier
-        (:func:`~partita.layout.working_bytes.working_bytes`).
-        """
+        """Return the bytes of working memory by tier (:func:`~partita.layout.working_bytes.working_bytes`)."""
         prefetch, on_host = self.config.zero.prefetch_bytes, self.resolved.on_host
         return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
 

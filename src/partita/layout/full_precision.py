@@ -45,11 +45,11 @@ def find_full_precision(model: nn.Module, resolved: Resolved) -> FullPrecision:
     infos = [info for info in find_all_parameters(model) if info.param.is_floating_point()]
     modules = {id(inner) for module in _named(model, resolved) for inner in module.modules()}
     listed = {id(info.param) for info in _listed(model, resolved.compute_dtype, infos)}
-    listed |= {id(info.param) for info in _left_in_fp32(model, infos)}
+    listed |= {id(info.param) for info in _fp32_in_16_bit_model(model, infos)}
     batch_norms = set[int]()
     for module in model.modules():
-        own = [id(param) for param in module.parameters() if param.is_floating_point()]
-        if own and listed.issuperset(own):
+        ids = [id(param) for param in module.parameters() if param.is_floating_point()]
+        if ids and listed.issuperset(ids):
             modules.add(id(module))
         elif isinstance(module, _BatchNorm):
             (batch_norms if type(module).forward in _KERNELS else modules).add(id(module))
@@ -94,7 +94,7 @@ def _listed(model: nn.Module, compute: str, infos: Iterable[ParameterInfo]) -> I
     yield from (info for info in infos if any(matches.search(fqn) for fqn in info.fqns))
 
 
-def _left_in_fp32(model: nn.Module, infos: Iterable[ParameterInfo]) -> Iterator[ParameterInfo]:
+def _fp32_in_16_bit_model(model: nn.Module, infos: Iterable[ParameterInfo]) -> Iterator[ParameterInfo]:
     """Yield the fp32 parameters, except adapters, of a model that also has parameters in 16 bits."""
     with torch._C.DisableTorchFunctionSubclass():  # the dtype in the model, also for parameters of other stages
         if not any(info.param.dtype in _HALF for info in infos):

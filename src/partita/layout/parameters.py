@@ -119,9 +119,9 @@ def check_no_shared_memory(infos: Sequence[ParameterInfo]) -> None:
             for other in overlapping:
                 if _overlap(info.param, other.param):
                     raise ConfigError(
-                        f"parameters '{other.fqns[0]}' and '{info.fqns[0]}' share memory but are two objects, which "
-                        "would be trained separately: tie them by assigning the Parameter itself (module.weight = "
-                        "other.weight), or give one its own memory (param.data = param.data.clone())"
+                        f"parameters '{other.fqns[0]}' and '{info.fqns[0]}' share memory but are two objects, "
+                        "which would be trained separately: tie them by assigning the Parameter itself "
+                        "(module.weight = other.weight), or give one its own memory (param.data = param.data.clone())"
                     )
             overlapping.append(info)
 

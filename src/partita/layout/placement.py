@@ -143,9 +143,9 @@ def describe_placement(held: Mapping[tuple[str, str], int]) -> str:
     sums = Counter[tuple[str, str]]()
     for (state, tier), num_bytes in held.items():
         sums[SHOWN[state], tier] += num_bytes
-    parts = []
+    texts = []
     for state in dict.fromkeys(SHOWN.values()):
         places = [f"{format_bytes(sums[state, tier.value])} {tier.value}" for tier in Tier if sums[state, tier.value]]
         if places:
-            parts.append(f"{state} {', '.join(places)}")
-    return "offload: " + "; ".join(parts)
+            texts.append(f"{state} {', '.join(places)}")
+    return "offload: " + "; ".join(texts)

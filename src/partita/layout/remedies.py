@@ -87,21 +87,21 @@ def cheaper_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
     if not on_device or any(s.row.strategies != UNCOMPRESSED or s.row.separate_axes for s in segments):
         return None
     offload, name = blueprint.config.zero.offload, row.name
-    own = _sent(changed_units(blueprint.units, name, offload), shape)
+    current = _sent(changed_units(blueprint.units, name, offload), shape)
     best = None
     for stage, lower in reversed(lower_stages(name)):
         units = changed_units(blueprint.units, lower, offload)
         needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
         needed += blueprint.working_bytes(units)
         total, sent = sum(needed.values()), _sent(units, shape)
-        if sent < (own if best is None else best[0]) and 2 * total < budget.device:
+        if sent < (current if best is None else best[0]) and 2 * total < budget.device:
             best = sent, stage, total
     if best is None:
         return None
     sent, stage, total = best
     return (
         f"zero.stage: {stage} would fit, and be faster: {format_bytes(total)} of {format_bytes(budget.device)} free, "
-        f"and {format_bytes(sent)} instead of {format_bytes(own)} sent in a step"
+        f"and {format_bytes(sent)} instead of {format_bytes(current)} sent in a step"
     )
 
 

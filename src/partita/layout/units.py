@@ -47,14 +47,14 @@ def group_units(model: nn.Module, choice: str | Sequence[str] = "auto") -> list[
     units = {id(module): UnitSpec(name, module) for name, module in model.named_modules() if id(module) in selected}
     at = {path: id(module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in selected}
     for info in find_stage_parameters(model):
-        around = [[at[path] for path in _outer_paths(fqn) if path in at] for fqn in info.fqns]
+        around = [[at[path] for path in _enclosing_paths(fqn) if path in at] for fqn in info.fqns]
         shared = [unit for unit in around[0] if all(unit in others for others in around)]
         units[shared[-1]].infos.append(info)
     units = {key: unit for key, unit in units.items() if unit.infos}
-    for outer in units.values():
-        for module in outer.module.modules():
-            if id(module) in units and module is not outer.module:
-                units[id(module)].enclosing_units.append(outer.name)
+    for enclosing in units.values():
+        for module in enclosing.module.modules():
+            if id(module) in units and module is not enclosing.module:
+                units[id(module)].enclosing_units.append(enclosing.name)
     return list(units.values())
 
 
@@ -66,11 +66,11 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     Raises:
         ConfigError: no module matches; the message names ``key``, the key of the config.
     """
-    found, outer = list[nn.Module](), ""
+    found, enclosing = list[nn.Module](), ""
     for name, module in model.named_modules():
-        is_inside = bool(outer) and _contains(outer, name)
+        is_inside = bool(enclosing) and _contains(enclosing, name)
         if name and not is_inside and fnmatch.fnmatchcase(name, pattern):
-            outer = name
+            enclosing = name
             found.append(module)
         elif type(module).__name__ == pattern:
             found.append(module)
@@ -83,16 +83,16 @@ def modules_like(model: nn.Module, pattern: str, key: str) -> list[nn.Module]:
     return found
 
 
-def _outer_paths(fqn: str) -> Iterator[str]:
+def _enclosing_paths(fqn: str) -> Iterator[str]:
     """Yield the names of the modules around a parameter, outermost first; the model's own name is empty."""
     yield ""
-    parts = fqn.split(".")
-    for end in range(1, len(parts)):
-        yield ".".join(parts[:end])
+    names = fqn.split(".")
+    for end in range(1, len(names)):
+        yield ".".join(names[:end])
 
 
-def _contains(outer: str, path: str) -> bool:
-    return not outer or path == outer or path.startswith(outer + ".")
+def _contains(enclosing: str, path: str) -> bool:
+    return not enclosing or path == enclosing or path.startswith(enclosing + ".")
 
 
 def _bytes(module: nn.Module) -> int:
@@ -115,7 +115,7 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
             isinstance(module, nn.Embedding | nn.Linear)
             and all(names.get(id(param), 1) == 1 for param in module.parameters())
             and _bytes(module) >= least
-            and not any(_contains(outer, name) for outer in (*blocks, *attention))
+            and not any(_contains(enclosing, name) for enclosing in (*blocks, *attention))
         ):
             yield module
 

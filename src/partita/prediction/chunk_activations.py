@@ -88,8 +88,7 @@ class ScheduleState:
 
 
 def representative(name: str, shape: Shape) -> Shape:
-    """Return a shape with at most as many micro-batches whose ranks have the same :func:`schedule_states` under a
-    schedule.
+    """Return a shape with fewer micro-batches, if there is one whose ranks have the same :func:`schedule_states`.
 
     A round has as many micro-batches as there are ranks. In the schedules ``1f1b`` and ``interleaved``, the number of
     micro-batches between forward and backward is bounded, so rounds after the second add no new states.
@@ -112,7 +111,7 @@ def schedule_states(schedule: Schedule, rank: int) -> frozenset[ScheduleState]:
             waited[chunk] = max(waited[chunk], arrived.get(action, 0))
         kept[chunk] -= work is Work.BACKWARD
         deferred[chunk] -= work is Work.WEIGHTS
-        sent = tuple((done - gone) * (at > 0) for done, gone, at in zip(backwards, waited, stages, strict=True))
+        sent = tuple((done - awaited) * (at > 0) for done, awaited, at in zip(backwards, waited, stages, strict=True))
         found.add(ScheduleState(work, chunk, tuple(kept), tuple(deferred), sent, tuple(begun), splits))
         kept[chunk] += work is Work.FORWARD
         backwards[chunk] += work is Work.BACKWARD

@@ -14,7 +14,7 @@ Keys = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class CommunicationSettings:
-    """A communication setting: a name, and keys of the config sections ``zero_keys`` and ``communication_keys``."""
+    """A communication setting: a name, and its keys in the config sections zero and communication."""
 
     name: str = ""
     zero_keys: Keys = ()

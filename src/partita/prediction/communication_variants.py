@@ -55,13 +55,13 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[PlanSettings, float]
         yield from {settings: time.total_s for settings, time in fastest + least_compute}.items()
 
 
-def _with_communication(
-    search: Search, settings: PlanSettings, alternatives: Iterable[Alternatives]
-) -> Iterator[tuple[Forecast, float]]:
+def _with_communication(search: Search, settings: PlanSettings, options: Iterable[Alternatives]) -> Iterator[tuple[Forecast, float]]:
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
-    for settings_to_try in alternatives:
-        all_states = (replace(settings.states, communication=communication) for communication in settings_to_try)
-        checked = (_with_engine_mesh(search, replace(settings, states=states)) for states in all_states)
+    for option in options:
+        all_states = (replace(settings.states, communication=communication) for communication in option)
+        checked = (
+            _with_engine_mesh(search, replace(settings, states=states)) for states in all_states
+        )
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:
             yield found, found.time.total_s
@@ -73,11 +73,11 @@ def _with_engine_mesh(search: Search, settings: PlanSettings) -> PlanSettings | 
     Return None if its config is invalid, or if its communication settings need nodes and the mesh has only one.
     """
     machine, sections = search.machine, settings.sections()
-    given = search.merged(sections).model_dump(exclude_unset=True)
-    given |= {name: sections.get(name, {}) for name in ("batch", "parallel")}
+    config_sections = search.merged(sections).model_dump(exclude_unset=True)
+    config_sections |= {name: sections.get(name, {}) for name in ("batch", "parallel")}
     kind = accelerator.usual_kind(machine.one_memory)
     try:
-        mesh = resolve(Config(**given), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
+        mesh = resolve(Config(**config_sections), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
     except ConfigError:
         return None
     needs_nodes = bool(settings.states.communication.zero_keys)

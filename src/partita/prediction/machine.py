@@ -190,5 +190,5 @@ def machine_named(name: str, **changed: float | None) -> Machine:
             f"--gpu: there is no machine '{name}'; {hint}known are {', '.join(machines())}, and the files "
             "that partita machine writes"
         )
-    given = {key: value for key, value in changed.items() if value is not None}
-    return replace(found, **given)  # type: ignore[arg-type]
+    values = {key: value for key, value in changed.items() if value is not None}
+    return replace(found, **values)  # type: ignore[arg-type]

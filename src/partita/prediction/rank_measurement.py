@@ -156,8 +156,8 @@ def _tensors(shape: Sequence[int], device: torch.device, dtype: torch.dtype, eac
 
 def _products(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[float, Jobs]]:
     for size in (2**power for power in range(4, 14)):
-        given = _tensors((size, size), device, dtype, 2)
-        pairs = zip(given[::2], given[1::2], strict=True)
+        tensors = _tensors((size, size), device, dtype, 2)
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
         yield 2.0 * size**3, _keeping_results([partial(torch.mm, x, y) for x, y in pairs])
 
 
@@ -169,15 +169,15 @@ def _attention(device: torch.device, dtype: torch.dtype, *, backward: bool) -> I
     heads, width = 8, 64
     for length in (2**power for power in range(5, 14)):
         shape, flops = (1, heads, length, width), 4.0 * heads * length**2 * width
-        given = [tensor.requires_grad_(backward) for tensor in _tensors(shape, device, dtype, 3)]
-        triples = list(zip(given[::3], given[1::3], given[2::3], strict=True))
-        attend = partial(F.scaled_dot_product_attention, is_causal=True)
+        tensors = [tensor.requires_grad_(backward) for tensor in _tensors(shape, device, dtype, 3)]
+        triples = list(zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True))
+        sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
         if not backward:
-            yield flops, _keeping_results([partial(attend, *triple) for triple in triples])
+            yield flops, _keeping_results([partial(sdpa, *triple) for triple in triples])
             continue
         grad_output = torch.rand(*shape, device=device, dtype=dtype)
         backward_job = partial(torch.autograd.grad, grad_outputs=grad_output, retain_graph=True)
-        yield 2.5 * flops, _keeping_results([partial(backward_job, attend(*triple), triple) for triple in triples])
+        yield 2.5 * flops, _keeping_results([partial(backward_job, sdpa(*triple), triple) for triple in triples])
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, *, backward: bool) -> Iterator[tuple[float, Jobs]]:
@@ -237,8 +237,8 @@ def _elements(
     device: torch.device, dtype: torch.dtype, operator: Callable[[Tensor, Tensor], Tensor], touched: int
 ) -> Iterator[tuple[float, Jobs]]:
     for num in (2**power for power in range(8, 25, 2)):
-        given = _tensors((num,), device, dtype, 2)
-        pairs = zip(given[::2], given[1::2], strict=True)
+        tensors = _tensors((num,), device, dtype, 2)
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
         yield float(dtype.itemsize * touched * num), _keeping_results([partial(operator, *pair) for pair in pairs])
 
 
@@ -293,8 +293,8 @@ def _reductions(group: Group, device: torch.device) -> Iterator[tuple[float, Job
     for num in (2**power for power in range(8, 23, 2)):
         sent = allocate(num * group.size, torch.float32, device)
         received = allocate(group.received_elements(sent.numel(), 4), torch.float32, device)
-        own = sent[group.index * num : (group.index + 1) * num]
-        yield 4.0 * num * (group.size - 1), [partial(group.reduce_scatter, own, sent, received, accumulate=False)]
+        output = sent[group.index * num : (group.index + 1) * num]
+        yield 4.0 * num * (group.size - 1), [partial(group.reduce_scatter, output, sent, received, accumulate=False)]
 
 
 def _read_disk(clock: _Clock, settings: RankSettings) -> tuple[float, float]:

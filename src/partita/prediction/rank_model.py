@@ -218,9 +218,8 @@ def _blocks(source: ModelSource, resolved: Resolved, choices: Sequence[Checkpoin
             yield [(name, model.get_submodule(name)) for name in names]
             return
     named = bool(resolved.config.tiled.mlp) or not all(isinstance(choice, str) for choice in choices)
-    if named or not isinstance(
-        resolved.config.attention.layers, str
-    ):  # the named module may be one of several equal blocks
+    # A named module may be one of several equal blocks.
+    if named or not isinstance(resolved.config.attention.layers, str):
         yield blocks
         return
     with fewer_blocks(model, keep_last=mesh.sequence > 1 or mesh.pipeline > 1) as block_map:

@@ -85,8 +85,8 @@ class Forecast:
     @property
     def fits_without_activations(self) -> bool:
         """True if the plan would fit without activations."""
-        there = sum(num for (what, tier), num in self.held.items() if (what, tier) == ("activations", "device"))
-        return set(self.shortfall) == {Tier.DEVICE} and self.shortfall[Tier.DEVICE] <= there
+        activations = sum(num for (what, tier), num in self.held.items() if (what, tier) == ("activations", "device"))
+        return set(self.shortfall) == {Tier.DEVICE} and self.shortfall[Tier.DEVICE] <= activations
 
     @property
     def fits(self) -> bool:
@@ -229,13 +229,15 @@ class Search:
 
     def merged(self, sections: Sections) -> Config:
         """Return ``config`` with these sections added."""
-        given = self.config.model_dump(exclude_unset=True)
-        return Config(**{name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}})
+        own_sections = self.config.model_dump(exclude_unset=True)
+        return Config(
+            **{name: {**own_sections.get(name, {}), **sections.get(name, {})} for name in {*own_sections, *sections}}
+        )
 
     # ----------------------------------------------------------------------------------------------------- forecasts
 
     def _best_micro_batches(
-        self, mesh: MeshShape, states: StateSettings, ways: Sequence[RecomputeSettings]
+        self, mesh: MeshShape, states: StateSettings, recompute_options: Sequence[RecomputeSettings]
     ) -> Iterator[Forecast]:
         """Yield forecasts of the largest micro-batches that fit, for each setting of recomputation.
 
@@ -244,17 +246,17 @@ class Search:
         per_rank, traces = self.samples // mesh.data, self.rank_model(mesh).traces
         units = self.planned(mesh, states)
         independent = {stage: self._batch_independent(stage, of_stage) for stage, of_stage in units.items()}
-        ways = [(checkpoint, inputs) for checkpoint, inputs in ways if checkpoint in traces]
-        least = self._largest_stage(PlanSettings(mesh, states, 1, per_rank, *ways[-1]), independent)
+        recompute_options = [(checkpoint, inputs) for checkpoint, inputs in recompute_options if checkpoint in traces]
+        least = self._largest_stage(PlanSettings(mesh, states, 1, per_rank, *recompute_options[-1]), independent)
         if states.precision.one_micro_batch and mesh.pipeline > 1:
             return
         if not least.fits:
             yield least
             return
-        for way in ways:
+        for recompute in recompute_options:
             num_fitting = 0
             for micro in _divisors(per_rank):
-                settings = PlanSettings(mesh, states, micro, per_rank // micro, *way)
+                settings = PlanSettings(mesh, states, micro, per_rank // micro, *recompute)
                 found = self._largest_stage(settings, independent)
                 if found.fits and not (states.precision.one_micro_batch and settings.accumulate > 1):
                     num_fitting += 1

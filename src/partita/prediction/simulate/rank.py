@@ -107,8 +107,8 @@ def simulate_rank(
             model = simulated_model.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
         mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
-        given = UserArguments(None, None, simulated_model.loss_fn, None)
-        with without_values(), Engine(model, resolved, mesh, given, owns_mesh=True) as engine:
+        arguments = UserArguments(None, None, simulated_model.loss_fn, None)
+        with without_values(), Engine(model, resolved, mesh, arguments, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
             _train(engine, simulated_model)

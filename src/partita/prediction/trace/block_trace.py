@@ -121,7 +121,7 @@ class Trace:
         first, last = start == 0, stop == len(self.blocks)
         blocks, prologue, epilogue = self.blocks[start:stop], self.prologue, self.epilogue
         num, pending_bytes = len(blocks), [*pending] or [0] * (1 + len(blocks))
-        offloaded, left, grown = self._offloaded_bytes(start, stop), 0, 0
+        offloaded, deferred, grown = self._offloaded_bytes(start, stop), 0, 0
         below_first = (
             prologue.kept.num_bytes
             if first
@@ -154,25 +154,25 @@ class Trace:
                 )
             )
         walk += [(epilogue, most)] * last
-        for block_trace, there in reversed(walk):
-            own = there + left
+        for block_trace, existing in reversed(walk):
+            base = existing + deferred
             stay, in_place_peak = block_trace.growth(in_place)
-            backward = max(backward, own + block_trace.backward_peak.num_bytes)
-            growing = max(growing, own + in_place_peak + grown)
-            grown, left = grown + stay, left + block_trace.deferred_bytes
+            backward = max(backward, base + block_trace.backward_peak.num_bytes)
+            growing = max(growing, base + in_place_peak + grown)
+            grown, deferred = grown + stay, deferred + block_trace.deferred_bytes
         stays = below[-1] - offloaded(num) + (epilogue.kept.num_bytes if last else 0)
         back = 0 if first else blocks[0].received_bytes
         offloaded_bytes, here = (
             (offloaded(num - NUM_STAYING), offloaded(num)),
             offloaded(num) - offloaded(num - NUM_ON_DEVICE),
         )
-        return ChunkBytes(max(forward), stays, backward, growing, grown, left, 0, back, offloaded_bytes, here)
+        return ChunkBytes(max(forward), stays, backward, growing, grown, deferred, 0, back, offloaded_bytes, here)
 
     def _offloaded_bytes(self, start: int, stop: int) -> Callable[[int], int]:
         """Return a function from a number of blocks to the bytes of their offloaded inputs."""
         sums = list(accumulate((block_trace.input_bytes for block_trace in self.blocks[start:stop]), initial=0))
-        rests_here = self.offload_tier is Tier.DEVICE
-        return lambda num: 0 if rests_here else sums[max(0, num)]
+        stays_on_device = self.offload_tier is Tier.DEVICE
+        return lambda num: 0 if stays_on_device else sums[max(0, num)]
 
     def of(self, samples: int) -> "Trace":
         """Return the trace for another number of samples."""

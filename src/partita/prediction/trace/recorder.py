@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def forward_ended(self) -> None:
         """Record the end of the forward, when only the loss and the tensors saved for backward are alive."""
-        self._drop_held_input()
+        self._drop_kept_input()
         self._prologue = self._storages.early
         self._shared_inputs = self._storages.early_inputs
         self._forward_end = self._live_since_blocks
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
                     f"model: the block {type(module).__name__} (number {number}) runs twice in one forward: "
                     "a trace cannot distinguish several runs of one block"
                 )
-            self._drop_held_input()
+            self._drop_kept_input()
             self._storages.end_early()
             self._live_before[number] = self._live_since_blocks
             self._move_to("forward", number)
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
 
     def _after_block(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._drop_held_input()
+            self._drop_kept_input()
             self._live_after[number] = self._live_since_blocks
             self._move_to("forward", len(self._blocks) if number == len(self._blocks) - 1 else number)
             for leaf in tree_leaves(output):
@@ -175,19 +175,19 @@ class Recorder(TorchDispatchMode):
 
         return hook
 
-    def _drop_held_input(self) -> None:
+    def _drop_kept_input(self) -> None:
         if self._copy_input is not None:
             self._copy_input.forget()
 
     def _backward_begins(self, number: int, output: StorageId | None, gradient: Tensor) -> None:
-        self._drop_held_input()
+        self._drop_kept_input()
         if number == len(self._blocks) - 1:
             self._close_block(number + 1, self._live_after[number], output, gradient)
             self._watch_output(number, output, gradient)
         self._move_to("backward", number)
 
     def _backward_ends(self, number: int, value: StorageId | None, gradient: Tensor) -> None:
-        self._drop_held_input()
+        self._drop_kept_input()
         self._close_block(number, self._live_before[number], value, gradient)
         self._watch_output(number - 1, value, gradient)
 
@@ -204,9 +204,9 @@ class Recorder(TorchDispatchMode):
         blocks. The value counts as kept, even if it has been freed.
         """
         storage_id = self._storages.storage_id(gradient)
-        gone = 0 if value is None or self._storages.is_alive(value) else value.num_bytes
-        there = (self._prologue + kept).num_bytes + (0 if storage_id is None else storage_id.num_bytes)
-        self._deferred_after[number] = self._storages.live.num_bytes + gone - there
+        freed = 0 if value is None or self._storages.is_alive(value) else value.num_bytes
+        existing = (self._prologue + kept).num_bytes + (0 if storage_id is None else storage_id.num_bytes)
+        self._deferred_after[number] = self._storages.live.num_bytes + freed - existing
 
     def _move_to(self, phase: str, number: int) -> None:
         self._count_sent()
@@ -301,7 +301,7 @@ class Recorder(TorchDispatchMode):
                 input_bytes=self._inputs.get(number, 0),
                 deferred_bytes=deferred[number] - deferred[number + 1],
             )
-        there = self._live_at(num) if num else NOTHING
+        existing = self._live_at(num) if num else NOTHING
         prologue = replace(
             self._backward(-1, Size(deferred[0])),
             kept=self._live_at(0) if num else NOTHING,
@@ -310,9 +310,9 @@ class Recorder(TorchDispatchMode):
             deferred_bytes=deferred[-1] - deferred[0],
         )
         epilogue = replace(
-            self._backward(num, there) if num else BlockTrace(),
-            kept=self._prologue + self._forward_end - there if num else NOTHING,
-            forward_peak=self._peaks["forward", num].above(there),
+            self._backward(num, existing) if num else BlockTrace(),
+            kept=self._prologue + self._forward_end - existing if num else NOTHING,
+            forward_peak=self._peaks["forward", num].above(existing),
             forward=self._work["forward", num],
             backward=Work(),
             deferred_bytes=deferred[num],
@@ -333,14 +333,14 @@ class Recorder(TorchDispatchMode):
             return self._prologue + self._live_before[number]
         return self._prologue + self._live_after[number - 1] - self._consumed[number - 1]
 
-    def _backward(self, number: int, there: Size) -> BlockTrace:
-        """Return the values of a backward. Its peaks are above ``there``."""
+    def _backward(self, number: int, existing: Size) -> BlockTrace:
+        """Return the values of a backward. Its peaks are above ``existing``."""
         position = ("backward", number)
         return BlockTrace(
-            backward_peak=self._peaks[position].above(there),
+            backward_peak=self._peaks[position].above(existing),
             backward=self._work[position],
             gradients=self._gradients[position],
-            in_place_peak=self._in_place_peaks[position].above(there),
+            in_place_peak=self._in_place_peaks[position].above(existing),
             stage_end_bytes=self._stage_end[position] - self._peaks[position].num_bytes,
         )
 

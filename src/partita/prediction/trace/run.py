@@ -180,8 +180,8 @@ class MetaParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for own, values_before in self._saved:
-            own.update(values_before)
+        for current, values_before in self._saved:
+            current.update(values_before)
 
     def _meta_parameter(self, param: nn.Parameter, name: str) -> nn.Parameter:
         share = self._rank.shares.get(id(param))

@@ -204,10 +204,10 @@ class Space:
         """Return the search for a variant. Variants with the same units share the traces of the model."""
         if variant not in self._searches:
             shared = next((each for known, each in self._searches.items() if known.units == variant.units), None)
-            given = self.base.model_dump(exclude_unset=True)
-            zero = {key: value for key, value in given.get("zero", {}).items() if key not in _SEARCHED_ZERO}
+            sections = self.base.model_dump(exclude_unset=True)
+            zero = {key: value for key, value in sections.get("zero", {}).items() if key not in _SEARCHED_ZERO}
             tiers = {key: value for key, value in zero.pop("offload", {}).items() if key not in _SEARCHED_TIERS}
-            config = Config.model_validate({**given, "zero": {**zero, **variant.zero(), "offload": tiers}})
+            config = Config.model_validate({**sections, "zero": {**zero, **variant.zero(), "offload": tiers}})
             self._searches[variant] = self._new_search(config) if shared is None else shared.with_config(config)
         return self._searches[variant]
 

@@ -64,16 +64,16 @@ class Target:
         job = self.job()
         return read_source(self.text, self.tokens) if job is None else _of_job(self.text, job)
 
-    def config(self, given: str | Path | Mapping[str, Any] | Config | None) -> Config:
-        """Return the config of every trial: the job's engine section, or, for a model, ``given`` with the overrides.
+    def config(self, config: str | Path | Mapping[str, Any] | Config | None) -> Config:
+        """Return the config of every trial: the job's engine section, or, for a model, ``config`` with the overrides.
 
         Raises:
             ConfigError: a config is given in addition to a job, or is invalid.
         """
         job = self.job()
         if job is None:
-            return load_config(given, self.overrides)
-        if given is not None:
+            return load_config(config, self.overrides)
+        if config is not None:
             raise ConfigError(
                 f"--config: the job '{self.text}' has the engine's settings; change them there, or with "
                 "--set engine.KEY=VALUE"

@@ -73,9 +73,9 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
     report = engine.memory_report()
     if not accelerator.is_host(engine.mesh.device):
         return report.device_peak_bytes
-    taken = taken_bytes(engine, step)
+    autograd_bytes = taken_bytes(engine, step)
     held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
-    return held + taken
+    return held + autograd_bytes
 
 
 def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:

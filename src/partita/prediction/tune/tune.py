@@ -201,9 +201,9 @@ class _Tuning:
 
         A plan that lacks memory is tried again with micro-batches of half the size.
         """
-        space, given = self._space, self._space.user_candidate()
+        space, user_config = self._space, self._space.user_candidate()
         starts = space.starts()
-        if not starts and given is None:
+        if not starts and user_config is None:
             if any(each.fits for each in space.forecasts):
                 raise ConfigError(f"tune: every plan that fits conflicts with the config: {space.last_error}")
             if not space.forecasts:
@@ -212,8 +212,8 @@ class _Tuning:
                 )
             plan = Plan(space.source, space.machine, space.num_ranks, space.samples, tuple(space.forecasts))
             raise ConfigError(plan.explain_no_fit())
-        if given is not None:
-            self._try(given)
+        if user_config is not None:
+            self._try(user_config)
         queue, num_trained = deque(starts), 0
         while queue and self._may_run_more:
             candidate = queue.popleft()
@@ -271,11 +271,11 @@ def _check_processes(num: int) -> None:
         raise ConfigError(f"--processes: expected 1 to {most}, as this machine has {most} {what}; got {num}")
 
 
-def _machine(given: str | Machine | None, kept: Results, num_ranks: int) -> Machine:
-    if isinstance(given, Machine):
-        return given
-    if given is not None and given != THIS:
-        return machine_named(given)
+def _machine(machine: str | Machine | None, kept: Results, num_ranks: int) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if machine is not None and machine != THIS:
+        return machine_named(machine)
     return measure_machine(num_ranks) if kept.machine is None else kept.machine
 
 

@@ -1,10 +1,10 @@
-"""One rank of one checkout: trains every course and writes what it computed as digests, as JSON.
+"""One rank of one checkout: trains all runs and writes digests of the results, as JSON.
 
     python -m benchmarks._bits SCOPE FOLDER CHECKPOINTS
 
-SCOPE is a JSON object of :class:`Scope`; the result is FOLDER/RANK.json. Each course saves into FOLDER and resumes from
-what lies in CHECKPOINTS, which may be the same. Only the public face of the library is used, so that any two of its
-versions can be compared.
+SCOPE is a JSON object of :class:`Scope`; the result is FOLDER/RANK.json. Each run saves into FOLDER and resumes from a
+checkpoint in CHECKPOINTS, which may be the same folder. Only the library's public API is used, so that any two versions
+can be compared.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ HOST = {"parameters": "host", "optimizer": "host"}
 DISK = {"parameters": "disk", "optimizer": "disk"}
 LEAN = {"compute": "bf16", "gradients": "bf16", "master": "split", "moments": "int8"}
 ONEBIT = {"name": "onebit_adam", "lr": 2e-3}
-LANGUAGE = ("decoder", "gpt2", "llama", "mixtral")  # models that every parallel axis splits
+LANGUAGE = ("decoder", "gpt2", "llama", "mixtral")  # models that all parallel axes can split
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Plan:
     """A config, and how it is trained."""
 
     config: Mapping[str, Any]
-    nodes: int = 1  # over which the ranks pretend to be spread
+    nodes: int = 1  # emulated: the ranks are spread over them
     worlds: tuple[int, ...] = (1, 2, 4)
     cases: tuple[str, ...] = tuple(CASES)
     loop: str = "steps"  # or "batches" (engine.train_batch), "no_sync", "unfreezing"
@@ -131,7 +131,7 @@ QUICK_PLANS = ("1", "2 bf16 lean", "3", "3 on disk", "3 in backward", "3 accumul
 
 
 def plans_of(case: str, world: int, names: Sequence[str] = tuple(PLANS)) -> tuple[str, ...]:
-    """Names of the plans under which a case is trained on so many ranks."""
+    """Return the names of the plans under which a case is trained on so many ranks."""
     return tuple(name for name in names if world in PLANS[name].worlds and case in PLANS[name].cases)
 
 
@@ -140,7 +140,7 @@ Digests = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scope:
-    """Which courses are trained: every case under every plan."""
+    """The runs: every case under every plan."""
 
     cases: tuple[str, ...]
     plans: tuple[str, ...]
@@ -156,7 +156,7 @@ def main() -> int:
         for plan in scope.plans:
             where = f"{name}-{plan}".replace(" ", "_").replace(",", "")
             seed_all(1000 + rank)  # checkpoints hold the states of all generators
-            found[f"{name}, {plan}"] = course(CASES[name], plan, folder / where, checkpoints / where)
+            found[f"{name}, {plan}"] = train_and_resume(CASES[name], plan, folder / where, checkpoints / where)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     return 0
 
@@ -167,8 +167,8 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def course(case: Case, name: str, own: Path, saved: Path) -> Digests:
-    """Train, save into ``own``, resume from ``saved``, and train further."""
+def train_and_resume(case: Case, name: str, own: Path, saved: Path) -> Digests:
+    """Train, save into ``own``, resume from ``saved``, and continue training."""
     plan = PLANS[name]
     seen: Digests = {}
     with engine_of(case, plan) as engine:
@@ -195,7 +195,7 @@ def engine_of(case: Case, plan: Plan) -> partita.Engine:
 
 
 def train(engine: partita.Engine, case: Case, plan: Plan, num_steps: int, seen: Digests, prefix: str) -> None:
-    """Train, and note every loss, norm, weight and optimizer state."""
+    """Train, and record every loss, norm, weight and optimizer state."""
     asked = engine.config.batch.accumulate
     accumulate = 1 if asked == "auto" else asked
     batches = micro_batches(engine, case, accumulate)
@@ -224,7 +224,7 @@ def train(engine: partita.Engine, case: Case, plan: Plan, num_steps: int, seen: 
 
 
 def micro_batches(engine: partita.Engine, case: Case, accumulate: int) -> Iterator[Batch]:
-    """The micro-batches of this rank's data coordinate."""
+    """Yield the micro-batches of this rank's data coordinate."""
     replica, num_replicas = engine.mesh.coordinate("data"), engine.mesh.size("data")
     for batch in case.batches(SAMPLES):
         yield from parts(parts(batch, num_replicas)[replica], accumulate)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: running a mode on some ranks, and a report as Markdown."""
+"""Shared parts of the benchmarks: running a mode on some ranks, and a report as Markdown."""
 
 import argparse
 import json
@@ -22,20 +22,20 @@ from partita.memory.capacity import usable_cores
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 600
-# Modes train alike; their sums are taken in other orders.
+# Modes train the same, but sum in different orders.
 LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one run measured, in rank order (see :class:`benchmarks._rank.Rank`)."""
+    """Measurements of all ranks of one run, in rank order (see :class:`benchmarks._rank.Rank`)."""
 
     ranks: list[dict[str, Any]]
     network_is_own: bool
 
     @property
     def step_s(self) -> float:
-        """The median step; a step is over when its slowest rank is."""
+        """Seconds of the median step; a step ends when its slowest rank ends."""
         return statistics.median(map(max, zip(*(rank["times_s"] for rank in self.ranks), strict=True)))
 
     @property
@@ -46,12 +46,12 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """The resident memory of the rank that takes most, at its peak."""
+        """The peak resident memory of the rank that uses most."""
         return max(int(rank["peak_bytes"]) for rank in self.ranks)
 
     @property
     def work_bytes(self) -> int:
-        """The same, without what the imports hold."""
+        """The same, without the memory of the imports."""
         return max(int(rank["peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
 
     @property
@@ -60,7 +60,7 @@ class Run:
         return max(int(rank["steady_peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
 
     def total(self, key: str) -> float:
-        """A figure summed over the ranks."""
+        """Return the sum of a figure over the ranks."""
         return sum(float(rank[key]) for rank in self.ranks)
 
 
@@ -73,14 +73,14 @@ def run(
     timeout_s: float = TIMEOUT_S,
     hosts: Network | None = None,
 ) -> Run:
-    """Train in one mode, in processes of their own, on a loopback network of their own where that is allowed.
+    """Train in one mode, in new processes, on a private loopback network if that is allowed.
 
     Args:
-        hosts: over which the ranks are spread instead.
-        folder: where states on disk rest, and files to start from are found; None: the system's for temporary files.
+        hosts: the hosts over which the ranks are spread, instead of the private network.
+        folder: the folder of the disk tier and of the files to start from; None: the system's for temporary files.
 
     Raises:
-        RuntimeError: a rank failed, or the time was up; with the end of what the ranks that failed said.
+        RuntimeError: a rank failed, or the time was up; with the last output of the ranks that failed.
     """
     network = [] if hosts else private_network()
     environment = os.environ | {
@@ -116,10 +116,10 @@ def run(
 
 
 def check_losses(runs: dict[str, Run], reference: str) -> None:
-    """Whether all modes train the same.
+    """Check that all modes have the same losses.
 
     Raises:
-        RuntimeError: the losses of a mode are not those of the reference.
+        RuntimeError: the losses of a mode differ from those of the reference.
     """
     for mode, other in runs.items():
         pairs = zip(other.losses, runs[reference].losses, strict=True)
@@ -130,7 +130,7 @@ def check_losses(runs: dict[str, Run], reference: str) -> None:
 
 @dataclass
 class Report:
-    """Markdown, printed as it comes, and the promises that did not hold."""
+    """A report in Markdown, printed as it is written, and the list of missed targets."""
 
     title: str
     lines: list[str] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Report:
         self.lines.append(text)
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A table; rows are printed as soon as they are known."""
+        """Write a table; rows are printed as soon as they are known."""
         self.write("| " + " | ".join(header) + " |")
         self.write("|" + " --- |" * len(header))
         for row in rows:
@@ -161,7 +161,7 @@ class Report:
             self.broken.append(what)
 
     def end(self, save: bool, name: str | None = None) -> int:
-        """Name what is broken; save the report, called ``name`` (None: as the script); return the exit status."""
+        """List the missed targets; save the report as ``name`` (None: as the script); return the exit status."""
         for text in self.broken:
             self.write(f"- MISSED: {text}")
         if not self.broken:
@@ -179,7 +179,7 @@ def _name_of_script() -> str:
 
 
 def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:
-    """The arguments that the benchmarks have in common."""
+    """Return a parser with the arguments that the benchmarks have in common."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--quick", action="store_true", help="a small model and few modes: does it run?")
     made.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
@@ -189,7 +189,7 @@ def parser(description: str, worlds: Sequence[int]) -> argparse.ArgumentParser:
 
 
 def opened(title: str, worlds: Sequence[int] = (), *, reps: int) -> tuple[Report, argparse.Namespace]:
-    """The report of modes that are compared in so many repetitions (once with ``--quick``), begun, and the options."""
+    """Parse the options and begin a report of modes that are compared in some repetitions (``--quick``: one)."""
     made = parser(title, worlds)
     made.add_argument("--reps", type=int, default=reps, help="repetitions")
     options = made.parse_args()
@@ -201,7 +201,9 @@ def opened(title: str, worlds: Sequence[int] = (), *, reps: int) -> tuple[Report
 
 
 def in_turn(modes: Iterable[str], num_reps: int) -> Iterator[tuple[int, str]]:
-    """(repetition, mode): every other repetition in the opposite order, so that what comes first has no advantage."""
+    """Yield (repetition, mode). Every other repetition has the opposite order, so that no mode has an advantage from
+    coming first.
+    """
     listed = list(modes)
     for rep in range(num_reps):
         for mode in listed[::-1] if rep % 2 else listed:
@@ -209,7 +211,7 @@ def in_turn(modes: Iterable[str], num_reps: int) -> Iterator[tuple[int, str]]:
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median over repetitions of a mode's time over another's in the same repetition."""
+    """Return the median over repetitions of a mode's time divided by another's in the same repetition."""
     return statistics.median(one / other for one, other in zip(mine, theirs, strict=True))
 
 

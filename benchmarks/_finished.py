@@ -1,4 +1,4 @@
-"""Runs that are over, kept in a file: a benchmark of hours is done in parts."""
+"""Results of finished runs, stored in a file, so that a benchmark of hours can be done in parts."""
 
 import argparse
 import json
@@ -15,9 +15,9 @@ Described = Mapping[str, Any]
 
 @dataclass
 class Finished:
-    """What runs have found, by what describes them: one line of JSON for each in ``path`` (None: in no file).
+    """Results of runs by their description: one line of JSON each in ``path`` (None: in no file).
 
-    ``seconds``: after so many no further run begins.
+    No further run begins after ``seconds``.
     """
 
     path: Path | None = None
@@ -32,11 +32,11 @@ class Finished:
                 self._found[_key(described)] = found
 
     def of(self, described: Described) -> dict[str, Any] | None:
-        """What the run has found that is described so; None: it has not run."""
+        """Return the result of the run with this description, or None if it has not run."""
         return self._found.get(_key(described))
 
     def complete(self, every: Iterable[Described], run: Callable[[Described], dict[str, Any]]) -> None:
-        """Run what has not run, in order, until the time is up."""
+        """Run all that are not finished, in order, until the time is up."""
         for described in every:
             if self.of(described) is not None:
                 continue
@@ -49,13 +49,13 @@ class Finished:
 
 
 def add_parts(parser: argparse.ArgumentParser) -> None:
-    """The options of a benchmark that can be done in parts."""
+    """Add the options of a benchmark that can be done in parts."""
     parser.add_argument("--resume", action="store_true", help="keep what has run in results/, and take what is there")
     parser.add_argument("--hours", type=float, help="begin no run after so many, and keep what has run")
 
 
 def in_parts(options: argparse.Namespace, name: str) -> Finished:
-    """Of the benchmark's ``name``, as the options say."""
+    """Return the finished runs of the benchmark ``name``, according to the options."""
     path = RESULTS / f"{name}.jsonl" if options.resume or options.hours is not None else None
     return Finished(path, float("inf") if options.hours is None else 3600 * options.hours)
 

@@ -1,4 +1,4 @@
-"""What is learned on some ranks with a scheme of sending fewer bytes: tasks, and one rank of a run."""
+"""Comparison of compression schemes by the loss that they reach: the tasks, and one rank of a run."""
 
 import json
 import sys
@@ -23,14 +23,14 @@ from partita.train.job import load_job
 from partita.train.models import build_model
 
 JOB = ROOT / "examples" / "train_stdlib.yaml"
-# Samples held out that the text's loss is measured on: batches of the job's.
+# Held-out samples for the text's loss, in batches of the job's size.
 HELD_OUT_BATCHES = 64
 DIGITS_HELD_OUT = 360
 DIGITS_BATCH = 16
 
 
 class Digits(nn.Module):
-    """A classifier of images of 8 x 8 pixels: two convolutions and two linear layers, 0.15M parameters."""
+    """A classifier for images of 8 x 8 pixels: two convolutions and two linear layers, 0.15M parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,9 @@ class Digits(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """A task (``text``: the job of `make train`; ``digits``), for so many steps from a learning rate, by a scheme."""
+    """One run: a task (``text``: the job of `make train`; ``digits``), the number of steps, the learning rate, and the
+    compression scheme.
+    """
 
     task: str
     scheme: str
@@ -56,15 +58,17 @@ class Run:
     num_ranks: int
 
     def described(self) -> dict[str, Any]:
-        """All that what it finds depends on."""
+        """All settings on which the result depends."""
         scheme = schemes(self.steps)[self.scheme]
         sizes = {"task": self.task, "steps": self.steps, "lr": self.lr, "seed": self.seed, "ranks": self.num_ranks}
         return {**sizes, "scheme": self.scheme, "sections": scheme.sections, "forgets": scheme.forgets}
 
 
 def learn(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Train on processes of this machine: ``loss`` (nats) on samples that were not trained on, and ``megabytes`` that a
-    rank sends in the whole run, warm-up and control messages included.
+    """Train on processes of this machine, and return the results.
+
+    They are: ``loss`` (nats) on samples that were not trained on, and the ``megabytes`` that a rank sends in the
+    complete run, warm-up and control messages included.
 
     Raises:
         RuntimeError: a rank failed.
@@ -80,7 +84,7 @@ def learn(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One rank of one run."""
+    """Run one rank."""
     described, folder = json.loads(sys.argv[1]), sys.argv[2]
     task = {"text": _text, "digits": _digits}[described["task"]]
     with task(described) as (engine, draw, held_out):
@@ -105,7 +109,7 @@ def _config(described: Mapping[str, Any], common: dict[str, Any]) -> dict[str, A
 
 @contextmanager
 def _text(described: Mapping[str, Any]) -> Iterator[Any]:
-    """The job of `make train`, with the samples and weights that the seed says."""
+    """Run the job of `make train`, with samples and weights drawn from the seed."""
     job = load_job(JOB, [f"model.seed={described['seed']}"])
     ready, corpus = build_model(job.model, job.data), load_corpus(job.data)
     common = job.engine.model_dump(mode="json", exclude_unset=True)
@@ -121,7 +125,7 @@ def _text(described: Mapping[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def _digits(described: Mapping[str, Any]) -> Iterator[Any]:
-    """scikit-learn's images of digits, each shifted by up to a pixel."""
+    """Train on scikit-learn's images of digits, each shifted by up to a pixel."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

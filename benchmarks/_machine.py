@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine that a result was measured on."""
 
 import platform
 from datetime import UTC, datetime
@@ -10,7 +10,7 @@ from partita.memory.capacity import host_memory, usable_cores
 
 
 def describe_machine() -> str:
-    """Processor, cores, memory, versions and date, in a line."""
+    """Return processor, cores, memory, versions and date, in one line."""
     gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; " if torch.cuda.is_available() else ""
     return (
         f"{gpu}{processor()}, {usable_cores()} cores, {host_memory()[0] / 2**30:.0f} GiB; "
@@ -20,7 +20,7 @@ def describe_machine() -> str:
 
 
 def processor() -> str:
-    """The processor's name, as the operating system has it."""
+    """Return the processor's name from the operating system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

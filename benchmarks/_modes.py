@@ -1,6 +1,7 @@
-"""The ways to train that are compared: each builds the model and returns what takes a step.
+"""Training modes that are compared: each builds the model and returns a function that takes a step.
 
-A mode imports what it needs before it calls ``build``, so that the memory of imports is told from that of training.
+A mode imports its libraries before it calls ``build``, so that the memory of imports is not counted as that of
+training.
 """
 
 import importlib.util
@@ -23,8 +24,10 @@ TakeStep = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Trainer:
-    """``take_step(tokens, targets)`` returns this rank's loss; ``engine`` is partita's, where the mode is partita's.
-    ``data``: the rank's coordinate among those that are fed different samples, and their number (None: all ranks are).
+    """A mode that is ready to train.
+
+    ``take_step(tokens, targets)`` returns this rank's loss. ``engine``: partita's engine, or None in other modes.
+    ``data``: the rank's data coordinate and the number of data ranks (None: all ranks are data ranks).
     """
 
     take_step: TakeStep
@@ -47,12 +50,12 @@ def ddp(build: Build) -> Trainer:
 
 
 def ddp_with_hook(build: Build, hook: str) -> Trainer:
-    """DistributedDataParallel whose gradients travel as low-rank factors (PowerSGD) or as bf16."""
+    """DistributedDataParallel with a communication hook: low-rank factors (PowerSGD) or bf16 gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    # PowerSGD over gloo takes one bucket.
+    # PowerSGD over gloo supports only one bucket.
     model = DistributedDataParallel(build("cpu"), gradient_as_bucket_view=True, bucket_cap_mb=1000)
     if hook == "PowerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
@@ -63,7 +66,7 @@ def ddp_with_hook(build: Build, hook: str) -> Trainer:
 
 
 def _as_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """As torch's bf16_compress_hook, which refuses the CPU."""
+    """Compress as torch's bf16_compress_hook does, which does not support the CPU."""
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     under_way = dist.all_reduce(sent, async_op=True).get_future()
     return under_way.then(lambda done: bucket.buffer().copy_(done.value()[0]))
@@ -81,7 +84,7 @@ def ddp_with_sharded_optimizer(build: Build) -> Trainer:
 
 
 def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
-    """``fully_shard`` of every block and of the rest; built on ``meta`` it is filled shard by shard."""
+    """``fully_shard`` of every block and of the remaining parameters; a model on ``meta`` is filled shard by shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -108,7 +111,7 @@ def partita(
     optimizer: Mapping[str, Any] = MappingProxyType({"name": "adamw"}),
     **communication: Any,
 ) -> Trainer:
-    """``from_files``: with the values of the safetensors files in the folder for temporary files."""
+    """Partita. ``from_files``: load the weights from the safetensors files in the folder for temporary files."""
     import partita
 
     weights = tempfile.gettempdir() if from_files else None
@@ -168,7 +171,7 @@ ON_HOST = {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}
 ON_DISK = {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}}
 PARTITA["partita 3, kept"] = partial(partita, zero=KEPT)
 OVER_NETWORK = {f"{name}, over the network": partial(mode, within_node="network") for name, mode in PARTITA.items()}
-# What travels is less than what is trained with: the losses are other ones.
+# Modes that send compressed values: their losses differ.
 LOSSY: dict[str, Callable[[Build], Trainer]] = {
     "DDP + PowerSGD": partial(ddp_with_hook, hook="PowerSGD"),
     "DDP, bf16 hook": partial(ddp_with_hook, hook="bf16"),

@@ -1,5 +1,5 @@
-"""Networks for the ranks of a run: a loopback interface of their own, where nothing else is on it, or hosts (network
-namespaces) joined by lines of a given rate. What an interface has carried.
+"""Networks for the ranks of a run: a private loopback interface, or hosts (network namespaces) joined by lines of a
+given rate. Also counts the bytes that an interface has sent.
 """
 
 import fcntl
@@ -18,16 +18,18 @@ _UP = 0x1
 
 
 LOOPBACK = "lo"
-# What a line may send at once before its rate holds, and how long a packet may wait for it, as a switch would have it.
+# Bytes that a line may send in a burst above its rate, and how long a packet may wait, as on a switch.
 BURST, LATENCY = "512kb", "200ms"
-# Linux's default, whatever this machine is set to: others probe the line at times, and steps are 10 % apart.
+# Linux's default, whatever this machine uses: other algorithms probe the line now and then, and steps differ by 10 %.
 CONGESTION_CONTROL = "cubic"
 
 
 @dataclass(frozen=True)
 class Network:
-    """Where ranks run: the command that runs another one on each host, the first host's address, and the name of the
-    interface that joins the hosts. A host has successive ranks; where they are dealt, successive ranks are on
+    """The network of a run.
+
+    ``hosts``: per host, the command that runs another command there. ``address``: the first host's. ``interface``: the
+    name of the interface that joins the hosts. A host has successive ranks; if ``is_dealt``, successive ranks are on
     successive hosts.
     """
 
@@ -37,18 +39,18 @@ class Network:
     is_dealt: bool = False
 
     def place(self, rank: int, num_ranks: int) -> tuple[int, int]:
-        """The host of a rank, and its number there."""
+        """Return a rank's host, and its local rank there."""
         num = len(self.hosts)
         return divmod(rank, num)[::-1] if self.is_dealt else divmod(rank, num_ranks // num)
 
 
 @contextmanager
 def joined_hosts(num: int, rate: str | None) -> Iterator[Network]:
-    """``num`` hosts on a switch, whose lines send at ``rate`` (as ``tc`` has it: ``100mbit``) each; None: as fast as
-    they can.
+    """Create ``num`` hosts on a switch, each with a line that sends at ``rate`` (in ``tc``'s notation: ``100mbit``;
+    None: unlimited).
 
     Raises:
-        RuntimeError: the system does not permit it (it takes root and iproute2).
+        RuntimeError: the system does not permit it (root and iproute2 are needed).
     """
     prefix = f"bench{os.getpid()}"
     switch, hosts = f"{prefix}s", [f"{prefix}h{number}" for number in range(num)]
@@ -66,7 +68,7 @@ def joined_hosts(num: int, rate: str | None) -> Iterator[Network]:
                 _ip("-n", host, "link", "set", name, "up")
             _ip("-n", host, "route", "add", "10.77.0.0/24", "dev", "eth0", "congctl", CONGESTION_CONTROL)
             if rate is not None:
-                # What a host sends is held back where it leaves, what it receives where it leaves the switch.
+                # Limit outgoing bytes at the host, and incoming bytes where they leave the switch.
                 shape = ["root", "tbf", "rate", rate, "burst", BURST, "latency", LATENCY]
                 _call("tc", "-n", host, "qdisc", "add", "dev", "eth0", *shape)
                 _call("tc", "-n", switch, "qdisc", "add", "dev", line, *shape)
@@ -84,14 +86,14 @@ def _call(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        reason = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
         raise RuntimeError(
-            f"hosts cannot be made here (root and iproute2 are needed): {' '.join(command)}: {said}"
+            f"cannot create hosts here (root and iproute2 are needed): {' '.join(command)}: {reason}"
         ) from error
 
 
 def sent_bytes(interface: str = LOOPBACK) -> int:
-    """Bytes that an interface of this network sent so far (0 where the system does not say)."""
+    """Return the bytes that an interface of this network has sent so far (0 if the system does not report them)."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -101,7 +103,7 @@ def sent_bytes(interface: str = LOOPBACK) -> int:
 
 
 def private_network() -> list[str]:
-    """The command that runs another one in a network namespace of its own; empty where this is not allowed."""
+    """Return the command that runs another one in a new network namespace; empty if this is not allowed."""
     unshare = shutil.which("unshare")
     if unshare is None:
         return []
@@ -112,7 +114,7 @@ def private_network() -> list[str]:
 
 
 def bring_up() -> None:
-    """Switch the loopback interface on, as it is not in a new namespace."""
+    """Turn the loopback interface on, which is off in a new namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sH14x", b"lo", 0)
         flags = struct.unpack("16sH14x", fcntl.ioctl(control, _GET_FLAGS, request))[1]

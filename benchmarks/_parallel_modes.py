@@ -1,7 +1,7 @@
-"""Ways to train on other axes than data: torch's own, beside partita's.
+"""Training modes on axes other than data: torch's, DeepSpeed's and partita's.
 
-torch's want the model rewritten: cut by hand for its pipelines, and with a matrix for each projection for its tensor
-parallelism, which cannot cut fused ones by heads. The rewritten models are here.
+torch's need a rewritten model: pipelines are cut by hand, and tensor parallelism needs a separate matrix for each
+projection, because it cannot split fused ones by heads. The rewritten models are here.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ def partita(build: Build, **config: Any) -> Trainer:
 
 
 class Part(nn.Module):
-    """Some of a decoder's blocks, with the embedding before the first and norm and head behind the last."""
+    """Some of a decoder's blocks; the first part has the embedding, the last one norm and head."""
 
     def __init__(self, model: Decoder, start: int, stop: int) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class Part(nn.Module):
 
 
 def torch_pipeline(build: Build, stages: int, degree: int = 1) -> Trainer:
-    """1F1B of ``torch.distributed.pipelining``; along data FSDP2, in each stage tensor parallelism of ``degree``."""
+    """1F1B of ``torch.distributed.pipelining``, with FSDP2 along data and tensor parallelism of ``degree`` in each
+    stage.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -84,7 +86,7 @@ def torch_pipeline(build: Build, stages: int, degree: int = 1) -> Trainer:
 
 
 def parts(build: Build, num: int) -> list[Part]:
-    """A decoder, cut into ``num`` parts of as many blocks each."""
+    """Cut a decoder into ``num`` parts with equal numbers of blocks."""
     model = build("cpu")
     assert isinstance(model, Decoder)
     size = len(model.blocks) // num
@@ -92,7 +94,7 @@ def parts(build: Build, num: int) -> list[Part]:
 
 
 def deepspeed_pipeline(build: Build, stages: int, stage: int = 0) -> Trainer:
-    """DeepSpeed's ``PipelineModule`` of a list of layers, at a stage of ZeRO along data."""
+    """DeepSpeed's ``PipelineModule`` of a list of layers, with a ZeRO stage along data."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -159,7 +161,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def torch_tensor(build: Build, degree: int) -> Trainer:
-    """``parallelize_module`` on DTensor, with FSDP2 along data where there is more than one such rank."""
+    """``parallelize_module`` on DTensor, with FSDP2 along data if there are several data ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo")
@@ -179,7 +181,9 @@ def torch_tensor(build: Build, degree: int) -> Trainer:
 
 
 def _split(model: nn.Module, blocks: nn.ModuleList, mesh: Any) -> list[torch.optim.Optimizer]:
-    """Blocks split over tensor, all of it sharded over data, where there are several such ranks; its optimizers."""
+    """Split the blocks over tensor ranks and shard everything over data ranks, if there are several; return the
+    optimizers.
+    """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -193,7 +197,7 @@ def _split(model: nn.Module, blocks: nn.ModuleList, mesh: Any) -> list[torch.opt
         parallelize_module(block, mesh["tensor"], plan)
     for module in (*blocks, model) if has_data else ():
         fully_shard(module, mesh=mesh["data"], reshard_after_forward=False)
-    by_mesh = defaultdict[str, list[nn.Parameter]](list)  # torch's optimizers take parameters of one mesh at a time
+    by_mesh = defaultdict[str, list[nn.Parameter]](list)  # torch's optimizers accept parameters of only one mesh
     for param in model.parameters():
         by_mesh[str(getattr(param, "device_mesh", None))].append(param)
     how = {"foreach": True} if degree > 1 else {"fused": True}
@@ -207,7 +211,7 @@ def _update(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def torch_context(build: Build) -> Trainer:
-    """``context_parallel`` of torch: ring attention. The gradients are averaged by hand, as torch's own recipes do."""
+    """torch's ``context_parallel``: ring attention. Gradients are averaged by hand, as in torch's own recipes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -231,7 +235,9 @@ def torch_context(build: Build) -> Trainer:
 
 
 def _axes(stage: int, *, once: bool = False, **parallel: int) -> Callable[[Build], Trainer]:
-    """``once``: parameters are gathered, and gradients reduced, once a batch, as torch's pipelines have FSDP2 do."""
+    """Return a mode of partita. ``once``: gather parameters and reduce gradients once a batch, as FSDP2 does in torch's
+    pipelines.
+    """
     kept = {"keep_gathered": True, "keep_gradients": True} if once else {}
     return partial(partita, parallel=parallel, zero={"stage": stage, **kept})
 

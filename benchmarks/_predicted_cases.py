@@ -1,4 +1,4 @@
-"""What is predicted and measured: models x stages x offload x precision x ranks x axes x activations."""
+"""Cases that are predicted and measured: models x stages x offload x precision x ranks x axes x activations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LEAN = {"compute": "bf16", "master": "split", "moments": "int8"}
 
 @dataclass(frozen=True)
 class Case:
-    """``model`` as ``partita plan`` takes it, under a ``config`` on so many ranks."""
+    """A ``model`` (as for ``partita plan``) under a ``config`` on a number of ranks."""
 
     model: str
     what: str
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def timed(self) -> bool:
-        """Computes in fp32 without a disk, on one core a rank (of two)."""
+        """True if the case computes in fp32 without a disk, with one core per rank (of two)."""
         offload = self.config["zero"].get("offload")
         exact = self.config.get("precision", {}).get("compute", "fp32") == "fp32"
         return self.ranks <= 2 and exact and offload is None
@@ -95,7 +95,7 @@ def _listed() -> Iterator[tuple[str, str, int, dict[str, Any]]]:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside their input."""
+    """A residual block of two convolutions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -108,21 +108,23 @@ class Residual(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Images ``[batch, 3, 32, 32]`` to the mean square of ten scores: a loss to be minimized, not a useful one."""
+    """A classifier of images ``[batch, 3, 32, 32]``. Its loss is the mean square of ten scores: it can be minimized,
+    but is not useful.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.entrance = nn.Conv2d(3, 48, 3, padding=1)
+        self.stem = nn.Conv2d(3, 48, 3, padding=1)
         self.blocks = nn.ModuleList(Residual(48) for _ in range(4))
         self.head = nn.Linear(48, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.entrance(images)
+        x = self.stem(images)
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((2, 3))).square().mean()  # type: ignore[no-any-return]
 
 
 def convolutions() -> tuple[nn.Module, dict[str, Tensor]]:
-    """For ``partita plan``: a model, and what its forward takes for one sample."""
+    """Return a model, and the arguments of its forward for one sample, as ``partita plan`` expects."""
     return Classifier(), {"images": torch.zeros(1, 3, 32, 32)}

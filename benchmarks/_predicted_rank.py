@@ -1,7 +1,7 @@
-"""One rank of the cases that are predicted: `python -m benchmarks._predicted_rank CASES FILE STEPS`.
+"""One rank of the predicted cases: `python -m benchmarks._predicted_rank CASES FILE STEPS`.
 
-CASES is a JSON list of :class:`benchmarks._predicted_cases.Case`; a line of FILE is a JSON object of what was measured
-of one, as soon as it is known. STEPS: how many are timed (0: bytes are looked at instead).
+CASES is a JSON list of :class:`benchmarks._predicted_cases.Case`. For each, FILE gets a line of JSON with its
+measurements, as soon as they are known. STEPS: the number of timed steps (0: measure bytes instead).
 """
 
 import json
@@ -36,7 +36,7 @@ def measure(case: Case, num_steps: int) -> dict[str, Any]:
 
 
 def _give_values(model: nn.Module) -> None:
-    """Small random ones; what is tied stays so."""
+    """Fill the model with small random values; tied parameters stay tied."""
     made = {param: nn.Parameter(0.02 * torch.randn(param.shape)) for param in model.parameters()}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -79,7 +79,7 @@ def _plain(count: Any) -> tuple[int, int]:
 
 def main(listed: Sequence[Case], file: Path, num_steps: int) -> None:
     for case in listed:
-        # Those that the machine is measured with; bytes are of one thread, as some kernels have buffers for each.
+        # As many threads as the machine is measured with; one for bytes, because some kernels have buffers per thread.
         torch.set_num_threads(max(1, usable_cores() // case.ranks) if num_steps else 1)
         found = measure(case, num_steps)
         with file.open("a") as out:

@@ -1,4 +1,4 @@
-"""One rank of one run: trains in one mode and writes what it measured, as JSON.
+"""One rank of one run: trains in one mode and writes its measurements, as JSON.
 
     python -m benchmarks._rank MODE WORK FOLDER
 
@@ -26,7 +26,7 @@ from partita.memory.ledger import STATES, process_memory
 
 
 class Rank:
-    """What a rank does and measures."""
+    """The training and the measurements of a rank."""
 
     def __init__(self, mode: str, work: Work) -> None:
         self.mode, self.work = mode, work
@@ -44,12 +44,12 @@ class Rank:
             if step == self.work.warmup:
                 _finish_updates(trainer)
                 peak = process_memory()[1]
-                self._meet()
+                self._barrier()
                 _reset_peak()
                 sent_before = sent_bytes(self.interface)
                 report = trainer.engine and trainer.engine.traffic_report()
                 disk = trainer.engine and trainer.engine.memory_report().disk
-                self._meet()
+                self._barrier()
                 measured_from = time.perf_counter()
             begin = time.perf_counter()
             losses.append(trainer.take_step(*batch))
@@ -57,7 +57,7 @@ class Rank:
         counted = trainer.engine and trainer.engine.traffic_report().since(report).sent_bytes()
         _finish_updates(trainer)
         measured_s = time.perf_counter() - measured_from
-        self._meet()
+        self._barrier()
         num_measured = self.work.steps - self.work.warmup
         steady = process_memory()[1]
         self.measured |= {
@@ -72,7 +72,7 @@ class Rank:
             self.measured["disk"] = asdict(trainer.engine.memory_report().disk.since(disk))
         if trainer.engine is not None:
             self._compare(trainer, counted / num_measured)
-        self._meet()
+        self._barrier()
         if trainer.engine is not None:
             trainer.engine.close()
         if dist.is_initialized():
@@ -86,7 +86,7 @@ class Rank:
         return model
 
     def _compare(self, trainer: Trainer, counted_bytes_a_step: float) -> None:
-        """Partita's own figures beside its estimates."""
+        """Record partita's own figures and its estimates of them."""
         from partita.layout.state_bytes import model_state_bytes
         from partita.layout.traffic import step_traffic
 
@@ -100,31 +100,31 @@ class Rank:
                 f"{state} {tier}": num for (state, tier), num in model_state_bytes(engine.units, self.rank).items()
             },
             "held_bytes": {f"{state} on {tier}": num for (state, tier), num in report.peak.items() if num},
-            "lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES),
+            "buffer_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES),
             "counted_bytes_a_step": counted_bytes_a_step,
             "expected_bytes_a_step": step_traffic(engine.units).sent_bytes(),
         }
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if dist.is_initialized():
             dist.barrier()
 
 
 def _finish_updates(trainer: Trainer) -> None:
-    """Wait for updates that go on beside the caller: what is measured begins and ends without any."""
+    """Wait for updates that run in the background, so that the measurement includes none at its beginning and end."""
     if trainer.engine is not None:
         trainer.engine.zero_grad()
 
 
 def _reset_peak() -> None:
-    """Let the peak of this process's memory begin again (where the system can)."""
+    """Reset the peak of this process's memory (if the system supports it)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
 
 
-# A run that takes longer hangs: it ends with the stack of every thread in the rank's log.
+# A run that takes longer is considered hanging: it is ended, with the stack of every thread in the rank's log.
 LIMIT_S = 900
 
 

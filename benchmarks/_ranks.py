@@ -1,8 +1,8 @@
-"""Starts the ranks of one run and waits for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
+"""Start the ranks of one run and wait for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
 
-It is a process of its own so that it can stand in a network namespace of its own. NETWORK is a JSON object of
-:class:`benchmarks._network.Network`, over whose hosts the ranks are spread evenly.
-When a rank fails, the others are ended, and what it said is printed.
+It is a separate process, so that it can run in its own network namespace. NETWORK is a JSON object of
+:class:`benchmarks._network.Network`; the ranks are spread evenly over its hosts. If a rank fails, the others are
+killed, and its output is printed.
 """
 
 import json
@@ -30,11 +30,11 @@ def main() -> int:
     for rank in range(num_ranks):
         host, local = network.place(rank, num_ranks)
         places = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_local}
-        ways = {"MASTER_ADDR": network.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": network.interface}
-        own = {name: str(value) for name, value in (places | ways).items()}
+        addresses = {"MASTER_ADDR": network.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": network.interface}
+        own = {name: str(value) for name, value in (places | addresses).items()}
         command = [*network.hosts[host], sys.executable, "-m", "benchmarks._rank", mode, work, folder]
-        with Path(folder, f"{rank}.log").open("w") as said:
-            ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT))
+        with Path(folder, f"{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT))
     return wait(ranks, folder)
 
 

@@ -1,4 +1,4 @@
-"""Ways to send fewer bytes, as sections of the config."""
+"""Kinds of compressed communication, as sections of the config."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,14 +8,16 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Scheme:
-    """``forgets``: what codes of gradients lose is thrown away after each step: a control, which no config has."""
+    """A compression scheme. ``forgets``: discard the error of compressed gradients after each step, which no config
+    does; for a control run.
+    """
 
     sections: dict[str, Any] = field(default_factory=dict)
     forgets: bool = False
 
 
 def schemes(steps: int) -> dict[str, Scheme]:
-    """All of them, for runs of so many steps on 4 ranks; the first is what the others are compared with."""
+    """Return all schemes, for runs of so many steps on 4 ranks; the first is the reference."""
 
     def both(codec: str, warm_up: float = 0.0) -> dict[str, Any]:
         given = {"warmup_steps": int(warm_up * steps)} if warm_up else {}
@@ -26,7 +28,7 @@ def schemes(steps: int) -> dict[str, Scheme]:
         communication = {"gradients": codec, **parameters, "warmup_steps": int(warm_up * steps)}
         return {"zero": {"stage": stage}, "communication": communication, "optimizer": {"name": "onebit_adam"}}
 
-    def apart(codec: str, every: int, momentum: float | None = None, **others: Any) -> dict[str, Any]:
+    def local_steps(codec: str, every: int, momentum: float | None = None, **others: Any) -> dict[str, Any]:
         outer = others if momentum is None else {"outer_momentum": momentum, **others}
         return {"zero": {"stage": 1}, "communication": {"every": every, "replicas": 4, "gradients": codec, **outer}}
 
@@ -47,16 +49,16 @@ def schemes(steps: int) -> dict[str, Scheme]:
         "ternary both ways after 15 %": both("ternary", 0.15),
         "int4 both ways": both("int4"),
         "onebit_adam, signs after 15 %": onebit(0, "onebit", 0.15),
-        "local steps, 8, ternary, momentum 0.5": apart("ternary", 8, 0.5),
+        "local steps, 8, ternary, momentum 0.5": local_steps("ternary", 8, 0.5),
         "control, full, frozen and capped after 5 %": sends_gradients("full", 0.05, "full"),
         "int8 both ways": both("int8"),
         "low rank 4 after 5 %": low_rank(4, 0.05),
         "ternary both ways after 5 %": both("ternary", 0.05),
-        "local steps, 8, int4, momentum 0.5": apart("int4", 8, 0.5),
-        "local steps, 8, momentum 0.5": apart("full", 8, 0.5),
-        "local steps, 4, onebit, momentum 0.5": apart("onebit", 4, 0.5),
-        "local steps, 30, ternary, momentum 0.5": apart("ternary", 30, 0.5),
-        "local steps, 10, ternary": apart("ternary", 10),
+        "local steps, 8, int4, momentum 0.5": local_steps("int4", 8, 0.5),
+        "local steps, 8, momentum 0.5": local_steps("full", 8, 0.5),
+        "local steps, 4, onebit, momentum 0.5": local_steps("onebit", 4, 0.5),
+        "local steps, 30, ternary, momentum 0.5": local_steps("ternary", 30, 0.5),
+        "local steps, 10, ternary": local_steps("ternary", 10),
         "onebit_adam at stage 1, ternary after 5 %": onebit(1, "ternary", 0.05),
         "onebit_adam, signs after 5 %": onebit(0, "onebit", 0.05),
         "2bit both ways after 5 %": both("2bit", 0.05),

@@ -1,9 +1,9 @@
-"""One rank of one checkout: what steps, saving and loading take, as JSON.
+"""One rank of one checkout: measures steps, saving and loading, as JSON.
 
     python -m benchmarks._speed_rank WORK CONFIG FOLDER
 
-WORK is a JSON object of :class:`benchmarks._work.Work`, CONFIG one of the library's; the result is FOLDER/RANK.json.
-Only the public face of the library is used, so that any two of its versions can be compared.
+WORK is a JSON object of :class:`benchmarks._work.Work`, CONFIG a config of partita; the result is FOLDER/RANK.json.
+Only the library's public API is used, so that any two versions can be compared.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import partita
 from benchmarks._work import OPTIMIZER, Work
 
-# More than a collection by Python, 180 ms, can weigh in the median of.
+# Enough that one garbage collection by Python (180 ms) does not change the median.
 SAVES = 7
 
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measured(work: Work, config: dict[str, Any], folder: Path) -> dict[str, list[float]]:
-    """Seconds of each step, each save to its end, and each load, and bytes of resident memory at their peak."""
+    """Return the seconds of each step, each complete save and each load, and the peak bytes of resident memory."""
 
     def seconds(call: Callable[[], object]) -> float:
         dist.barrier()

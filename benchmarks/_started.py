@@ -1,4 +1,4 @@
-"""Processes of this machine that train together, with the partita of one interpreter or another."""
+"""Ranks on this machine, run with a given Python interpreter and the partita that it has installed."""
 
 import json
 import os
@@ -22,26 +22,26 @@ def started(
     python: Path = Path(sys.executable),
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run ``python -m module arguments`` as every rank; what each has written into ``folder/RANK.json``.
+    """Run ``python -m module arguments`` as every rank, and return what each has written to ``folder/RANK.json``.
 
     Raises:
-        RuntimeError: a rank failed; what it said is printed.
+        RuntimeError: a rank failed; its output is printed.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    meeting = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = []
     for rank in range(num_ranks):
-        own = {name: str(value) for name, value in (meeting | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         command = [str(python), "-m", module, *arguments]
-        with Path(folder, f"{rank}.log").open("w") as said:
+        with Path(folder, f"{rank}.log").open("w") as log:
             ranks.append(
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
                     env={**os.environ, **(environment or {}), **own},
-                    stdout=said,
+                    stdout=log,
                     stderr=subprocess.STDOUT,
                 )
             )

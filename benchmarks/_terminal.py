@@ -1,7 +1,7 @@
 """Recordings of terminals (asciicast version 2 files) and pictures of them.
 
-A recording is what a command wrote to a terminal, and when. Its picture is one SVG file: the lines appear in their
-order and stay, and a viewer without animations shows the last screen.
+A recording has the output of a command on a terminal, with times. Its picture is one SVG file, in which the lines
+appear in order and stay; a viewer without animations shows the last screen.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from rich.text import Text
 
 COLUMNS = 112
 ROWS = 50
-# A picture plays for at most so long; a longer recording is shown faster.
+# The maximum playing time of a picture; longer recordings are sped up.
 PLAY_S = 8.0
 CHAR, LINE, FONT, MARGIN, BAR = 6.6, 16.5, 11.0, 14.0, 30.0  # pixels
 
@@ -42,7 +42,7 @@ class Recording:
 
 
 def record(command: Sequence[str], shown: str, path: Path) -> None:
-    """Run a command in a terminal of its own and write the recording.
+    """Run a command in a new terminal and write the recording.
 
     Raises:
         SystemExit: the command failed.
@@ -67,11 +67,11 @@ def record(command: Sequence[str], shown: str, path: Path) -> None:
 
 
 def _read(descriptor: int) -> bytes:
-    """The next output, or nothing when the command has ended."""
+    """Return the next output, or nothing if the command has ended."""
     select.select([descriptor], [], [])
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux reports the end of a terminal's last writer so
+    except OSError:  # Linux's error if the last writer of a terminal has closed it
         return b""
 
 
@@ -90,7 +90,9 @@ class ScreenLine:
 
 
 def screen(recording: Recording) -> list[ScreenLine]:
-    """The lines that remain, each from its newline on. A progress bar, which is drawn anew, keeps its last content."""
+    """Return the lines that remain, each from its newline on. A line that is redrawn, such as a progress bar, has its
+    last content.
+    """
     lines: list[ScreenLine] = []
     line = ""
     for when, text in recording.output:
@@ -107,7 +109,7 @@ def _last_drawn(line: str) -> Text:
 
 
 def picture(recording: Recording) -> str:
-    """An SVG of the recording, with its colors, in a dark window that is legible on any page."""
+    """Return an SVG of the recording, with its colors, in a dark window that is legible on any page."""
     from rich.console import Console
 
     console = Console(width=recording.columns, color_system="truecolor", force_terminal=True)

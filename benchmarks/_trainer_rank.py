@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks.trainer``: what it measured is written as JSON.
+"""One rank of ``benchmarks.trainer``; its measurements are written as JSON.
 
     torchrun --nproc-per-node 2 -m benchmarks._trainer_rank steps OPTIONS FOLDER
     torchrun --nproc-per-node 4 -m benchmarks._trainer_rank load OPTIONS FOLDER
@@ -58,7 +58,7 @@ class Options:
 
 
 def bare(options: Options, folder: Path) -> list[float]:
-    """Seconds of each step of a loop on the engine."""
+    """Return the seconds of each step of a loop on the engine."""
     set_seed(0)
     model = LlamaForCausalLM(options.config()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -77,7 +77,7 @@ def bare(options: Options, folder: Path) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """When each step was over."""
+    """A callback that records the end of each step."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]
@@ -87,7 +87,7 @@ class Clock(TrainerCallback):
 
 
 def in_trainer(options: Options, folder: Path) -> list[float]:
-    """Seconds of each step of a Trainer, all that it does beside it included."""
+    """Return the seconds of each step of a Trainer, including all its other work."""
     set_seed(0)
     clock = Clock()
     args = TrainingArguments(
@@ -117,7 +117,7 @@ def in_trainer(options: Options, folder: Path) -> list[float]:
 
 
 def steps(options: Options, folder: Path) -> dict[str, list[list[float]]]:
-    """The measured steps of both, in turn, in every other repetition the other way round."""
+    """Return the measured steps of both, in turn; every other repetition has the opposite order."""
     found: dict[str, list[list[float]]] = {"engine": [], "Trainer": []}
     ways: list[tuple[str, Callable[[Options, Path], list[float]]]] = [("engine", bare), ("Trainer", in_trainer)]
     for repetition in range(options.repetitions):
@@ -127,11 +127,11 @@ def steps(options: Options, folder: Path) -> dict[str, list[list[float]]]:
 
 
 def load(options: Options, folder: Path) -> dict[str, float]:
-    """Read the model that is in the folder, and put it under the plan; says when it begins and when it has ended."""
+    """Load the model from the folder and shard it; mark the beginning and the end."""
     accelerator = Accelerator(cpu=True, partita_config={"zero": {"stage": options.stage}})
     (folder / f"began-{os.getpid()}").touch()
     dist.barrier()
-    time.sleep(0.5)  # for the one who watches
+    time.sleep(0.5)  # for the watching process
     with rank_0_reads():
         model = LlamaForCausalLM.from_pretrained(folder / "model")
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=RATE))
@@ -140,7 +140,7 @@ def load(options: Options, folder: Path) -> dict[str, float]:
     dist.barrier()
     report = accelerator.engines.of(model).engine.memory_report()
     accelerator.engines.close()
-    return {"lent_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES)}
+    return {"buffer_bytes": sum(num for (state, _), num in report.peak.items() if state not in STATES)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The work that every mode does: the same decoder, the same batches, the same optimizer."""
+"""The work of every mode: the same decoder, batches and optimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +26,14 @@ class Work:
     vocab: int = 256
 
     def build(self, device: str = "cpu") -> Decoder:
-        """The decoder, with the same weights on every rank (on ``meta``: with none)."""
+        """Build the decoder, with the same weights on every rank (on ``meta``: without values)."""
         torch.manual_seed(0)
         shape = DecoderShape(self.layers, self.width, self.heads, self.heads, self.ffn_width, self.vocab)
         with torch.device(device):
             return Decoder(shape)
 
     def part_of_batch(self, step: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-        """A rank's tokens and targets, ``[batch / num_ranks, sequence]`` each.
+        """Return a rank's tokens and targets, ``[batch / num_ranks, sequence]`` each.
 
         Small tokens are more frequent than large ones, so that there is something to learn.
         """

@@ -1,4 +1,4 @@
-"""The gradients of a small model under fp32, autocast, the engine, accelerate and the Trainer, one beside the other."""
+"""Gradients of a small model in fp32 and under autocast, the engine, accelerate and the Trainer, for comparison."""
 
 import logging
 import os
@@ -18,9 +18,9 @@ import partita
 from benchmarks._zoo_plain import PLAIN, Case
 from partita.sharding.pytree import map_tensors, tensors_in
 
-# How much farther from fp32 than autocast's gradients ours may be, in 1 - cosine.
+# Limit of our gradients' distance from fp32 (1 - cosine), in units of autocast's.
 FACTOR, SLACK = 1.5, 1e-6
-# Models and batches are made and run there.
+# The device of models and batches.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Gradients = dict[str, Tensor]
 
@@ -29,7 +29,7 @@ Gradients = dict[str, Tensor]
 class Found:
     """The distance of gradients from those of fp32, as 1 - cosine, and an error if there was one."""
 
-    apart: float
+    distance: float
     problem: str = ""
 
 
@@ -78,12 +78,12 @@ def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") ->
             engine.backward(_loss_of(case, _run(case, engine)))
             return {name: grad for name in _trained(case) if (grad := engine.gradient(name)) is not None}
 
-    watches = mode != "cast" and axis == "data"  # others cast arguments, or give each rank a slice of them
+    watches = mode != "cast" and axis == "data"  # other modes cast arguments, or give each rank a slice of them
     return _judged(name, gradients, Probe(case) if watches else None)
 
 
 def accelerate_of(name: str, stage: int) -> Found:
-    """The same through accelerate."""
+    """Compute the gradients through accelerate."""
     from partita.integrations.huggingface import Accelerator  # not every machine has it
 
     case = _made(name)
@@ -104,7 +104,7 @@ def accelerate_of(name: str, stage: int) -> Found:
 
 
 def trainer_of(name: str, stage: int) -> Found:
-    """The same through the Trainer, of models that return a loss."""
+    """Compute the gradients through the Trainer, for models that return a loss."""
     from transformers import TrainerCallback, TrainingArguments  # not every machine has it
 
     from partita.integrations.huggingface import Trainer
@@ -145,7 +145,7 @@ def trainer_of(name: str, stage: int) -> Found:
 
 def is_close(found: Found, autocast: Found, factor: float = FACTOR) -> bool:
     """Return True if gradients are as close to those of fp32 as autocast's, or if autocast fails."""
-    return bool(autocast.problem) or (not found.problem and found.apart <= factor * autocast.apart + SLACK)
+    return bool(autocast.problem) or (not found.problem and found.distance <= factor * autocast.distance + SLACK)
 
 
 def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
@@ -157,15 +157,15 @@ def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
     found = []
     for name in names:
         mine = WAYS[way](name, stage)
-        # Split over ranks, sums of products are rounded on each of them before they are added.
+        # With split layers, each rank rounds its sum of products before the sums are added.
         factor = 2 * FACTOR if way == "tensor" else FACTOR
         if not any(is_close(mine, autocast_of(name, rounded=rounded), factor) for rounded in (False, True)):
-            found.append(f"{name}: {mine.problem or f'1 - cosine {mine.apart:.1e}'}")
+            found.append(f"{name}: {mine.problem or f'1 - cosine {mine.distance:.1e}'}")
     return found
 
 
 class Probe:
-    """Watches what the forward of a case's model gets and returns, inside whatever is put around it."""
+    """Recorder of the inputs and outputs of a model's forward, inside all wrappers."""
 
     def __init__(self, case: Case) -> None:
         self._given = [tensor.clone() for tensor in tensors_in((case.args, case.kwargs))]
@@ -227,13 +227,13 @@ def _judged(name: str, gradients: Callable[[], Gradients], probe: Probe | None) 
     try:
         with _quietly():
             found = gradients()
-    except Exception as error:  # whatever the model's forward raises is the finding
+    except Exception as error:  # any error of the model's forward is recorded
         return Found(2.0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}")
     mine, theirs = (torch.cat([grads[key].double().flatten() for key in sorted(true)]) for grads in (found, true))
-    apart = 1 - F.cosine_similarity(mine, theirs, 0).item()
+    distance = 1 - F.cosine_similarity(mine, theirs, 0).item()
     if not bool(mine.isfinite().all()):
         return Found(2.0, "gradients are not finite")
-    return Found(apart, probe.problem if probe is not None else "")
+    return Found(distance, probe.problem if probe is not None else "")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Small models of many fields in plain PyTorch, each with a batch and a loss: what users train in 16 bits.
+"""Small models of many fields in plain PyTorch, each with a batch and a loss: models that users train in 16 bits.
 
-Each is written as such models usually are: values made in forward in fp32, buffers, parameters read directly,
-targets as arguments, losses inside and outside of the model.
+Each is written as such models usually are: with fp32 values made in forward, buffers, parameters that are read
+directly, targets as arguments, and losses inside and outside of the model.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what its forward takes, and the loss of its output (None: it returns the loss)."""
+    """A model, the arguments of its forward, and the loss of its output (None: the model returns the loss)."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
@@ -47,7 +47,7 @@ def classes(*shape: int, num: int = 10) -> Tensor:
 
 
 class Net(nn.Module):
-    """A module whose forward is a function of it."""
+    """A module whose forward is a given function."""
 
     def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ def _spatial_transformer() -> Case:
 
 
 def _decoder(attend: Callable[..., Tensor], **more: Any) -> Case:
-    """A language model of one block with this attention, tied."""
+    """Return a tied language model of one block with this attention."""
 
     def run(net: Any, ids: Tensor) -> Tensor:
         x = net.embed(ids)

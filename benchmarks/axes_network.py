@@ -1,11 +1,12 @@
-"""Which axis should cross a slow network: bytes and time of a step, foretold from the sizes of the layers and measured.
+"""Choice of the axis that crosses a slow network: bytes and time of a step, predicted from the sizes of the layers and
+measured.
 
     python -m benchmarks.axes_network            # two hosts of two ranks, at 1 Gbit/s and 100 Mbit/s: 8 minutes
     python -m benchmarks.axes_network --quick    # a small model at 1 Gbit/s: does it run?
     python -m benchmarks.axes_network --save     # into benchmarks/results/axes_network.md
 
-Hosts are those of ``benchmarks.network``. The same four ranks are cut in other ways: one axis is between the hosts, the
-other one within them. Run nothing else beside it. It ends with status 1 where what was foretold did not come.
+Hosts are those of ``benchmarks.network``. The same four ranks form different meshes: one axis is between the hosts, the
+other one within them. Run nothing else at the same time. It ends with status 1 if a prediction fails.
 """
 
 import sys
@@ -23,17 +24,18 @@ ELEMENT_BYTES = 4
 WORK = Work(layers=8, width=240, heads=8, ffn_width=640, sequence=60)
 QUICK_WORK = Work(layers=2, width=96, heads=4, ffn_width=256, sequence=24)
 LINES = {"1 Gbit/s": ("1gbit", 1e9, 9), "100 Mbit/s": ("100mbit", 100e6, 4)}  # tc's name, bits a second, steps
-# Widths of tokens for each of two replicas: fewer than where tensor sends as much as data, and more.
+# Tokens of each of two replicas, in widths: below and above the number at which tensor sends as much as data.
 BELOW, ABOVE = 1, 6
-BYTES_TOLERANCE = 0.15  # embedding, head, norms, control messages and headers come on top of the layers
-FAR = 1.5  # what sends so many times more is to take longer
+BYTES_TOLERANCE = 0.15  # embedding, head, norms, control messages and headers are not predicted
+FAR = 1.5  # a mesh that sends so many times more must take longer
 
 
 @dataclass(frozen=True)
 class Cut:
-    """``mode`` over the hosts, along ``axis``; ``shared``: how many ranks share a layer's parameters within a host.
+    """A mesh: ``mode`` with ``axis`` between the hosts; ``shared``: the number of ranks on a host that share a layer's
+    parameters.
 
-    ``is_dealt``: consecutive ranks are on other hosts, so that the innermost axis crosses.
+    ``is_dealt``: consecutive ranks are on different hosts, so that the innermost axis crosses.
     """
 
     mode: str
@@ -42,10 +44,10 @@ class Cut:
     is_dealt: bool = False
 
     def host_bytes(self, work: Work, tokens: int) -> float:
-        """What the layers have a host send in a step, for so many tokens per replica of two."""
+        """Return the bytes that a host sends in a step for the layers, with so many tokens in each of two replicas."""
         layers = 1 if self.axis == "pipeline" else work.layers
         elements = sent_elements(self.axis, HOSTS, tokens, work.width) * layers / self.shared
-        # What passes an edge is sent forward by one host and back by the other.
+        # One host sends activations forward over the edge, the other one gradients back.
         return elements * ELEMENT_BYTES * (RANKS // HOSTS) / (2 if self.axis == "pipeline" else 1)
 
 
@@ -62,17 +64,17 @@ def main() -> int:
     work = QUICK_WORK if options.quick else WORK
     report.write(_TEXT.format(width=work.width, crossing=crossing_tokens(1), reps=options.reps))
     report.write()
-    header = ["line", "tokens per replica", "what crosses", "foretold MB", "s on the line", "MB sent", "s a step"]
+    header = ["line", "tokens per replica", "what crosses", "predicted MB", "s on the line", "MB sent", "s a step"]
     lines = ["1 Gbit/s"] if options.quick else list(LINES)
     report.table(header, (row for line in lines for row in _rows(report, line, work, options.reps, options.quick)))
     return report.end(options.save)
 
 
 _TEXT = """Per host and step. A layer of width H = {width} has 12 H^2 parameters, and T are the tokens of each of two
-replicas in a step. *Foretold*: of the layers alone, for each layer and rank 4 T H elements with tensor across and
-12 H^2 with data across (half of it where two tensor ranks share the layer), and T H on each edge of a pipeline. So
-tensor sends more than data alone above T = {crossing} H, and more than data beside tensor above half of that. Of {reps}
-repetitions the one whose median step is shortest."""
+replicas in a step. *Predicted*: for the layers only, 4 T H elements per layer and rank with tensor across, 12 H^2 with
+data across (half of it if two tensor ranks share the layer), and T H on each edge of a pipeline. So tensor sends more
+than data alone above T = {crossing} H, and more than data with tensor inside above half of that. Figures are of the
+repetition, of {reps}, with the shortest median step."""
 
 
 def _rows(report: Report, line: str, work: Work, num_reps: int, quick: bool) -> Iterator[list[str]]:
@@ -80,23 +82,23 @@ def _rows(report: Report, line: str, work: Work, num_reps: int, quick: bool) -> 
     for widths in (BELOW,) if quick else (BELOW, ABOVE):
         tokens = widths * work.width
         sized = replace(work, batch=2 * tokens // work.sequence, steps=4 if quick else steps, warmup=1)
-        foretold = {name: cut.host_bytes(sized, tokens) for name, cut in CUTS.items()}
+        predicted = {name: cut.host_bytes(sized, tokens) for name, cut in CUTS.items()}
         runs = {name: [_run(cut, sized, rate) for _ in range(num_reps)] for name, cut in CUTS.items()}
         check_losses({name: own[-1] for name, own in runs.items()}, "data alone")
         sent = {name: float(own[0].ranks[0]["interface_bytes_a_step"]) for name, own in runs.items()}
         step_s = {name: min(one.step_s for one in own) for name, own in runs.items()}
         for name in () if quick else CUTS:
-            off = abs(sent[name] / foretold[name] - 1)
+            off = abs(sent[name] / predicted[name] - 1)
             report.expect(off <= BYTES_TOLERANCE, f"{line}, {tokens} tokens, {name}: bytes {off:.0%} off")
         for one, other in () if quick else combinations(CUTS, 2):
-            less, more = sorted((one, other), key=foretold.__getitem__)
-            if foretold[more] >= FAR * foretold[less]:
+            less, more = sorted((one, other), key=predicted.__getitem__)
+            if predicted[more] >= FAR * predicted[less]:
                 holds = step_s[more] > step_s[less]
-                report.expect(holds, f"{line}, {tokens} tokens: '{more}' was to take longer than '{less}'")
+                report.expect(holds, f"{line}, {tokens} tokens: '{more}' should take longer than '{less}'")
         for name in CUTS:
             yield [
-                *(line, f"{tokens} ({widths} H)", name, megabytes(foretold[name])),
-                *(f"{foretold[name] * 8 / bits_a_s:.2f}", megabytes(sent[name]), f"{step_s[name]:.2f}"),
+                *(line, f"{tokens} ({widths} H)", name, megabytes(predicted[name])),
+                *(f"{predicted[name] * 8 / bits_a_s:.2f}", megabytes(sent[name]), f"{step_s[name]:.2f}"),
             ]
 
 

@@ -1,12 +1,12 @@
-"""A model whose states are larger than the memory it may take, trained with everything on disk.
+"""Training with all states on disk, of a model whose states are larger than the memory that it may use.
 
     python -m benchmarks.beyond_memory                   # 1.3 billion parameters: takes 23 GB of disk, minutes
     python -m benchmarks.beyond_memory --folder FOLDER   # on another disk than that of the system's temporary files
     python -m benchmarks.beyond_memory --quick           # a small model, no target
     python -m benchmarks.beyond_memory --save            # into benchmarks/results/beyond_memory.md
 
-It ends with status 1 where a target is missed: at most 6 GB resident at the peak, imports and start included; losses
-that are bitwise those of a run in memory, at a size where both fit; at least 90 % of the bandwidth of bare requests
+It ends with status 1 if a target is missed: at most 6 GB peak resident memory, imports and start included; losses
+bitwise equal to those of a run in memory, at a size where both fit; at least 90 % of the bandwidth of bare requests
 while the disk is busy.
 """
 
@@ -39,10 +39,10 @@ QUICK_WORK = replace(WORK, layers=4, width=512, heads=8, ffn_width=1408, vocab=2
 IN_MEMORY, ON_DISK = "partita 3, from meta", "partita 3, on disk, from meta"
 SMALLER_LAYERS = 4
 TARGET_PEAK_BYTES, TARGET_SHARE = 6e9, 0.9
-# Parameter, gradient and two moments in fp32 rest there.
+# A parameter, its gradient and two moments in fp32.
 STATE_BYTES = 16
-# Bytes a parameter in a step: parameters for forward, for backward and for the update, gradients and moments for the
-# update; gradients after backward, parameters and moments after the update.
+# Bytes per parameter and step. Read: parameters for forward, backward and update, gradients and moments for the update.
+# Written: gradients after backward, parameters and moments after the update.
 READ_BYTES, WRITTEN_BYTES = 24, 16
 TIMEOUT_S = 880
 BARE_REPS = 5
@@ -52,7 +52,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description="Training beyond memory")
     arguments.add_argument("--quick", action="store_true", help="a small model, no target: does it run?")
     arguments.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
-    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the states rest")
+    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the states")
     options = arguments.parse_args()
     work = QUICK_WORK if options.quick else WORK
     report = Report("Beyond memory")
@@ -80,20 +80,20 @@ def main() -> int:
     report.write()
     result = run(ON_DISK, 1, work, folder=options.folder, timeout_s=TIMEOUT_S)
     bare.append(_bare_speeds(options.folder, block_bytes))
-    _tell(report, result, work, bare, options.quick)
+    _report_run(report, result, work, bare, options.quick)
     _compare_losses(report, replace(work, layers=SMALLER_LAYERS), options.folder)
     return report.end(options.save)
 
 
 _TEXT = """A decoder of {billions:.3f} billion parameters in fp32 with AdamW, one process, one sequence of 64 tokens a
-step; its states are {state_gb:.1f} GB. The model is built on the meta device; parameters, gradients and moments rest on
-disk ({filesystem}). *bare*: the same blocks of a unit of {block_mb:.0f} MB as nothing but `os.preadv` and `os.pwritev`
-calls of as many threads, before and after the training, with as many bytes read and written; the disk's own speed
-varies."""
+step; its states are {state_gb:.1f} GB. The model is built on the meta device; parameters, gradients and moments are
+stored on disk ({filesystem}). *bare*: only the `os.preadv` and `os.pwritev` calls for the same blocks of a unit of
+{block_mb:.0f} MB, by as many threads, before and after the training, with as many bytes read and written. The speed of
+the disk itself varies."""
 
 
 def _need_disk(folder: Path, num_bytes: float) -> None:
-    """Leave the disk alone where the run would not fit.
+    """Check that the disk has space for the run.
 
     Raises:
         RuntimeError: too little is free.
@@ -111,7 +111,7 @@ Speeds = dict[str, float]
 
 
 def _bare_speeds(folder: Path, num_bytes: int) -> Speeds:
-    """Bytes a second of bare requests: the median over a few turns."""
+    """Return the bytes per second of bare requests: the median over a few turns."""
     memory = [allocate(num_bytes, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(2)]
     bare = Bare(folder, memory)
     moved = {"read": num_bytes, "write": num_bytes, "read beside write": 2 * num_bytes}
@@ -126,14 +126,16 @@ def _bare_speeds(folder: Path, num_bytes: int) -> Speeds:
 
 
 def _bare_seconds(bare: Sequence[Speeds], num_read: float, num_written: float) -> float:
-    """The time of bare requests for as many bytes: each write beside a read, and the other reads alone."""
+    """Return the time of bare requests for the same bytes: each write at the same time as a read, and the remaining
+    reads alone.
+    """
     mean = {what: statistics.mean(speeds[what] for speeds in bare) for what in bare[0]}
     both = min(num_read, num_written)
     alone = (num_read - both) / mean["read"] + (num_written - both) / mean["write"]
     return 2 * both / mean["read beside write"] + alone
 
 
-def _tell(report: Report, result: Run, work: Work, bare: Sequence[Speeds], quick: bool) -> None:
+def _report_run(report: Report, result: Run, work: Work, bare: Sequence[Speeds], quick: bool) -> None:
     rank, num_steps = result.ranks[0], work.steps - work.warmup
     disk = rank["disk"]
     step_s, busy_s = rank["measured_s"] / num_steps, disk["busy_s"] / num_steps
@@ -152,7 +154,7 @@ def _tell(report: Report, result: Run, work: Work, bare: Sequence[Speeds], quick
     ]
     report.table(["what", "", "of bare", "target"], [[*row[:-1], *[""] * (4 - len(row)), row[-1]] for row in rows])
     report.table(
-        ["held at most", "MB"],
+        ["state or buffer, at its peak", "MB"],
         [[name, f"{num / 1e6:.0f}"] for name, num in sorted(rank["held_bytes"].items(), key=lambda item: -item[1])],
     )
     report.write(f"Losses: {', '.join(f'{loss:.6f}' for loss in result.losses)}.")
@@ -167,7 +169,7 @@ def _speed(num_bytes: float, seconds: float, bare_s: float) -> tuple[str, str]:
 
 
 def _compare_losses(report: Report, work: Work, folder: Path) -> None:
-    """Train a model of fewer layers both ways."""
+    """Train a model of fewer layers in memory and on disk, and compare the losses."""
     num_params = sum(param.numel() for param in work.build("meta").parameters())
     runs = [run(mode, 1, work, folder=folder, timeout_s=TIMEOUT_S) for mode in (IN_MEMORY, ON_DISK)]
     same = runs[0].losses == runs[1].losses

@@ -1,13 +1,14 @@
-"""What checkpoints cost: bandwidth of saving and loading, how long training waits, and memory, beside torch's DCP.
+"""The cost of checkpoints, compared with torch's DCP: bandwidth of saving and loading, the time that training waits,
+and memory.
 
     python -m benchmarks.checkpoint            # 155M parameters with Adam on two ranks: 1.9 GB a checkpoint
     python -m benchmarks.checkpoint --quick    # a small model, no target
     python -m benchmarks.checkpoint --save     # into benchmarks/results/checkpoint.md
     python -m benchmarks.checkpoint --folder FOLDER   # on another disk
 
-It ends with status 1 where a target is missed: 80 % of the bandwidth of bare requests, the first save too; training
-waits for a background save at most 1.1 times as long as a plain copy takes; at most 1.2 times a rank's states in memory
-beside them.
+It ends with status 1 if a target is missed: 80 % of the bandwidth of bare requests, for the first save, too; a
+background save stalls training at most 1.1 times as long as a plain copy takes; at most 1.2 times a rank's states of
+additional memory.
 """
 
 import gc
@@ -66,16 +67,16 @@ def main() -> int:
         report.expect(stall <= STALL, f"a background save stalls training {stall:.2f} x as long as a copy takes")
         for what in ("save", "background save", "load"):
             most = mine[f"{what} memory"]
-            report.expect(most <= MEMORY, f"{what}: {most:.2f} x the states in memory beside them")
+            report.expect(most <= MEMORY, f"{what}: {most:.2f} x the states of additional memory")
     return report.end(options.save)
 
 
 _TEXT = """A decoder of {millions:.0f}M parameters in fp32 with AdamW ({gigabytes:.2f} GB of parameters and moments),
 on two ranks at stage 3. Times are of the slower rank, the best of {reps} (of {stalls} for stall and copy; the first
-save apart); *bare*: O_DIRECT requests of 8 MiB from four threads a rank for the same bytes, and fsync, in turn with
-what they are held against. Files are read from the disk, not from the page cache. *stall*: how long the call that saves
-in the background takes, after the first; *copy*: a plain copy of a rank's states into memory that is there. *memory*:
-the process's peak beside its states, in units of them."""
+save has its own row). *bare*: O_DIRECT requests of 8 MiB from four threads per rank for the same bytes, and fsync, in
+turn with the figures that they are compared with. Files are read from the disk, not from the page cache. *stall*: the
+time of the call that saves in the background, except the first; *copy*: a plain copy of a rank's states into existing
+memory. *memory*: the peak of the process in addition to its states, in units of these."""
 
 
 def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
@@ -90,16 +91,16 @@ def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
             f">= {SHARE}",
         )
     yield row("stall of a background save, s", lambda of: f"{of['stall s']:.3f}")
-    yield row("the same over a plain copy", lambda of: f"{of['stall s'] / of['copy s']:.2f}", f"<= {STALL}")
+    yield row("the same, in units of a plain copy", lambda of: f"{of['stall s'] / of['copy s']:.2f}", f"<= {STALL}")
     yield row("the first one's stall, s", lambda of: f"{of['first stall s']:.3f}")
     for what in ("save", "background save", "load"):
         yield row(f"memory of a {what}", lambda of, what=what: f"{of[f'{what} memory']:.2f}", f"<= {MEMORY}")
 
 
 def worst(fn: Callable[[str, Work], Row], folder: str, work: Work) -> Row:
-    """The figures of the slower, or larger, rank."""
+    """Return the figures of the rank that is slower, or uses more."""
     by_rank = on_ranks(RANKS, fn, folder, work, timeout=600)
-    close_pool()
+    pool.close()
     return {key: max(of_rank[key] for of_rank in by_rank) for key in by_rank[0]}
 
 
@@ -107,7 +108,7 @@ def worst(fn: Callable[[str, Work], Row], folder: str, work: Work) -> Row:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until it is done on every rank."""
+    """Return the seconds until the work is done on every rank."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -115,8 +116,8 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def peak_beside(work: Callable[[], object], num_bytes: float) -> float:
-    """The memory that the work takes at its peak, in units of ``num_bytes``."""
+def additional_peak(work: Callable[[], object], num_bytes: float) -> float:
+    """Return the additional memory that the work uses at its peak, in units of ``num_bytes``."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -130,7 +131,7 @@ def _status(key: str) -> int:
 
 
 class Bare:
-    """Requests for a rank's bytes, and nothing else."""
+    """Bare requests for a rank's bytes."""
 
     def __init__(self, folder: str, num_bytes: int) -> None:
         self._num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -162,7 +163,7 @@ class Bare:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the next read go to the disk."""
+    """Drop the files from the page cache, so that the next read goes to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -177,7 +178,7 @@ def measure(
     path: Callable[[int], Path],
     num_bytes: float,
 ) -> Row:
-    """Times of saving and loading, in turn with bare requests."""
+    """Return the times of saving and loading, measured in turn with bare requests."""
     row: Row = {"first save bare s": timed(bare.write), "first save s": timed(lambda: save(0))}
     turns = [(timed(bare.write), timed(lambda n=n: save(n))) for n in range(1, REPS)]  # type: ignore[misc]
     row["save bare s"], row["save s"] = map(min, zip(*turns, strict=True))
@@ -186,8 +187,8 @@ def measure(
         forget_pages(path(number))
         turns.append((timed(bare.read), timed(lambda n=number: load(n))))  # type: ignore[misc]
     row["load bare s"], row["load s"] = map(min, zip(*turns, strict=True))
-    row["save memory"] = peak_beside(lambda: save(REPS), num_bytes)
-    row["load memory"] = peak_beside(lambda: load(REPS), num_bytes)
+    row["save memory"] = additional_peak(lambda: save(REPS), num_bytes)
+    row["load memory"] = additional_peak(lambda: load(REPS), num_bytes)
     return row
 
 
@@ -222,7 +223,7 @@ def ours(folder: str, work: Work) -> Row:
             engine.save(target / f"background-{number}")
             stalls.append(time.perf_counter() - start)
 
-        row["background save memory"] = peak_beside(lambda: (save(0), engine.wait_for_checkpoint()), num_bytes)
+        row["background save memory"] = additional_peak(lambda: (save(0), engine.wait_for_checkpoint()), num_bytes)
         for number in range(1, STALLS):
             engine.wait_for_checkpoint()
             dist.barrier()
@@ -235,13 +236,13 @@ def ours(folder: str, work: Work) -> Row:
 
 
 def plain_copy(states: list[torch.Tensor]) -> float:
-    """Seconds to copy states into memory that is there, the best of a few."""
-    room = [state.clone() for state in states]
+    """Return the seconds of a copy of the states into existing memory, the best of a few."""
+    copies = [state.clone() for state in states]
     times = []
     for _ in range(STALLS):
         dist.barrier()
         start = time.perf_counter()
-        for target, state in zip(room, states, strict=True):
+        for target, state in zip(copies, states, strict=True):
             target.copy_(state)
         times.append(time.perf_counter() - start)
     return min(times)
@@ -281,7 +282,7 @@ def theirs(folder: str, work: Work) -> Row:
         stalls.append(time.perf_counter() - start)
         return saving
 
-    row["background save memory"] = peak_beside(lambda: save(0).result(), num_bytes)
+    row["background save memory"] = additional_peak(lambda: save(0).result(), num_bytes)
     for number in range(1, STALLS):
         dist.barrier()
         save(number).result()

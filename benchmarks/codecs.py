@@ -1,13 +1,13 @@
-"""Codecs on the CPU: how far are encoding and decoding from the memory's bandwidth?
+"""Codecs on the CPU: times of encoding and decoding, compared with the bandwidth of the memory.
 
     python -m benchmarks.codecs            # 100M values, 1 and 2 threads
     python -m benchmarks.codecs --quick    # does it run?
     python -m benchmarks.codecs --save     # into benchmarks/results/codecs.md
 
-The floor is reading the values and writing the codes, and reading these and writing values, at the bandwidth of torch's
-copies in the same run. The values are taken in slices of four million, one after the other, so that each is in memory
-and not in a cache when its turn comes; a slice's shortest time counts. It ends with status 1 where 8 or 4 bits take
-more than twice the floor.
+The floor is reading the values and writing the codes, or the reverse, at the bandwidth of torch's copies in the same
+run. The values are processed in slices of four million, one after the other, so that each slice is in memory and not in
+a cache when its turn comes; the shortest time of a slice counts. It ends with status 1 if 8 or 4 bits take more than
+twice the floor.
 """
 
 import argparse
@@ -67,7 +67,7 @@ Runs = list[Callable[[], object]]
 
 
 def runs_of(codec: Codec, pairs: list[tuple[Tensor, Tensor]], threads: int) -> tuple[Runs, Runs]:
-    """Encoding and decoding of each slice."""
+    """Return the functions that encode and decode each slice."""
     codes = [torch.empty(codec.num_bytes(SLICE), dtype=torch.uint8) for _ in pairs]
     seed = 1 if codec.unbiased else None
     encoding: Runs = [
@@ -81,7 +81,7 @@ def runs_of(codec: Codec, pairs: list[tuple[Tensor, Tensor]], threads: int) -> t
 
 
 def measure(runs: Runs, reps: int) -> float:
-    """ns a value."""
+    """Return ns per value."""
     best = [math.inf] * len(runs)
     for _ in range(reps):
         for place, run in enumerate(runs):

@@ -1,14 +1,15 @@
-"""Adam on the CPU: how far from the memory's bandwidth are the update kernels, beside torch's and DeepSpeed's?
+"""Adam on the CPU: times of partita's update kernels, torch's and DeepSpeed's, compared with the bandwidth of the
+memory.
 
     python -m benchmarks.cpu_optimizer            # 100M parameters, 1 and 2 threads; about 6 GB
     python -m benchmarks.cpu_optimizer --quick    # does it run?
     python -m benchmarks.cpu_optimizer --save     # into benchmarks/results/cpu_optimizer.md
 
-The floor of a mode is the bytes that its in-place update must move over the bandwidth of torch's in-place additions
-(two arrays read, one of them written), measured in the same run. The parameters are updated in slices of four million,
-one after the other, so that each is in memory and not in a cache when its turn comes again; modes take turns, and a
-mode's time is the sum of each slice's shortest: what else the machine does disturbs some of a slice's repetitions, not
-all. It ends with status 1 where a target is missed.
+The floor of a mode is the bytes that its in-place update must move, divided by the bandwidth of torch's in-place
+additions (two arrays read, one of them written) in the same run. The parameters are updated in slices of four million,
+one after the other, so that each slice is in memory and not in a cache when its turn comes again. Modes take turns, and
+a mode's time is the sum of each slice's shortest time, because other processes disturb only some repetitions of a
+slice. It ends with status 1 if a target is missed.
 """
 
 import argparse
@@ -43,8 +44,9 @@ Run = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to update: a call with a number of threads for each slice. ``bytes`` a parameter are what an update in
-    place must read and write.
+    """A way to update: a function that takes a number of threads, for each slice.
+
+    ``bytes``: the bytes per parameter that an update in place must read and write.
     """
 
     bytes: int
@@ -76,7 +78,7 @@ def main() -> int:
 
 
 def measure(modes: dict[str, Mode], threads: list[int], reps: int) -> dict[tuple[str, int], float]:
-    """The time, in ns a parameter, of each mode with each number of threads."""
+    """Return the time, in ns per parameter, of each mode with each number of threads."""
     before = torch.get_num_threads()
     shortest: dict[tuple[str, int], list[float]] = {}
     for _ in range(reps):
@@ -123,13 +125,13 @@ def check(report: Report, modes: dict[str, Mode], times: dict[tuple[str, int], f
 
 
 def filled(num: int, dtype: torch.dtype, spread: float = 1.0) -> list[Tensor]:
-    """Slices of random values, the same in each, in memory of their own."""
+    """Return slices of the same random values, each in its own memory."""
     some = (torch.randn(SLICE) * spread).to(dtype)
     return [allocate(SLICE, dtype, CPU).copy_(some) for _ in range(num)]
 
 
 def ours(num: int) -> dict[str, Mode]:
-    """partita's kernels, and the additions that measure the bandwidth."""
+    """Return partita's kernels, and the additions that measure the bandwidth."""
     masters, grads, half_grads = filled(num, torch.float32), filled(num, torch.float32), filled(num, torch.bfloat16)
     params, lows = filled(num, torch.bfloat16), filled(num, torch.int16, 1e4)
     classic = [
@@ -164,7 +166,7 @@ def coded_moments(num: int) -> list[Moments]:
 
 
 def parameters(num: int) -> list[torch.nn.Parameter]:
-    """fp32 parameters with gradients."""
+    """Return fp32 parameters with gradients."""
     made = [torch.nn.Parameter(values) for values in filled(num, torch.float32)]
     for p, grad in zip(made, filled(num, torch.float32), strict=True):
         p.grad = grad
@@ -176,7 +178,7 @@ def stepping(optimizers: Sequence[torch.optim.Optimizer]) -> list[Run]:
 
 
 def with_casts(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[torch.nn.Parameter]) -> list[Run]:
-    """The updates of fp32 masters between bf16 gradients and bf16 parameters."""
+    """Return the updates of fp32 masters with bf16 gradients and bf16 parameters."""
     halves, half_grads = filled(len(params), torch.bfloat16), filled(len(params), torch.bfloat16)
 
     def run(place: int, _: int) -> None:
@@ -190,7 +192,7 @@ def with_casts(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[tor
 
 
 def theirs(num: int) -> dict[str, Mode]:
-    """torch's own."""
+    """Return torch's optimizers."""
     params = parameters(num)
     fused = [torch.optim.AdamW([p], **HYPER, fused=True) for p in params]
     foreach = [torch.optim.AdamW([p], **HYPER, foreach=True) for p in params]
@@ -202,7 +204,7 @@ def theirs(num: int) -> dict[str, Mode]:
 
 
 def deepspeed(num: int) -> dict[str, Mode]:
-    """DeepSpeed's, where it is installed."""
+    """Return DeepSpeed's optimizer, if it is installed."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:

@@ -1,11 +1,11 @@
-"""Whether training survives: kill -9 of a random rank at a random moment, in training and in saving, over and over.
+"""Survival of training: SIGKILL of a random rank at a random moment, in training and in saving, many times.
 
     python -m benchmarks.crash_test            # 200 kills
     python -m benchmarks.crash_test --quick    # 5 kills
     python -m benchmarks.crash_test --save     # into benchmarks/results/crash_test.md
 
-It ends with status 1 where what a kill left does not verify, or does not go on with the losses, bit by bit, of a run
-that nobody killed. The runs are those of tests/checkpoint/crashes.py.
+It ends with status 1 if a checkpoint that a kill leaves does not verify, or does not resume with losses bitwise equal
+to those of a run without kills. The runs are those of tests/local/crashes.py.
 """
 
 import random
@@ -19,9 +19,9 @@ from tests.kit.ranks import close_pool, on_ranks
 
 KILLS, QUICK_KILLS = 200, 5
 TEXT = """Two ranks train a small model and save every third step, mostly in the background. A random one of them is
-killed (SIGKILL) at a random moment of the first {longest} s; the next run takes up the newest checkpoint, under another
-stage and tier. After each kill every visible checkpoint is verified, and every loss is compared, bit by bit, with that
-of a run that nobody killed. Seed {seed}."""
+killed (SIGKILL) at a random moment of the first {longest} s; the next run resumes from the newest checkpoint, at
+another stage and tier. After each kill, every visible checkpoint is verified, and every loss is compared bitwise with
+that of a run without kills. Seed {seed}."""
 
 
 def main() -> int:

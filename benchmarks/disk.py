@@ -1,11 +1,11 @@
-"""How much of the disk's bandwidth the disk tier reaches, beside bare O_DIRECT requests of the same size.
+"""The bandwidth that the disk tier reaches, compared with bare O_DIRECT requests of the same size.
 
     python -m benchmarks.disk                   # in the system's folder for temporary files: 2 GB must be free
     python -m benchmarks.disk --folder FOLDER   # on another disk
     python -m benchmarks.disk --quick           # little data, no target
     python -m benchmarks.disk --save            # into benchmarks/results/disk.md
 
-It ends with status 1 where the target is missed: 90 % of the bandwidth of the bare requests, at every size.
+It ends with status 1 if the target is missed: 90 % of the bandwidth of the bare requests, at every size.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from partita.memory.allocate import allocate
 from partita.memory.disk import BLOCK_BYTES, Disk
 
 THREADS = 4
-# What an offloaded unit has at rest: a block's parameters in 16 bits, up to master weights and moments of a large one.
+# Sizes of offloaded units: from a block's parameters in 16 bits up to master weights and moments of a large block.
 SIZES = (64_000_000, 128_000_000, 256_000_000, 400_000_000)
 QUICK_SIZES = (20_000_000,)
 SMALL_PAGES = ", pages of 4 KiB"
@@ -39,7 +39,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description="The disk's bandwidth")
     arguments.add_argument("--quick", action="store_true", help="little data, no target: does it run?")
     arguments.add_argument("--save", action="store_true", help=f"write the report into {RESULTS.relative_to(ROOT)}/")
-    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the files are made")
+    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the files")
     options = arguments.parse_args()
     report = Report("Disk")
     report.begin()
@@ -54,12 +54,12 @@ def main() -> int:
 
 _TEXT = """Filesystem: {filesystem}.
 
-A request for a whole unit, handed over and waited for; *read beside write* is a read of one unit while another is
-written, as when one is updated and the next fetched. *bare*: the same blocks of {mib} MiB as `os.preadv` and
-`os.pwritev` calls of {threads} threads, on an O_DIRECT file of their own. The two take {reps} turns; speeds and
-*share* are those of the fastest turn of each, beside the median of the turns' own shares: what else a machine does
-slows single turns. The disk's own speed varies, too: figures of a row belong together. The tier's memory asks for huge
-pages; that of the last rows is on pages of 4 KiB, of which a request has many more."""
+A request for a full unit, from its submission to its end. *read beside write* is a read of one unit while another
+one is written, as when one is updated and the next one fetched. *bare*: the same blocks of {mib} MiB as `os.preadv`
+and `os.pwritev` calls of {threads} threads, on another O_DIRECT file. The two alternate for {reps} turns. Speeds and
+*share* are of the fastest turn of each; the median of the shares of all turns is also shown, because other processes
+slow single turns. The speed of the disk itself varies, so compare figures within a row only. The memory of the tier
+requests huge pages; in the last rows it is on pages of 4 KiB, of which a request has many more."""
 
 
 def _rows(report: Report, folder: Path, sizes: Sequence[int], reps: int, quick: bool) -> Iterator[list[str]]:
@@ -81,7 +81,7 @@ def _rows(report: Report, folder: Path, sizes: Sequence[int], reps: int, quick: 
 
 
 def _turn(bare: "Bare", tier: "Tier", what: str, first: bool) -> tuple[float, float]:
-    """Seconds of each; who goes ``first`` changes."""
+    """Return the seconds of both; ``first`` alternates."""
     seconds = {}
     for one in (bare, tier) if first else (tier, bare):
         start = time.perf_counter()
@@ -113,7 +113,7 @@ class Tier:
 
 
 class Bare:
-    """The same with nothing but the calls; what is left over behind the last page is not moved."""
+    """The same transfers by system calls only, without the bytes after the last full page."""
 
     def __init__(self, folder: Path, memory: Sequence[Tensor]) -> None:
         self._size = memory[0].nbytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -139,7 +139,7 @@ class Bare:
         def block(start: int) -> None:
             view = self._memory[number][start : start + BLOCK_BYTES]
             if call(self._file, [view], number * self._size + start) != len(view):
-                raise RuntimeError("a request was done in part")
+                raise RuntimeError("a request was not completed")
 
         return [lambda start=start: block(start) for start in range(0, self._size, BLOCK_BYTES)]  # type: ignore[misc]
 
@@ -159,7 +159,7 @@ def _on_small_pages(size: int) -> Tensor:
 
 
 def describe_filesystem(folder: Path) -> str:
-    """Its type and its device, from what Linux says."""
+    """Return the type and the device of a folder's filesystem, as Linux reports them."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

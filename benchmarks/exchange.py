@@ -1,12 +1,12 @@
-"""What it costs that two ranks give each other their parts, in memory and over gloo: processor time and time, alone and
-beside matrix products; and what a small message costs.
+"""The cost of an all-gather of two ranks, in memory and over gloo: processor time and wall time, alone and while matrix
+products run; and the cost of a small message.
 
     python -m benchmarks.exchange            # 48 MiB a part
     python -m benchmarks.exchange --quick    # 1 MiB a part, once
     python -m benchmarks.exchange --save     # into benchmarks/results/exchange.md
 
-All ways take turns within a repetition, in the same processes; the least over the repetitions counts, so that what else
-the machine does matters little. It ends with status 1 where partita's gather takes more processor time than torch's.
+All methods take turns within a repetition, in the same processes. The minimum over the repetitions counts, so that
+other processes matter little. It ends with status 1 if partita's gather takes more processor time than torch's.
 """
 
 import multiprocessing
@@ -37,14 +37,14 @@ GATHER, IN_MEMORY, TORCHS, COPY, MESSAGE = (
     "a copy in memory",
     "a message of 8 bytes",
 )
-# What a step of the decoder in benchmarks/step_time.py gathers at stage 3: 9 units, forward and backward, and the step.
+# Gathers of a step of the decoder in benchmarks/step_time.py at stage 3: 9 units, forward and backward, and the step.
 NUM_MESSAGES = 19
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a part, exchanges in a measurement, matrix products beside them ``[256, width] x [width, width]``, and
-    repetitions.
+    """Bytes of a rank's part, exchanges per measurement, concurrent matrix products ``[256, width] x [width, width]``,
+    and repetitions.
     """
 
     part_bytes: int = 48 << 20
@@ -59,7 +59,7 @@ QUICK = Size(part_bytes=1 << 20, num_products=5, width=256, reps=1)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one exchange, a rank, in ms; ``added``: to the matrix products that went on meanwhile."""
+    """The cost of one exchange on a rank, in ms. ``added``: the time that it adds to the concurrent matrix products."""
 
     wall: float
     cpu: float
@@ -68,7 +68,7 @@ class Cost:
 
 
 class Rank:
-    """One rank: all ways to exchange, measured in turn."""
+    """One rank: all methods, measured in turn."""
 
     def __init__(self, rank: int, num_ranks: int, size: Size) -> None:
         self.rank, self.num_ranks, self.size = rank, num_ranks, size
@@ -120,7 +120,7 @@ class Rank:
             work.wait()
 
     def _messages(self) -> None:
-        """One beside each gather of a step."""
+        """Send one message for each gather of a step."""
         for _ in range(NUM_MESSAGES):
             self.group.exchange(self.message, "a benchmark").wait()
 
@@ -129,7 +129,7 @@ class Rank:
             torch.mm(self.left, self.right, out=self.product)
 
     def measure(self) -> dict[str, Cost]:
-        """Of everything that is timed, the least over the repetitions."""
+        """Return the minimum of each timing over the repetitions."""
         products: Tensor | None = None
         alone: dict[str, Tensor] = {}
         both: dict[str, Tensor] = {}
@@ -158,7 +158,7 @@ class Rank:
         done.wait()
 
     def _timed(self, work: Callable[[], object]) -> Tensor:
-        """Seconds, and seconds of processor time in all threads: the mean over the ranks."""
+        """Return the seconds, and the seconds of processor time of all threads: the mean over the ranks."""
         dist.barrier()
         begin = time.perf_counter(), time.process_time()
         work()
@@ -181,7 +181,7 @@ def _main_of_rank(rank: int, num_ranks: int, size: Size, file: str, answers: "mu
 
 
 def _run(num_ranks: int, size: Size) -> dict[str, Cost]:
-    """Start the ranks and wait for what they measured."""
+    """Start the ranks and return their measurements."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -226,12 +226,14 @@ def _title(name: str) -> str:
     return f"{NUM_MESSAGES} messages of 8 bytes" if name == MESSAGE else name
 
 
-_TEXT = """Every rank has a part of {megabytes} MiB, and gets those of all. *CPU ms*: processor time of all of a rank's
-threads, system included. *beside products*: matrix products go on meanwhile, and what they take alone is not counted;
-what they lose by the exchange is. A mean over the ranks, the least of {reps} repetitions in which the ways take turns.
+_TEXT = """Every rank has a part of {megabytes} MiB, and gets the parts of all. *CPU ms*: processor time of all of a
+rank's threads, system included. *beside products*: matrix products run at the same time; their own time is not
+counted, but the time that they lose by the exchange is. Figures are means over the ranks, and minima of {reps}
+repetitions in which the methods take turns.
 
-Predicted: an exchange is at least three copies of the part, out of memory into the socket's buffers, out of these, and
-from the part into the whole. {num_messages} messages are those that would go beside the gathers of a step."""
+Predicted: an exchange is at least three copies of the part: from memory into the socket's buffers, out of these, and
+from the part into the full tensor. {num_messages} is the number of messages that would accompany the gathers of a
+step."""
 
 
 if __name__ == "__main__":

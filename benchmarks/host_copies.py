@@ -1,11 +1,12 @@
-"""Whether the ranks of a node hold each state on the host once, and not once each, while they start and train.
+"""Copies on the host: the ranks of a node together store each state once, not once per rank, at the start and while
+they train.
 
     python -m benchmarks.host_copies            # 200M parameters on 1, 2 and 4 ranks: 6 GB must be free
     python -m benchmarks.host_copies --quick    # 1 and 2 ranks, a small model, no target
     python -m benchmarks.host_copies --save     # into benchmarks/results/host_copies.md
 
-It ends with status 1 where the target is missed: the resident memory of all ranks together, at its peak and above what
-the imports hold, at most 1.2 times one rank's.
+It ends with status 1 if the target is missed: the peak resident memory of all ranks together, above that of the
+imports, at most 1.2 times one rank's.
 """
 
 import json
@@ -35,22 +36,22 @@ def main() -> int:
     num_params = sum(param.numel() for param in work.build("meta").parameters())
     report.write(_TEXT.format(millions=num_params / 1e6))
     report.write()
-    header = ["start", "ranks", "states on host MB", "lent MB", "resident MB", "x 1 rank", "target"]
+    header = ["start", "ranks", "states on host MB", "buffers MB", "resident MB", "x 1 rank", "target"]
     with tempfile.TemporaryDirectory() as folder:
         _write_files(work, Path(folder))
         report.table(header, _rows(report, worlds, work, Path(folder), options.only or MODES, options.quick))
     return report.end(options.save)
 
 
-_TEXT = """A decoder of {millions:.1f}M parameters in fp32 with AdamW, stage 3, parameters, gradients and moments on the
-host. It is built on the meta device, and starts with values of its own or with those of safetensors files. Figures are
-sums over the ranks: *states on host*, what the ledger holds there at most; *lent*: memory that gathered parameters and
-gradients under way borrow, of which every rank needs its own; *resident*: the peak of each process's resident memory,
-start included, above what it held before the model was built."""
+_TEXT = """A decoder of {millions:.1f}M parameters in fp32 with AdamW, stage 3, parameters, gradients and moments on
+the host. It is built on the meta device, and starts with random values or with those of safetensors files. Figures are
+sums over the ranks. *states on host*: their peak in the ledger; *buffers*: memory of gathered parameters and of
+gradients that are being reduced, which every rank needs; *resident*: the peak of each process's resident memory, start
+included, above its memory before the model was built."""
 
 
 def _write_files(work: Work, folder: Path) -> None:
-    """The model in a few files, with their index."""
+    """Write the model to a few files, with their index."""
     weights = list(work.build().state_dict().items())
     num_each = -(-len(weights) // 3)
     where = dict[str, str]()
@@ -74,7 +75,7 @@ def _rows(
             if not quick:
                 report.expect(resident <= TARGET * alone, f"{mode}, {world} ranks: {resident / alone:.2f} x one rank")
             yield [
-                *(mode.rpartition(", ")[2], str(world), megabytes(host), megabytes(result.total("lent_bytes"))),
+                *(mode.rpartition(", ")[2], str(world), megabytes(host), megabytes(result.total("buffer_bytes"))),
                 *(megabytes(resident), f"{resident / alone:.2f}", "" if quick or world == 1 else f"<= {TARGET}"),
             ]
 

@@ -1,12 +1,12 @@
-"""What lean states cost in loss: the job of `make train` with classic states, and with each kind of lean ones.
+"""The loss that lean states cost: the job of `make train` with default states, and with each kind of lean states.
 
     python -m benchmarks.lean_states            # the job of `make train` three times: about six minutes
     python -m benchmarks.lean_states --bf16     # three times more, with split masters; hours on a CPU without bf16
     python -m benchmarks.lean_states --quick    # 20 steps each, no target
     python -m benchmarks.lean_states --save     # into benchmarks/results/lean_states.md
 
-It ends with status 1 where the target is missed: a final held-out loss at most 1 % above that of classic states with
-the same compute dtype.
+It ends with status 1 if the target is missed: a final held-out loss at most 1 % above that of default states with the
+same compute dtype.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ from partita.observe.metrics import METRICS_FILE, read_metrics
 
 JOB = ROOT / "examples" / "train_stdlib.yaml"
 TARGET = 0.01
-# By compute dtype: the first is what the others are compared with.
+# By compute dtype; the first one is the reference.
 STATES: dict[str, dict[str, dict[str, str]]] = {
     "fp32": {
         "classic": {},
@@ -33,8 +33,8 @@ STATES: dict[str, dict[str, dict[str, str]]] = {
     },
 }
 TEXT = """The job of `make train` ({job}) on two processes under stage 3: the same
-model, text, batches and rates, with other states. *Loss*: held out, at the end, in nats per byte; *bytes per
-parameter*: of parameters, masters, gradients (fp32) and moments at rest. Updates in backward clip each unit's
+model, text, batches and rates, with other states. *Loss*: held-out loss at the end, in nats per byte; *bytes per
+parameter*: of stored parameters, master weights, gradients (fp32) and moments. Updates in backward clip each unit's
 gradient."""
 
 
@@ -53,26 +53,26 @@ def main() -> int:
         for kind, precision in kinds.items():
             loss = held_out_loss({"compute": compute, **precision}, options.quick)
             classic = classic or loss
-            apart = loss / classic - 1
+            difference = loss / classic - 1
             if not options.quick:
-                report.expect(apart <= TARGET, f"{compute}, {kind}: {apart:+.2%} from classic states")
+                report.expect(difference <= TARGET, f"{compute}, {kind}: {difference:+.2%} from classic states")
             num_bytes = bytes_a_parameter(compute, precision)
-            rows.append([compute, kind, str(num_bytes), f"{loss:.4f}", f"{apart:+.2%}"])
+            rows.append([compute, kind, str(num_bytes), f"{loss:.4f}", f"{difference:+.2%}"])
     report.table(["compute", "states", "bytes per parameter", "loss", "from classic"], rows)
     return report.end(options.save)
 
 
 def bytes_a_parameter(compute: str, precision: dict[str, str]) -> int:
-    """Without the scales of 8-bit moments, a 32nd of a byte."""
+    """Return the bytes per parameter, without the scales of 8-bit moments (1/32 byte)."""
     parameter, master = (4, 0) if compute == "fp32" else (2, 2 if precision.get("master") == "split" else 4)
     return parameter + master + 4 * ("gradients" not in precision) + (2 if "moments" in precision else 8)
 
 
 def held_out_loss(precision: dict[str, str], quick: bool) -> float:
-    """At the end of the job.
+    """Return the held-out loss at the end of the job.
 
     Raises:
-        subprocess.CalledProcessError: it failed; what it said is on the error's output.
+        subprocess.CalledProcessError: the job failed; the error has its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         changes = [f"train.out={folder}", *(f"engine.precision.{key}={value}" for key, value in precision.items())]

@@ -1,12 +1,12 @@
-"""The longest sequence that trains in a memory of 4 GB, by what is kept of the forward; and what each position takes.
+"""The longest sequence that trains in 4 GB of memory, by what forward stores for backward; and the bytes per position.
 
     python -m benchmarks.longest_sequence            # a decoder of 4 layers, 32768 classes: 12 minutes
     python -m benchmarks.longest_sequence --quick    # a small one in 100 MB: no targets
     python -m benchmarks.longest_sequence --save     # into benchmarks/results/longest_sequence.md
 
-Every length is a process of its own that trains on one such sample after a short one. Lengths double until resident
-memory, above what the imports hold, passes the limit, where the process is ended. It ends with status 1 where a target
-is missed.
+Each length is trained in a new process, on one sample of that length after a short one. Lengths double until the
+process's resident memory, above that of the imports, exceeds the limit; then it is killed. It ends with status 1 if a
+target is missed.
 """
 
 import multiprocessing
@@ -42,14 +42,14 @@ MODES: dict[str, dict[str, Any]] = {
     ALL: {**TILED, "attention": SPARSE},
 }
 SHORT = 64  # positions of the first step
-# Times the longest of PyTorch; and how far the slope of resident memory may be from what is counted.
+# Targets: length in units of PyTorch's; difference between the slopes of resident memory and of counted bytes.
 LENGTH_TARGET, SLOPE_TARGET = 10, 0.1
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A decoder, the bytes it may take, and the lengths: the first, and the last for dense attention, whose time grows
-    with their square, and for sparse attention.
+    """A decoder, the bytes that it may use, and the lengths: the first one, and the last ones for dense attention,
+    whose time grows with their square, and for sparse attention.
     """
 
     work: Work
@@ -86,16 +86,17 @@ def main() -> int:
     return report.end(options.save)
 
 
-_TEXT = """A decoder of 4 layers of width {width} and {vocab} classes, one sample, fp32, AdamW; modes add up. *Longest*:
-lengths double while the peak of the process's resident memory, above what the imports hold, stays below {limit:g} GB
-(*>=*: longer ones were not tried). *KB per position*: the slope of that peak between the two longest lengths;
-*counted*: the slope of the bytes of live tensors at their peak, and of what the memory report has as staging, which
-threads beside the step use, between the two longest of these that dense attention tries."""
+_TEXT = """A decoder of 4 layers of width {width} and {vocab} classes, one sample, fp32, AdamW; modes add up.
+*Longest*: lengths double while the peak of the process's resident memory, above that of the imports, stays below
+{limit:g} GB (*>=*: longer ones were not tried). *KB per position*: the slope of that peak between the two longest
+lengths; *counted*: the slope of the peak bytes of live tensors and of the staging buffers in the memory report, which
+background threads use, between the two longest lengths of dense attention."""
 
 
 def train(mode: str, work: Work, length: int) -> Iterator[int]:
-    """Train for two steps: on few positions, which makes the optimizer's states, and on a sample of this length. After
-    each the bytes of staging between memory and disk, at their peak.
+    """Train for two steps: on few positions, which creates the optimizer's states, and on a sample of this length.
+
+    Yield after each step the peak bytes of staging buffers between memory and disk.
     """
     model, generator = work.build(), torch.Generator().manual_seed(length)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
@@ -117,17 +118,17 @@ def train(mode: str, work: Work, length: int) -> Iterator[int]:
         engine.close()
 
 
-def _in_process(mode: str, work: Work, length: int, said: Connection) -> None:
+def _in_process(mode: str, work: Work, length: int, connection: Connection) -> None:
     imported = process_memory()[0]
-    said.send(imported)
+    connection.send(imported)
     for _ in train(mode, work, length):
         pass
-    said.send(process_memory()[1] - imported)
+    connection.send(process_memory()[1] - imported)
 
 
 def peak_bytes(mode: str, work: Work, length: int, limit: int) -> int | None:
-    """Of resident memory, in a process of its own, above what the imports hold; None where it passes the limit."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # what is given back leaves the process
+    """Return the peak resident memory of a new process above that of the imports; None if it exceeds the limit."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # freed memory returns to the system
     context = multiprocessing.get_context("spawn")
     own, others = context.Pipe()
     process = context.Process(target=_in_process, args=(mode, work, length, others), daemon=True)
@@ -154,7 +155,7 @@ def _resident_peak(pid: int | None) -> int:
 
 
 def counted_slope(mode: str, work: Work, lengths: tuple[int, int]) -> float:
-    """Bytes per position of live tensors and staging at their peaks in the second step, between two lengths."""
+    """Return the peak bytes of live tensors and staging in the second step, per position, between two lengths."""
     peaks = []
     for length in lengths:
         steps = train(mode, work, length)
@@ -184,7 +185,7 @@ def _rows(report: Report, scale: Scale, has_targets: bool) -> Iterator[list[str]
         longest = max(peaks, default=0)
         of_pytorch = of_pytorch or longest
         slope = (peaks[longest] - peaks[longest // 2]) / (longest // 2) if longest // 2 in peaks else 0.0
-        # Not between short ones: what makes the peak there is not what does for long ones.
+        # Not between short lengths: their peak is at another place in the step.
         top = max(min(longest, scale.last_dense), 2 * scale.first)
         counted = counted_slope(mode, scale.work, (top // 2, top))
         target = []

@@ -1,12 +1,12 @@
-"""How much memory a rank needs, beside DDP and FSDP2: model states by the ledger and by the plan, and resident memory.
+"""Memory of a rank compared with DDP and FSDP2: model states by the ledger and by the plan, and resident memory.
 
     python -m benchmarks.memory            # 200M parameters on 4 ranks: 16 GB must be free
     python -m benchmarks.memory --quick    # 2 ranks, a small model
     python -m benchmarks.memory --save     # into benchmarks/results/memory.md
 
-It ends with status 1 where a target is missed: model states as large as the plan says, to the byte; resident memory
-above what the imports hold at most 0.35 times DDP's and FSDP2's at stage 3, and 0.75 times DDP's at stages 1 and 2 (not
-asked of the small model).
+It ends with status 1 if a target is missed: model states equal to the plan, to the byte; resident memory above that of
+the imports at most 0.35 times DDP's and FSDP2's at stage 3, and 0.75 times DDP's at stages 1 and 2 (no targets for the
+small model).
 """
 
 import sys
@@ -24,13 +24,13 @@ QUICK_MODES = ("DDP", "FSDP2", "partita 1", "partita 3")
 WORK = Work(layers=28, width=768, heads=12, ffn_width=2048, batch=4, sequence=16, steps=4, warmup=2)
 QUICK_WORK = Work(layers=4, width=256, heads=4, ffn_width=704, batch=4, sequence=16, steps=4, warmup=2)
 
-# Times the resident memory of others on the same work.
+# Targets, in units of the other libraries' resident memory for the same work.
 TARGETS = {
     "partita 1": {"DDP": 0.75},
     "partita 2": {"DDP": 0.75},
     "partita 3": {"DDP": 0.35, "FSDP2": 0.35},
 }
-# Bytes a parameter that the hungriest mode holds on every rank, and what a process holds beside the model.
+# Bytes per parameter on every rank in the mode that uses most, and bytes of a process without the model.
 LARGEST_BYTES_A_PARAM, BYTES_A_PROCESS = 18, 500e6
 
 
@@ -48,7 +48,7 @@ def main() -> int:
         "mode",
         "states MB",
         "plan MB",
-        "lent MB",
+        "buffers MB",
         "resident MB",
         "steady MB",
         "x DDP",
@@ -61,11 +61,11 @@ def main() -> int:
 
 
 _TEXT = """A decoder of {millions:.1f}M parameters in fp32 with AdamW; short sequences, so that activations are small.
-Every figure is of the rank where it is largest. *states*: parameters, gradients, master weights and moments that were
-held at most, says the ledger; *plan*: the same, computed from the residence table. *lent*: memory that gathered
-parameters and gradients under way borrow. *resident*: peak of the process's resident memory over the whole run, start
-included, above what it held before the model was built; *steady*: the same over the last steps. The model is built
-whole on every rank, or on the meta device where that is said."""
+Every figure is of the rank where it is largest. *states*: the peak of parameters, gradients, master weights and
+moments in the ledger; *plan*: the same, computed from the residence table. *buffers*: memory of gathered parameters
+and of gradients that are being reduced. *resident*: peak of the process's resident memory over the complete run, start
+included, above its memory before the model was built; *steady*: the same over the last steps. Every rank builds the
+full model, or builds it on the meta device if the row says so."""
 
 
 def _rows(report: Report, world: int, work: Work, modes: Sequence[str], quick: bool) -> Iterator[list[str]]:
@@ -80,7 +80,7 @@ def _rows(report: Report, world: int, work: Work, modes: Sequence[str], quick: b
             report.expect(same, f"{mode} on {world} ranks holds what the plan says")
             cells[2] = megabytes(max(sum(rank["state_bytes"].values()) for rank in result.ranks))
             cells[3] = megabytes(max(sum(rank["expected_state_bytes"].values()) for rank in result.ranks))
-            cells[4] = megabytes(max(rank["lent_bytes"] for rank in result.ranks))
+            cells[4] = megabytes(max(rank["buffer_bytes"] for rank in result.ranks))
         targets = {} if quick else TARGETS.get(mode, {})
         for peer in ("DDP", "FSDP2"):
             if peer not in runs:
@@ -96,7 +96,7 @@ def _rows(report: Report, world: int, work: Work, modes: Sequence[str], quick: b
 
 
 def _need_memory(mode: str, world: int, work: Work) -> None:
-    """Leave the machine alone where the run would not fit.
+    """Check that the machine has enough free memory for the run.
 
     Raises:
         RuntimeError: too little memory is free.

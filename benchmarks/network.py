@@ -1,13 +1,14 @@
-"""How long a step takes between hosts, beside torch's own ways of training, whole values and fewer bytes: over lines of
-100 Mbit/s and 1 Gbit/s, over lines that only the cores hold back, and over TCP within one host.
+"""The time of a step between hosts, compared with torch's own training modes, uncompressed and compressed: over lines
+of 100 Mbit/s and 1 Gbit/s, over unlimited lines, and over TCP within one host.
 
     python -m benchmarks.network            # 12M and 25M parameters, two hosts: three quarters of an hour on 2 cores
     python -m benchmarks.network --quick    # a small model over 1 Gbit/s: no targets
     python -m benchmarks.network --save     # into benchmarks/results/network.md
 
-Hosts are network namespaces on a switch whose lines are held to the rate (``tc tbf``; TCP with Linux's default CUBIC);
-that takes root and iproute2.
-What counts is the ratio to DDP in the same repetition. Run nothing else beside it. It ends with status 1 where a
+Hosts are network namespaces on a switch, with lines that are limited to the rate (``tc tbf``; TCP with Linux's default
+CUBIC); this needs root and iproute2.
+
+The result is the ratio to DDP in the same repetition. Run nothing else at the same time. It ends with status 1 if a
 target is missed.
 """
 
@@ -26,17 +27,17 @@ from benchmarks._work import Work
 
 @dataclass(frozen=True)
 class Line:
-    """What joins the ranks: bits per second each way and the name that ``tc`` has for it (None: not held back)."""
+    """The connection of the ranks: bits per second in each direction, and its name for ``tc`` (None: unlimited)."""
 
     title: str
     rate: str | None = None
     bits_per_s: float = 0.0
     steps: int = 12
     warmup: int = 3
-    joins_hosts: bool = True  # off: one host's loopback
+    joins_hosts: bool = True  # False: the loopback of one host
 
     def modes(self, size: str) -> tuple[str, ...]:
-        """What is compared with DDP; of fewer bytes, one model alone."""
+        """Return the modes that are compared with DDP; compression is measured with one model only."""
         if not self.joins_hosts:
             return ("DDP", "FSDP2", *OVER_NETWORK)
         return ("DDP", "FSDP2", *PARTITA, *(LOSSY if size == LARGE else ()))
@@ -57,16 +58,16 @@ QUICK_WORKS = {"2M": Work(layers=4, width=192, heads=4, ffn_width=512)}
 QUICK_MODES = ("DDP", "partita 1", "partita 3")
 CODED = [mode for mode in LOSSY if mode.startswith("partita")]
 
-# What computes, without the others: a process per host, of plain PyTorch.
+# Computation only: one process of plain PyTorch per host.
 ALONE = "plain"
-# Times (computing + bytes / rate), of modes that send codes.
+# Target of compressed modes, in units of (computing + bytes / rate).
 OVER_FLOOR = 1.15
-# Times DDP's step.
+# Targets in units of DDP's step.
 BETWEEN_HOSTS = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.50}
 WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.10}
 
-# What has DDP's held-out loss to 1 % with the fewest bytes (results/wires.md), beside torch's own way, on the slowest
-# line.
+# On the slowest line: the scheme with DDP's held-out loss to 1 % and the fewest bytes (results/wires.md), and torch's
+# own compression.
 AT_EQUAL_LOSS, TORCHS_OWN, OF_DDP = "partita 1, ternary, onebit_adam", "DDP + PowerSGD", 0.20
 
 
@@ -98,12 +99,13 @@ def main() -> int:
     return report.end(options.save)
 
 
-_TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio to
-DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB sent*:
-what the first host's interface carried in a step (the loopback's: both ranks). *line in use*: the share of the step in
-which a line of this rate is busy with that, in one direction. *x floor*: times what plain PyTorch computes the step in,
-alone on each host, and the line carries those bytes in, one after the other. Both hosts share this machine's cores. On
-the loopback partita's ranks, which could read each other's memory, are told to use the network."""
+_TEXT = """Medians over {num_reps} repetitions (at 100 Mbit/s: one, of three steps) of a step's time and of its ratio
+to DDP's in the same repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *MB
+sent*: bytes of the first host's interface in a step (of the loopback: both ranks'). *line in use*: the share of the
+step in which a line of this rate is busy with these, in one direction. *x floor*: in units of the time in which plain
+PyTorch computes the step, alone on each host, plus the time of these bytes on the line. Both hosts share this
+machine's cores. On the loopback, partita's ranks, which could read each other's memory, are configured to use the
+network."""
 
 
 def _rows(report: Report, options: Namespace, line: Line, size: str, work: Work, world: int) -> Iterator[list[str]]:

@@ -1,12 +1,12 @@
-"""What the ZeRO papers show of a cluster, predicted: throughput per GPU over the number of GPUs, ZeRO-2 beside tensor
-parallelism alone across nodes, and the largest models, of which the engine itself trains a step without values as every
-distinct role of a rank.
+"""Results of the ZeRO papers on clusters, predicted: throughput per GPU over the number of GPUs, ZeRO-2 compared with
+tensor parallelism across nodes, and the largest models. For these, the engine itself trains a step without values as
+every distinct role of a rank.
 
     python -m benchmarks.papers --save    # into benchmarks/results/papers.md: 15 minutes
     python -m benchmarks.papers --quick   # two numbers of GPUs, one model, no steps
 
-Times are predicted from data sheets (`partita plan`), for V100s with 32 GB, 16 in a node (DGX-2): the order of plans
-and the shape of curves are what it is good for. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Times are predicted from data sheets (`partita plan`), for V100s with 32 GB, 16 in a node (DGX-2). Only the order of
+plans and the shape of curves are meaningful. Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", 2020, figures 2 and 3.
 """
 
@@ -32,7 +32,7 @@ from partita.prediction.simulate.rank import SimulatedModel
 from partita.table.residence import Tier
 
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
-# Of what the papers say of their largest models: GPUs, and a config.
+# The papers' largest models: GPUs, and a config.
 _MIXED = {"compute": "fp16", "gradients": "fp16"}
 _ONE = {"activations": {"checkpoint": "units", "partition": True}, "batch": {"micro": 1, "accumulate": 2}}
 LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -63,8 +63,8 @@ LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
         },
     ),
 )
-# A model, and how many ranks tensor parallelism alone takes to hold it.
-BESIDE = (("gpt-8b", 16), ("gpt-40b", 32), ("gpt-60b", 64), ("gpt-100b", 64), ("gpt-170b", 64))
+# A model, and the number of ranks that it needs with tensor parallelism alone.
+COMPARED = (("gpt-8b", 16), ("gpt-40b", 32), ("gpt-60b", 64), ("gpt-100b", 64), ("gpt-170b", 64))
 NUM_GPUS = 384
 LARGEST_MICRO, CELLS = 64, 40
 
@@ -72,7 +72,7 @@ Sections = dict[str, Any]
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description="What the ZeRO papers show of a cluster")
+    made = argparse.ArgumentParser(description="Results of the ZeRO papers on clusters")
     made.add_argument("--quick", action="store_true", help="two numbers of GPUs, one model")
     made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
     options = made.parse_args()
@@ -97,10 +97,10 @@ def main() -> int:
     report.table(("GPUs", "micro-batch", "TFLOP/s per GPU", ""), bars)
     known = [rate for rate, _ in rates.values()]
     report.expect(known[-1] > known[0], "more GPUs give more throughput per GPU")
-    report.write(f"ZeRO-2 x tensor within a node beside tensor parallelism alone, {NUM_GPUS} GPUs:")
+    report.write(f"ZeRO-2 x tensor within a node, and tensor parallelism alone, {NUM_GPUS} GPUs:")
     report.write()
     header = ("model", "tensor alone", "its TFLOP/s per GPU", "ZeRO-2's (tensor 16)", "times")
-    report.table(header, _beside(report, machine, BESIDE[2:3] if options.quick else BESIDE))
+    report.table(header, _compared(report, machine, COMPARED[2:3] if options.quick else COMPARED))
     if not options.quick:
         report.write(_OF_LARGEST)
         report.write()
@@ -120,8 +120,8 @@ def main() -> int:
 
 
 _OF_LARGEST = """A step of the largest models as every distinct role of a rank: the engine itself, on tensors without
-values. *GPU GB*, *host GB*: the most that a rank holds at a time, of the role that has least and of the one that has
-most; *s to run*: what all roles took here, one after the other."""
+values. *GPU GB*, *host GB*: the peak of a rank, for the role that uses least and for the one that uses
+most; *s to run*: the time of all roles here, one after the other."""
 
 
 def _largest(report: Report, machine: Machine) -> Iterator[list[str]]:
@@ -165,7 +165,7 @@ def _scaling(source: ModelSource, machine: Machine, worlds: tuple[int, ...]) -> 
             yield num_gpus, found
 
 
-def _beside(report: Report, machine: Machine, models: tuple[tuple[str, int], ...]) -> Iterator[list[str]]:
+def _compared(report: Report, machine: Machine, models: tuple[tuple[str, int], ...]) -> Iterator[list[str]]:
     for name, tensor in models:
         source = read_source(name)
         alone = fastest(source, machine, NUM_GPUS, {"zero": {"stage": 0}, "parallel": {"tensor": tensor}})
@@ -178,7 +178,9 @@ def _beside(report: Report, machine: Machine, models: tuple[tuple[str, int], ...
 
 
 def fastest(source: ModelSource, machine: Machine, num_gpus: int, sections: Sections) -> tuple[float, int] | None:
-    """TFLOP/s of a GPU, and the micro-batch; None where no micro-batch fits. Blocks are computed again in backward."""
+    """Return the TFLOP/s per GPU and the micro-batch of the fastest configuration, with recomputed blocks; None if no
+    micro-batch fits.
+    """
     found, micro = list[tuple[float, int]](), 1
     precision = {"compute": "fp16", "gradients": "fp16"}
     while micro <= LARGEST_MICRO:

@@ -1,11 +1,11 @@
-"""Steps on the other axes: tensor, pipeline and sequence parallelism beside torch's own, alone and with data.
+"""Steps with tensor, pipeline and sequence parallelism, compared with torch's own, with and without data parallelism.
 
     python -m benchmarks.parallel            # 2 and 4 ranks, 3 repetitions
     python -m benchmarks.parallel --quick    # a small model, once: no targets
     python -m benchmarks.parallel --save     # into benchmarks/results/parallel.md
 
-All modes train the same decoder on the same global batch; the pipelines in 4 micro-batches. Each row of partita's is
-compared with the peer in the row's name, in the same repetition. Run nothing else beside it.
+All modes train the same decoder on the same global batch; pipelines use 4 micro-batches. Each row of partita is
+compared with the peer that it names, in the same repetition. Run nothing else at the same time.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from benchmarks._work import Work
 WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, batch=8, sequence=128, steps=8, warmup=3)
 QUICK_WORK = Work(layers=2, width=64, heads=2, ffn_width=96, batch=8, sequence=32, steps=3, warmup=1)
 
-# By number of ranks: each of partita's modes and the peers' that do the same; none where torch has nothing.
+# By number of ranks: each mode of partita, and the peers that do the same (none if torch has none).
 PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "partita tensor 2": ("torch tensor 2",),
@@ -36,7 +36,7 @@ PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 TARGET = 1.00  # no slower than the peer
-OURS, DDP, CONTEXT = "partita", "DDP", "torch context 2"  # of the last the loss is of other positions
+OURS, DDP, CONTEXT = "partita", "DDP", "torch context 2"  # the loss of the last one is of other positions
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 _TEXT = """Median over {num_reps} repetitions of a step's time, of its ratio to DDP's (the same global batch, all ranks
-along data) and to its peer's in the same repetition; memory of the rank that takes most."""
+along data) and to its peer's in the same repetition; memory of the rank that uses most."""
 
 
 def _rows(report: Report, world: int, options: Namespace) -> Iterator[list[str]]:

@@ -1,11 +1,10 @@
-"""The parity matrix: do all stages compute the same bits, and what PyTorch computes, on every kind of model?
+"""The parity matrix: all stages must be bitwise equal, and agree with PyTorch, for every kind of model.
 
     python -m benchmarks.parity            # the whole matrix
     python -m benchmarks.parity --quick    # one model, 1 and 2 ranks
     python -m benchmarks.parity --save     # the whole matrix, into benchmarks/results/parity.md
 
-It ends with status 1 where a promise does not hold. The courses, and the verdict on them, are those of
-tests/features/parity.py.
+It ends with status 1 if a target is missed. The runs, and the checks of them, are those of tests/local/parity.py.
 """
 
 import argparse
@@ -25,7 +24,7 @@ HIERARCHICAL_WORLD = 4  # two nodes of two ranks
 
 @dataclass(frozen=True)
 class Scope:
-    """What of the matrix is run."""
+    """The part of the matrix that is run."""
 
     names: Sequence[str]
     worlds: Sequence[int]
@@ -50,7 +49,7 @@ def main() -> int:
     marks = [f"{compute} {plan}" for compute in COMPUTES for plan in (*STAGES[1:], "hier.")]
     for title, text, header, rows in (
         (
-            "Between stages, and beside plain PyTorch",
+            "Between stages, and compared with plain PyTorch",
             _STAGES,
             ["model", "ranks", *marks, "gradients", "bf16 loss", "fall"],
             _stage_rows(report, scope),
@@ -72,13 +71,13 @@ def main() -> int:
 
 
 _STAGES = f"""{STEPS} steps of AdamW, {SAMPLES} samples each over all ranks in one micro-batch, clipped to norm {CLIP}.
-`=`: every loss, gradient norm, gradient (of the first batch) and final weight, on every rank, is that of stage 0 on
-the same ranks, bit by bit; else the digits that agree. *hier.*: hierarchical, on two nodes of two ranks. *gradients*:
+`=`: every loss, gradient norm, gradient (of the first batch) and final weight, on every rank, is bitwise that of stage
+0 on the same ranks; else the digits that agree. *hier.*: hierarchical, on two nodes of two ranks. *gradients*:
 digits, of each tensor's largest value, that agree with single-process PyTorch on the whole batch (BatchNorm in
 evaluation mode), for the worst tensor of the worst stage. *bf16 loss*: the largest relative difference of a step's mean
-loss from fp32's. *fall*: by how much the loss fell meanwhile. Promised: `=` everywhere, 5 digits here and in the tables
+loss from fp32's. *fall*: by how much the loss fell meanwhile. Targets: `=` everywhere, 5 digits here and in the tables
 below, and {HALF_TOLERANCE:.0%} for bf16. The biases of BERT's keys have a gradient that only rounding keeps from zero:
-it is checked to be next to nothing, and left out of the digits."""
+it is checked to be almost zero, and not compared."""
 
 _DDP = f"""{STEPS} steps of SGD with momentum at stage 3, and by torch's DDP on the same ranks, BatchNorm in training
 mode: digits that agree, for the worst step, and for the worst tensor of the final weights and buffers."""
@@ -90,7 +89,7 @@ first stage, for the worst of all curves."""
 
 
 def _digits(report: Report, amount: float, what: str, allowed: float = TOLERANCE) -> str:
-    """How many digits agree; more than `allowed` apart is a broken promise."""
+    """Return how many digits agree; a difference of more than ``allowed`` is a missed target."""
     report.expect(amount <= allowed, f"{what}: {amount:.1e} apart, {allowed:g} allowed")
     if amount == 0:
         return "all"
@@ -98,7 +97,7 @@ def _digits(report: Report, amount: float, what: str, allowed: float = TOLERANCE
 
 
 def _bits(report: Report, unequal: dict[str, float], what: str) -> str:
-    """Whether two courses are the same in every bit, else the digits that agree."""
+    """Return '=' if two runs are bitwise equal, else the digits that agree."""
     if not unequal:
         return "="
     worst = max(unequal, key=lambda name: unequal[name])

@@ -1,7 +1,8 @@
 """Draw the pictures of the README and the documentation from ``benchmarks/results/``.
 
 ``python -m benchmarks.pictures`` draws all of them.
-Every chart is read from a saved report, so a picture shows the figures that its report shows. Terminal pictures replay
+
+Every chart is read from a saved report, so a picture shows the figures of its report. Terminal pictures replay
 recordings, which ``--record`` makes anew. All pictures are SVG files in ``docs/images/``.
 """
 
@@ -24,13 +25,13 @@ INK, PAPER = "#24292F", "#FFFFFF"
 # 7 inches at 100 dots per inch: 700 pixels, the width at which every picture must be readable.
 DPI = 100
 WIDTH = 7.0
-Axes = Any  # matplotlib's, which is imported only where something is drawn
+Axes = Any  # matplotlib's classes; it is imported only by functions that draw
 
 Row = dict[str, str]
 
 
 def rows(report: str, *, with_columns: Sequence[str]) -> list[Row]:
-    """Rows of every table of a saved report that has these columns, as mappings from column to cell.
+    """Return the rows of every table of a saved report that has these columns, as mappings from column to cell.
 
     Args:
         report: a file name in ``benchmarks/results/``.
@@ -73,7 +74,7 @@ def _figure(height: float, columns: int = 1, **options: Any) -> tuple[Any, Any]:
 
 
 def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colors: Sequence[str], text: str) -> None:
-    """Horizontal bars with their values, the first on top."""
+    """Draw horizontal bars with their values, the first on top."""
     places = range(len(labels))[::-1]
     axes.barh(places, values, color=colors, height=0.7)
     for place, value in zip(places, values, strict=True):
@@ -92,7 +93,7 @@ def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colors: Se
 
 
 def memory(path: Path) -> None:
-    """Peak resident memory per rank by ZeRO stage, beside DDP and FSDP2."""
+    """Draw the peak resident memory per rank by ZeRO stage, and of DDP and FSDP2."""
     found = {row["mode"]: float(row["resident MB"]) / 1000 for row in rows("memory.md", with_columns=["resident MB"])}
     labels = {
         "DDP": "PyTorch DDP",
@@ -109,7 +110,7 @@ def memory(path: Path) -> None:
 
 
 def step_time(path: Path) -> None:
-    """Time of a step on 2 and 4 ranks by ZeRO stage, beside DDP and FSDP2."""
+    """Draw the time of a step on 2 and 4 ranks by ZeRO stage, and of DDP and FSDP2."""
     table = rows("step_time.md", with_columns=["ms a step", "ratio"])
     modes = {
         "FSDP2": "PyTorch FSDP2",
@@ -133,7 +134,7 @@ def step_time(path: Path) -> None:
 
 
 def compression(path: Path) -> None:
-    """Held-out loss against bytes sent, by kind of compression."""
+    """Draw held-out loss against bytes sent, by kind of compression."""
     table = rows("wires.md", with_columns=["scheme", "x full", "times fewer bytes", "MB sent"])
     table = table[: next(i for i, row in enumerate(table) if i and row["scheme"] == "full")]  # the 1,200-step study
     kinds = {  # the kinds of the study, each with a pattern of its schemes
@@ -169,7 +170,7 @@ FORMULAS = ("16P", "4P + 12P/N", "2P + 14P/N", "16P/N")
 
 
 def stages(path: Path) -> None:
-    """A drawing of what each of four ranks stores at stages 0 to 3."""
+    """Draw the states that each of four ranks stores at stages 0 to 3."""
     from matplotlib.patches import Patch, Rectangle
 
     num_ranks = 4
@@ -200,7 +201,7 @@ def stages(path: Path) -> None:
 
 
 def mesh(path: Path) -> None:
-    """The grid of 32 ranks: 4 pipeline stages x 2 data replicas x 4 tensor ranks."""
+    """Draw the mesh of 32 ranks: 4 pipeline stages x 2 data replicas x 4 tensor ranks."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     pipeline, data, tensor = 4, 2, 4
@@ -251,12 +252,12 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    """The terminal after ``partita plan``."""
+    """Draw the terminal after ``partita plan``."""
     path.write_text(_terminal.picture(_terminal.load(RESULTS / "terminal" / "plan.cast")))
 
 
 def train(path: Path) -> None:
-    """The terminal during ``make train``."""
+    """Draw the terminal during ``make train``."""
     path.write_text(_terminal.picture(_terminal.load(RESULTS / "terminal" / "train.cast")))
 
 

@@ -1,13 +1,13 @@
-"""What pipelines idle, and what blocks cost a stage that runs none of them.
+"""Idle time of pipelines by schedule, and the cost of blocks for a stage that runs none of them.
 
     python -m benchmarks.pipeline            # 2 and 4 ranks, about ten minutes
     python -m benchmarks.pipeline --quick    # short sleeps, few shapes, once: no targets
     python -m benchmarks.pipeline --save     # into benchmarks/results/pipeline.md
 
-Stages sleep instead of computing, so that more of them than the machine has cores work at the same time. Each order
-runs with short naps and with long ones: what the batch gains in time is its naps and its bubble alone, as all else that
-it does takes what it took. It ends with status 1 where a stage idles over 5 % more or less than its order of work does
-on paper, or an absent block takes more than 30 microseconds of a micro-batch.
+Stages sleep instead of computing, so that more of them than the machine has cores can work at the same time. Each
+schedule runs with short and with long sleeps. The time that the batch gains consists of its sleeps and its bubble,
+because everything else takes as long as before. It ends with status 1 if a stage idles over 5 % more or less than its
+simulated schedule, or an off-stage block takes more than 30 microseconds of a micro-batch.
 """
 
 import gc
@@ -38,7 +38,7 @@ from partita.train.decoder import Decoder, DecoderShape
 
 TIMEOUT_S = 600
 TOLERANCE, MOST_US = 0.05, 30.0
-IDLE, ABSENT = "idle", "absent"  # for --only
+IDLE, OFF_STAGE = "idle", "off_stage"  # for --only
 # What `naps` returns.
 _Napped = tuple[float, float, float, float]
 # Name and stages of a rank.
@@ -48,8 +48,8 @@ LENGTH, VOCAB, WIDTH = 16, 64, 32
 
 @dataclass(frozen=True)
 class Size:
-    """``forward_s``: of a rank's stages together, for one micro-batch, short and long; backward takes twice as much,
-    half of it for the weights; ``depths``: blocks that are absent.
+    """Sizes of the measurement. ``forward_s``: of all stages of a rank, for one micro-batch, short and long; backward
+    takes twice as long, half of it for the weights. ``depths``: numbers of off-stage blocks.
     """
 
     forward_s: tuple[float, float] = (0.1, 0.4)
@@ -66,8 +66,10 @@ QUICK = Size(forward_s=(0.004, 0.008), micros=(4,), depths=(4, 8), num_measured=
 
 @dataclass
 class Clock:
-    """When this rank has slept: seconds in all, the beginning of the first nap, and the end of the last one, by the
-    machine's clock. ``awake``: it does not sleep when it is told to.
+    """The sleep of this rank: seconds in total, the beginning of the first sleep, and the end of the last one, by the
+    machine's clock.
+
+    ``awake``: do not sleep.
     """
 
     awake: bool = True
@@ -99,7 +101,7 @@ class _Nap(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A block that sleeps as long in forward as for the gradient of its input, and for that of its weight."""
+    """A block that sleeps equally long in forward, for the gradient of its input, and for that of its weight."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
@@ -112,7 +114,9 @@ class Sleeping(nn.Module):
 
 
 def naps(order: str, chunks: int, micros: int, forward_s: float) -> _Napped:
-    """Of a batch: seconds that this rank's stages sleep, when they begin and end to, and seconds of the whole batch."""
+    """Return, for a batch, the seconds that the stages of this rank sleep, the times at which their sleeps begin and
+    end, and the seconds of the complete batch.
+    """
     clock, ranks = Clock(), dist.get_world_size()
     model = nn.Sequential(*(Sleeping(clock, forward_s / chunks) for _ in range(ranks * chunks)))
     config = {
@@ -122,20 +126,20 @@ def naps(order: str, chunks: int, micros: int, forward_s: float) -> _Napped:
     }
     batches = [torch.randn(2, 4)] * micros
     with partita.initialize(model, config, loss_fn=lambda output, _: output.square().mean()) as engine:
-        for _ in range(2):  # forms are asked for, samples compared
+        for _ in range(2):  # shapes are exchanged, samples compared
             engine.train_batch(batches)
-        gc.collect()  # else one rank or another does it in the batch, once, for 140 ms
+        gc.collect()  # otherwise a rank collects during the batch, for 140 ms
         dist.barrier()
         clock.awake, begin = False, time.monotonic()
         engine.train_batch(batches)
         return clock.slept, clock.first, clock.last, time.monotonic() - begin
 
 
-# -- absent blocks -----------------------------------------------------------------------------------------------------
+# -- off-stage blocks --------------------------------------------------------------------------------------------------
 
 
 def llama(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """A model of transformers, its last block, and a batch."""
+    """Return a model of transformers, its last block, and a batch."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "vocab_size": VOCAB}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_blocks, **sizes))
     tokens = torch.randint(VOCAB, (2, LENGTH))
@@ -144,7 +148,7 @@ def llama(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
 
 
 def decoder(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """Partita's own, likewise."""
+    """Return partita's own decoder, likewise."""
     model = Decoder(DecoderShape(num_blocks, WIDTH, heads=2, kv_heads=2, ffn_width=WIDTH, vocab=VOCAB))
     tokens = torch.randint(VOCAB, (2, LENGTH))
     return model, f"blocks.{num_blocks - 1}", {"tokens": tokens, "targets": tokens}
@@ -153,11 +157,11 @@ def decoder(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
 MODELS = {"LlamaForCausalLM of transformers": llama, "partita's Decoder": decoder}
 
 
-def until_received(model: str, num_absent: int, size: Size) -> float:
-    """Seconds from the beginning of the last stage's forward, which runs one block, until it waits for what that
-    lacks: the median over micro-batches.
+def until_received(model: str, num_off_stage: int, size: Size) -> float:
+    """Return the seconds from the beginning of the last stage's forward, which runs one block, until it waits for the
+    input of that block: the median over micro-batches.
     """
-    module, last, batch = MODELS[model](num_absent + 1)
+    module, last, batch = MODELS[model](num_off_stage + 1)
     config = {"parallel": {"pipeline": 2, "cut": [last]}, "batch": {"micro": 2, "accumulate": size.num_measured}}
     began, spent = list[float](), list[float]()
     forward, receive = Pipeline.forward, Edges.receive
@@ -182,7 +186,7 @@ def until_received(model: str, num_absent: int, size: Size) -> float:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line with the least squares through points ``(x, y)``."""
+    """Return the slope of the least-squares line through points ``(x, y)``."""
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
@@ -190,7 +194,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """``work`` called with each of the arguments on so many processes; its results, by call and rank."""
+    """Call ``work`` with each of the arguments on so many processes; return the results, by call and rank."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -234,38 +238,38 @@ def _main_of_rank(
 
 
 def main() -> int:
-    options = parser("What pipelines idle, and what absent blocks cost", (2, 4)).parse_args()
+    options = parser("Idle time of pipelines, and the cost of off-stage blocks", (2, 4)).parse_args()
     size = QUICK if options.quick else Size()
     report = Report("Pipeline")
     report.begin()
-    chosen = options.only or (IDLE, ABSENT)
+    chosen = options.only or (IDLE, OFF_STAGE)
     if IDLE in chosen:
-        report.write(_OF_IDLE.format(*(seconds * 1e3 for seconds in size.forward_s)))
+        report.write(_TEXT_IDLE.format(*(seconds * 1e3 for seconds in size.forward_s)))
         report.write()
         header = ["ranks", "micro-batches", "order", "stages per rank", "on paper", "measured, by rank"]
         header += ["off by at most", "beside naps, per micro-batch", "as it is", "before and after"]
         report.table(header, _idle(report, options, size))
-    if ABSENT in chosen:
-        report.write(_OF_ABSENT)
+    if OFF_STAGE in chosen:
+        report.write(_TEXT_OFF_STAGE)
         report.write()
-        header = ["model", *(f"{depth} absent" for depth in size.depths), "us per block"]
-        report.table(header, _absent(report, options, size))
+        header = ["model", *(f"{depth} off-stage" for depth in size.depths), "us per block"]
+        report.table(header, _off_stage(report, options, size))
     return report.end(options.save)
 
 
-_OF_IDLE = """Each stage sleeps in the forward of a micro-batch (a rank's stages together), as long for the gradient of
-its input, and as long for that of its weight: {:g} ms in one batch and {:g} ms in another. The time of a batch is that
-between the first nap of any rank and the last one's end. *measured*: of the time that the longer naps add to the batch,
-the share in which a rank does not sleep. *on paper*: the order of work, simulated with those times, which is
-(p-1)/(m+p-1) for p ranks and m micro-batches under `gpipe` and `1f1b`, (p-1)/(mv+p-1) for v stages per rank under
-`interleaved`, and (p-1)/(3m+p-1) under `zero_bubble`. *beside naps*: milliseconds that do not depend on the naps (the
-model's own forward and backward, what is sent, and the hand-over between processes), for each micro-batch. *as it is*:
-the share of the batch with long naps in which ranks do not sleep, on average, those milliseconds included. *before and
-after*: milliseconds of the batch outside its time: the ranks agree on samples, norm and loss, and update."""
+_TEXT_IDLE = """Each stage sleeps in the forward of a micro-batch (a rank's stages together), as long for the gradient
+of its input, and as long for that of its weight: {:g} ms in one batch and {:g} ms in another. The time of a batch is
+that from the beginning of any rank's first sleep to the end of the last one. *measured*: of the time that the longer
+sleeps add to the batch, the share in which a rank does not sleep. *on paper*: the simulated schedule with those times,
+which is (p-1)/(m+p-1) for p ranks and m micro-batches under `gpipe` and `1f1b`, (p-1)/(mv+p-1) for v stages per rank
+under `interleaved`, and (p-1)/(3m+p-1) under `zero_bubble`. *beside naps*: milliseconds per micro-batch that do not
+depend on the sleeps (the model's own forward and backward, communication, and process switches). *as it is*: the share
+of the batch with long sleeps in which ranks do not sleep, on average, these milliseconds included. *before and after*:
+milliseconds of the batch outside its time, in which ranks compare samples, reduce norm and loss, and update."""
 
-_OF_ABSENT = """The last of two ranks runs the last block of a model alone. Microseconds from the beginning of its
-forward until it waits for what that block lacks, a median over micro-batches; *us per block*: the slope over the blocks
-that are absent."""
+_TEXT_OFF_STAGE = """The last of two ranks runs only the last block of a model. Microseconds from the beginning of its
+forward until it waits for the input of that block, a median over micro-batches; *us per block*: the slope over the
+off-stage blocks."""
 
 
 def _idle(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]:
@@ -290,8 +294,8 @@ def _idle(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]
 
 @dataclass(frozen=True)
 class Idle:
-    """Shares of the time that longer naps add to a batch, by rank; seconds that no nap changes; the mean share of the
-    batch with long naps; and seconds outside of its time.
+    """Shares of the time that longer sleeps add to a batch, by rank; seconds that do not depend on the sleeps; the mean
+    share of the batch with long sleeps; and seconds outside of its time.
     """
 
     shares: tuple[float, ...]
@@ -301,26 +305,26 @@ class Idle:
 
     @classmethod
     def of(cls, short: Sequence[_Napped], long: Sequence[_Napped], size: Size) -> "Idle":
-        (slept, lasted, _), (slept_long, lasted_long, around) = _together(short), _together(long)
+        (slept, lasted, _), (slept_long, lasted_long, around) = _spans(short), _spans(long)
         added = lasted_long - lasted
         shares = tuple(1 - (more - less) / added for less, more in zip(slept, slept_long, strict=True))
         ratio = size.forward_s[0] / (size.forward_s[1] - size.forward_s[0])
         return cls(shares, lasted - added * ratio, 1 - statistics.mean(slept_long) / lasted_long, around)
 
 
-def _together(by_rank: Sequence[_Napped]) -> tuple[tuple[float, ...], float, float]:
-    """Seconds that each rank slept, those between the first nap and the last one's end, and those around them."""
+def _spans(by_rank: Sequence[_Napped]) -> tuple[tuple[float, ...], float, float]:
+    """Return the seconds that each rank slept, those between the first and last sleep, and those before and after."""
     slept, first, last, whole = zip(*by_rank, strict=True)
     lasted = max(last) - min(first)
     return slept, lasted, max(whole) - lasted
 
 
-def _absent(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]:
+def _off_stage(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]:
     cells = [(name, depth, size) for name in MODELS for depth in size.depths]
     last = {cell[:2]: found[-1] * 1e6 for cell, found in zip(cells, on_ranks(2, until_received, *cells), strict=True)}
     for name in MODELS:
         us = slope([(depth, last[name, depth]) for depth in size.depths])
-        report.expect(options.quick or us <= MOST_US, f"{name}: {us:.1f} us for an absent block, of {MOST_US:g}")
+        report.expect(options.quick or us <= MOST_US, f"{name}: {us:.1f} us for an off-stage block, of {MOST_US:g}")
         yield [name, *(f"{last[name, depth]:.0f}" for depth in size.depths), f"{us:.1f}"]
 
 

@@ -4,10 +4,10 @@
     python -m benchmarks.precision_zoo --quick    # every 20th model
     python -m benchmarks.precision_zoo --save     # into benchmarks/results/precision_zoo.md
 
-Models run on the GPU where there is one.
+Models run on the GPU if there is one.
 
-It ends with status 1 where a model trains under autocast and not under the engine's default, or with gradients farther
-from those of fp32 than 1.5 times what autocast's are, of the same 16-bit parameters.
+It ends with status 1 if a model trains under autocast but not under the engine's default, or if its gradients are
+farther from those of fp32 than 1.5 times autocast's with the same 16-bit parameters.
 """
 
 import sys
@@ -18,9 +18,9 @@ from benchmarks import _zoo
 from benchmarks._common import Report, parser
 
 TEXT = """One forward and backward in bf16 {device}; *1 - cosine* of all gradients with those of fp32. *autocast*:
-`torch.autocast`, fp32 parameters; *rounded*: the same, of parameters with bf16 values, as any have that are stored in
-16 bits; *mixed* (the default), *cast*: `precision.mode`. Only models whose figures under `mixed` are above 1.5 times
-those of autocast plus 1e-6, or that do not train somewhere, have a row."""
+`torch.autocast`, fp32 parameters; *rounded*: the same with parameters rounded to bf16, as 16-bit storage does; *mixed*
+(the default), *cast*: `precision.mode`. Only models whose figures under `mixed` are above 1.5 times those of autocast
+plus 1e-6, or that fail to train in a mode, have a row."""
 MODES = ("mixed", "cast")
 
 
@@ -42,7 +42,7 @@ def main() -> int:
             trained[way] += not result.problem
         mixed = found["mixed"]
         holds = _zoo.is_close(mixed, autocast) or _zoo.is_close(mixed, rounded)
-        report.expect(holds, f"{name}: {mixed.problem or f'{mixed.apart:.1e}'}, autocast {autocast.apart:.1e}")
+        report.expect(holds, f"{name}: {mixed.problem or f'{mixed.distance:.1e}'}, autocast {autocast.distance:.1e}")
         results = [autocast, rounded, *found.values()]
         if not _zoo.is_close(mixed, autocast) or any(result.problem for result in results):
             rows.append([name, *(_shown(result) for result in results)])
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _shown(result: _zoo.Found) -> str:
-    return result.problem.replace("|", "/")[:80] if result.problem else f"{result.apart:.1e}"
+    return result.problem.replace("|", "/")[:80] if result.problem else f"{result.distance:.1e}"
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@
     python -m benchmarks.predicted --only report --save           # the table, into benchmarks/results/predicted.md
     python -m benchmarks.predicted --quick                        # four cases, a table, nothing kept
 
-What was found is kept in `benchmarks/results/predicted.json`, case by case, and is not measured again.
+Results are stored in `benchmarks/results/predicted.json`, case by case, and are not measured again.
 
-What is held, by state, and what is sent are the plan's and the simulation's exactly. A peak is the ledger's (what the
-engine holds and lends, each kind at its most) and the most that torch's CPU allocator lends beside it in a step, as its
-own profiler reports every allocation: what autograd and the operators take, temporaries within kernels among it. It is
-no resident memory, in which pages that were never touched do not count and holes in malloc's heap do. Simulated peaks
-are the real engine's on tensors without values (`partita simulate`), planned ones (`partita plan`) are computed without
-it. Seconds are the plan's on this machine as `partita machine` measures it.
+Bytes by state and bytes sent must equal the plan and the simulation exactly. A peak is the sum of the ledger's (states
+and buffers of the engine, each kind at its peak) and of the peak of torch's CPU allocator outside the ledger in a step,
+as torch's profiler reports every allocation: memory of autograd and operators, temporaries within kernels included. It
+is not resident memory, which excludes pages that were never touched and includes holes in malloc's heap. Simulated
+peaks are those of the real engine on tensors without values (`partita simulate`); planned ones (`partita plan`) are
+computed without the engine. Seconds are the plan's on this machine as `partita machine` measures it.
 """
 
 import argparse
@@ -76,10 +76,10 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description="What is predicted beside what is measured")
+    made = argparse.ArgumentParser(description="Compare predictions with measurements")
     made.add_argument("--quick", action="store_true", help="four cases: does it run?")
     made.add_argument("--only", choices=("bytes", "time", "report"), default=None)
-    made.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
+    made.add_argument("--seconds", type=float, default=1e9, help="start nothing after so many seconds")
     made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
     return made.parse_args()
 
@@ -89,7 +89,7 @@ def _missing(listed: Sequence[Case], kept: Kept, what: str) -> list[Case]:
 
 
 def _keep(kept: Kept) -> None:
-    """Beside what another run has put there meanwhile."""
+    """Add the results to the file, which another run may have changed in the meantime."""
     there: Kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     kept = {name: there.get(name, {}) | kept.get(name, {}) for name in {*there, *kept}}
     lines = (f"{json.dumps(name)}: {json.dumps(found, sort_keys=True)}" for name, found in sorted(kept.items()))
@@ -100,7 +100,9 @@ def _keep(kept: Kept) -> None:
 
 
 def predicted(case: Case) -> dict[str, Any]:
-    """Of each rank what the simulation and the closed forms say; ``planned_peak`` of the rank that holds most."""
+    """Return each rank's figures from the simulation and the closed forms; ``planned_peak`` is of the rank that holds
+    most.
+    """
     source = read_source(case.model)
     simulated_model = SimulatedModel(
         lambda: read_source(case.model).model, lambda samples: source.batch(samples, accelerator.SIMULATED)
@@ -134,7 +136,7 @@ def _plain(rank: RankReport) -> dict[str, Any]:
 
 
 def _run(listed: Sequence[Case], what: str, deadline: float) -> Iterator[tuple[str, Any]]:
-    """Measure what there is time for, some cases at a time, on processes that go from case to case."""
+    """Measure as many cases as the time allows, a few at a time, on processes that run one case after the other."""
     for num_ranks in sorted({case.ranks for case in listed}):
         of_ranks = [case for case in listed if case.ranks == num_ranks]
         for at in range(0, len(of_ranks), TOGETHER):
@@ -145,7 +147,7 @@ def _run(listed: Sequence[Case], what: str, deadline: float) -> Iterator[tuple[s
 
 
 def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(case, what each rank measured): seconds of a step, of so many, or bytes where that is 0."""
+    """Yield (case, the measurements of each rank): seconds of so many steps, or bytes if that is 0."""
     num_ranks = listed[0].ranks
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as listener:
@@ -161,13 +163,13 @@ def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list
                 "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // num_ranks),
             }
             words = [json.dumps([asdict(case) for case in listed]), str(file), str(num_steps)]
-            with Path(folder, f"{rank}.log").open("w") as said:
+            with Path(folder, f"{rank}.log").open("w") as log:
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "benchmarks._predicted_rank", *words],
                         cwd=ROOT,
                         env=os.environ | {name: str(value) for name, value in (places | ways).items()},
-                        stdout=said,
+                        stdout=log,
                         stderr=subprocess.STDOUT,
                     )
                 )
@@ -182,7 +184,7 @@ def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list
 
 
 def machine_of(num_ranks: int) -> Machine:
-    """This machine as so many ranks have it: measured once, and kept."""
+    """Return the measurement of this machine with so many ranks, measured once and stored."""
     path = RESULTS / f"machine-{num_ranks}.yaml"
     if not path.exists():
         write_machine(measure_machine(num_ranks, path.stem), path)
@@ -193,7 +195,7 @@ def machine_of(num_ranks: int) -> Machine:
 
 
 def _report(listed: Sequence[Case], kept: Kept, save: bool) -> int:
-    report = Report("What a step takes: predicted and measured")
+    report = Report("Bytes and seconds of a step: predicted and measured")
     report.begin()
     known = [case for case in listed if {"predicted", "measured"} <= kept.get(case.name, {}).keys()]
     report.write(_HEAD.format(known=len(known), listed=len(listed)))
@@ -207,10 +209,10 @@ def _report(listed: Sequence[Case], kept: Kept, save: bool) -> int:
 
 
 def _bytes_row(report: Report, case: Case, of_case: dict[str, Any]) -> list[str]:
-    said, found = of_case["predicted"]["ranks"], of_case["measured"]
-    held = all(each["held"] == own["held"] for each, own in zip(said, found, strict=True))
-    sent = all(each["sent"] == own["sent"] for each, own in zip(said, found, strict=True))
-    simulated = [each["ledger_peak"] + each["activations"] for each in said]
+    predictions, found = of_case["predicted"]["ranks"], of_case["measured"]
+    held = all(each["held"] == own["held"] for each, own in zip(predictions, found, strict=True))
+    sent = all(each["sent"] == own["sent"] for each, own in zip(predictions, found, strict=True))
+    simulated = [each["ledger_peak"] + each["activations"] for each in predictions]
     peaks = [own["ledger_peak"] + own["allocated_peak"] for own in found]
     off = max((a / b - 1 for a, b in zip(simulated, peaks, strict=True)), key=abs)
     report.expect(held, f"{case.name}: bytes by state are the plan's")
@@ -230,20 +232,20 @@ def _bytes_row(report: Report, case: Case, of_case: dict[str, Any]) -> list[str]
 
 
 def _times(report: Report, timed: Sequence[Case], kept: Kept) -> None:
-    said = {case.name: _seconds(case) for case in timed}
+    predictions = {case.name: _seconds(case) for case in timed}
     found = {case.name: kept[case.name]["seconds"] for case in timed}
     rows = []
     for name, seconds in found.items():
-        off = said[name] / seconds - 1
+        off = predictions[name] / seconds - 1
         report.expect(abs(off) <= TIME_TOLERANCE, f"{name}: its time within {TIME_TOLERANCE:.0%} ({off:+.0%})")
-        rows.append([name, f"{1e3 * said[name]:.1f}", f"{1e3 * seconds:.1f}", f"{off:+.0%}"])
+        rows.append([name, f"{1e3 * predictions[name]:.1f}", f"{1e3 * seconds:.1f}", f"{off:+.0%}"])
     report.table(("case", "predicted ms", "measured ms", "off by"), rows)
     pairs = [(a, b) for a, b in combinations(found, 2) if max(found[a], found[b]) > APART * min(found[a], found[b])]
-    wrong = [(a, b) for a, b in pairs if (said[a] < said[b]) != (found[a] < found[b])]
+    wrong = [(a, b) for a, b in pairs if (predictions[a] < predictions[b]) != (found[a] < found[b])]
     report.expect(
         not wrong, f"the order of {len(wrong)} of {len(pairs)} pairs that differ by more than {APART - 1:.0%}"
     )
-    within = sum(abs(said[name] / found[name] - 1) <= TIME_TOLERANCE for name in found)
+    within = sum(abs(predictions[name] / found[name] - 1) <= TIME_TOLERANCE for name in found)
     report.write(
         f"{within} of {len(found)} times are within {TIME_TOLERANCE:.0%}; of {len(pairs)} pairs of cases whose times "
         f"differ by more than {APART - 1:.0%}, {len(pairs) - len(wrong)} are predicted in the right order."
@@ -255,14 +257,13 @@ def _seconds(case: Case) -> float:
     return estimate_config(read_source(case.model), case.config, case.ranks).time(machine_of(case.ranks)).total_s
 
 
-_HEAD = """\
-{known} of {listed} cases. *States*: bytes by state and tier of every rank are the closed form's, exactly. *Sent*: calls
-and bytes of every rank, by collective, axes and purpose, are the simulation's, exactly. A *peak* is the ledger's (each
-kind at its most) and the most that torch's CPU allocator lends beside it within a step, counted from its own report of
-every allocation; *off by* is of the rank that is off most. Within its call a convolution has a second layout of its
-images, filters and result, in blocks of channels, and backward scratch memory beside that; which, follows from shape,
-processor and threads, and no simulation has it. The ResNet's peaks lack 786,432 bytes of images and 82,944 of filters.
-*Planned*: without the engine, of the rank that holds most."""
+_HEAD = """{known} of {listed} cases. *States*: bytes by state and tier of every rank are the closed form's, exactly.
+*Sent*: calls and bytes of every rank, by collective, axes and purpose, are the simulation's, exactly. A *peak* is the
+ledger's (each kind at its peak) plus the peak of torch's CPU allocator outside of it within a step, counted from its
+own report of every allocation; *off by* is of the rank with the largest error. Within its call, a convolution makes a
+second copy of its images, filters and result, in blocks of channels, and backward allocates scratch memory as well.
+These depend on shape, processor and threads, and are not simulated. The ResNet's peaks lack 786,432 bytes of images
+and 82,944 of filters. *Planned*: without the engine, of the rank that holds most."""
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What recomputed activations save and cost, beside torch's own checkpoint and save_on_cpu around the same blocks.
+"""Memory and time of recomputed activations, compared with torch's checkpoint and save_on_cpu around the same blocks.
 
     python -m benchmarks.recompute            # 12 blocks of width 512, 2 x 512 positions, 7 repetitions: three minutes
     python -m benchmarks.recompute --quick    # a small model, once: no targets
     python -m benchmarks.recompute --save     # into benchmarks/results/recompute.md
 
-One process; every repetition runs one step of each mode, every other one in the opposite order. Kept bytes are those of
-the storages that the forward made and that are alive when it ends. It ends with status 1 where a target is missed.
+One process. Every repetition runs one step of each mode, every other one in the opposite order. Kept bytes are those of
+the storages that forward allocates and that are alive at its end. It ends with status 1 if a target is missed.
 """
 
 import statistics
@@ -27,7 +27,7 @@ WORK = Work(layers=12, width=512, heads=8, ffn_width=1376, batch=2, sequence=512
 QUICK_WORK = Work(layers=3, width=64, heads=2, ffn_width=128, batch=2, sequence=64)
 NONE, TORCH, TORCHS_OFFLOAD = "none", "torch's checkpoint", "torch's save_on_cpu"
 UNITS = {"checkpoint": "units"}
-# What the config says of activations.
+# The activations section of each mode's config.
 SETTINGS: dict[str, dict[str, str]] = {
     NONE: {},
     "units": UNITS,
@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     TORCHS_OFFLOAD: {},
 }
 MODES = tuple(SETTINGS)
-# Times the step without: a third forward of three passes, the head and the update aside.
+# Targets in units of the step without recomputation: one more forward pass in three, except head and update.
 TARGETS = {"units": 1.36, "selective": 1.36}
 
 
@@ -59,7 +59,7 @@ ratio in the same repetition."""
 
 
 class Trained:
-    """A model in one mode, and how its step goes."""
+    """A model in one mode, and its step."""
 
     def __init__(self, mode: str, work: Work) -> None:
         self._work, self._mode, model = work, mode, work.build()
@@ -98,7 +98,7 @@ def _rows(report: Report, work: Work, num_reps: int, targets: dict[str, float]) 
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for rep, mode in in_turn(MODES, num_reps + 1):
         step_s = trained[mode].step_s(rep)
-        if rep:  # the first is to warm up
+        if rep:  # the first one warms up
             times[mode].append(step_s)
     kept = {mode: one.kept_bytes() for mode, one in trained.items()}
     for mode in MODES:

@@ -1,14 +1,13 @@
-"""Do two checkouts compute the same bits, send the same messages and write the same files?
+"""Comparison of two checkouts: they must compute the same bits, send the same messages and write the same files.
 
     python -m benchmarks.same_bits BEFORE AFTER           # the interpreters of the two, each with its partita installed
     python -m benchmarks.same_bits BEFORE AFTER --quick   # one model, few plans, 1 and 2 ranks
     python -m benchmarks.same_bits BEFORE AFTER --save    # everything, into benchmarks/results/same_bits.md
     python -m benchmarks.same_bits BEFORE AFTER --ranks 2 # every model and plan, on 2 ranks
 
-Every kind of model is trained under every plan (stages, tiers, lean states, accumulation, ...) by both, in processes of
-their own. Compared are losses, gradient norms, weights, optimizer states, counted messages and bytes, checkpoints and
-exports file by file, and where training goes on to from BEFORE's checkpoint. It ends with status 1 where anything
-differs.
+Both train every kind of model under every plan (stages, tiers, lean states, accumulation, ...), in separate processes.
+Losses, gradient norms, weights, optimizer states, counted messages and bytes, checkpoints and exports (file by file)
+are compared, and so is training that resumes from BEFORE's checkpoint. It ends with status 1 if anything differs.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def main() -> int:
 
 
 _TEXT = """Every loss, gradient norm, weight, optimizer state, count of messages and bytes, file of a checkpoint and of
-an export, by two versions of the library; then the same for training that goes on from the first one's checkpoint."""
+an export, from two versions of the library; then the same for training that resumes from the first one's checkpoint."""
 
 
 def _rows(report: Report, options: argparse.Namespace, world: int, cases: Sequence[str]) -> Iterator[list[str]]:
@@ -69,7 +68,7 @@ def _rows(report: Report, options: argparse.Namespace, world: int, cases: Sequen
 
 
 def _pairs(found: Any, expected: Any, where: str) -> Iterator[tuple[str, object, object]]:
-    """(where, one, other) of every leaf of two nested results; a key that one of them lacks is a leaf."""
+    """Yield (where, one, other) for every leaf of two nested results; a key that one of them lacks is a leaf."""
     if not (isinstance(found, Mapping) and isinstance(expected, Mapping)):
         yield where, found, expected
         return
@@ -78,7 +77,7 @@ def _pairs(found: Any, expected: Any, where: str) -> Iterator[tuple[str, object,
 
 
 def _train(python: Path, world: int, scope: Scope, folder: Path, checkpoints: Path) -> list[Digests]:
-    """What every rank computed with the partita of one interpreter."""
+    """Return the results of every rank with the partita of one interpreter."""
     arguments = [json.dumps(asdict(scope)), str(folder), str(checkpoints)]
     return started("benchmarks._bits", arguments, world, folder, python=python)
 

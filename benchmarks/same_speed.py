@@ -1,11 +1,11 @@
-"""Do two checkouts take the same time for a step, a save and a load, and the same memory?
+"""Comparison of two checkouts: time of a step, a save and a load, and memory.
 
     python -m benchmarks.same_speed BEFORE AFTER          # the interpreters of the two, each with its partita installed
     python -m benchmarks.same_speed BEFORE AFTER --quick  # a small model, one plan: no targets
     python -m benchmarks.same_speed BEFORE AFTER --save   # into benchmarks/results/same_speed.md
 
-Both train the same decoder on two ranks under each plan, save and load, in turn and in processes of their own; figures
-are the later one's over the earlier one's, as medians over the pairs. It ends with status 1 where one is above 1.05.
+Both train the same decoder on two ranks under each plan, save and load, in turn and in separate processes. Figures are
+the later version's divided by the earlier one's, as medians over the pairs. It ends with status 1 if one is above 1.05.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _row(report: Report, options: argparse.Namespace, plan: str, work: Work) -> 
 
 
 def _measured(python: Path, work: Work, config: dict[str, Any]) -> Figures:
-    """Medians over the repetitions in a process, each as slow as its slower rank."""
+    """Return the medians over the repetitions in a process; each repetition takes as long as its slower rank."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [json.dumps(asdict(work)), json.dumps(config), folder]
         ranks = started("benchmarks._speed_rank", arguments, NUM_RANKS, Path(folder), python=python)

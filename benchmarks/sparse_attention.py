@@ -1,11 +1,11 @@
-"""The time of block-sparse attention, forward and backward, beside torch's dense causal attention.
+"""The time of block-sparse attention, forward and backward, compared with torch's dense causal attention.
 
     python -m benchmarks.sparse_attention            # 2k to 32k positions, 2 heads, 3 repetitions: 10 minutes
     python -m benchmarks.sparse_attention --quick    # short sequences, once: no targets
     python -m benchmarks.sparse_attention --save     # into benchmarks/results/sparse_attention.md
 
-Every repetition runs each mode once, every other one in the opposite order. It ends with status 1 where a target is
-missed. FlexAttention has no backward on the CPU, so it is not beside them.
+Every repetition runs each mode once, every other one in the opposite order. It ends with status 1 if a target is
+missed. FlexAttention has no backward on the CPU and is not compared.
 """
 
 import statistics
@@ -28,7 +28,7 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (512, 1024)
 HEADS, WIDTH, WINDOW = 2, 64, 1024
 DENSE = "dense"
-# The mode of the targets: times dense attention's speed over how many times fewer pairs it computes, and that speed.
+# Targets of this mode: its speed-up divided by how many times fewer pairs it computes, and its speed-up over dense.
 CHOSEN, SHARE_TARGET, SPEED_TARGET = "longformer, blocks of 256", 0.7, 6.0
 
 
@@ -55,8 +55,8 @@ def main() -> int:
 
 
 _TEXT = """Forward and backward of {heads} heads of width {width} in fp32 on {threads} threads; a window of {window}
-positions (bigbird: half of it). *Pairs*: of positions that dense causal attention computes, over those in visited
-blocks; *of its share*: the speed-up over that. Median over {num_reps} repetitions."""
+positions (bigbird: half of it). *Pairs*: of positions in dense causal attention, divided by those in computed blocks;
+*of its share*: the speed-up divided by that. Median over {num_reps} repetitions."""
 
 
 def _timed(call: Callable[[], Tensor], given: list[Tensor], weights: Tensor) -> float:
@@ -80,7 +80,7 @@ def _rows(
         times: dict[str, list[float]] = {name: [] for name in calls}
         for rep, name in in_turn(calls, num_reps + 1):
             seconds = _timed(calls[name], given, weights)
-            if rep:  # the first is to warm up
+            if rep:  # the first one warms up
                 times[name].append(seconds)
         sizes = Sizes(1, length, length)
         yield [str(length), DENSE, "", f"{statistics.median(times[DENSE]) * 1e3:.0f}", "", "", ""]

@@ -1,4 +1,4 @@
-"""What is learned with block-sparse attention, beside dense attention at equal tokens.
+"""Loss of block-sparse attention, compared with dense attention after equal tokens.
 
     python -m benchmarks.sparse_learning             # copies within 8k bytes, text at 4k bytes: an hour
     python -m benchmarks.sparse_learning --short     # copies within 512 bytes, text at 512 bytes: 20 minutes
@@ -6,12 +6,12 @@
     python -m benchmarks.sparse_learning --save      # into benchmarks/results/sparse_learning.md
     python -m benchmarks.sparse_learning --hours 2   # in parts: what has run is kept, and begins no more after 2 hours
 
-Two tasks, each the same decoder, samples and order for every pattern, by the config alone: the second half of samples
-whose second half repeats the first, which takes seeing as far back as half of the sample (as the layout of one's own
-does, which has the blocks there, too: a window passes on no more than a few bytes a layer); and the standard library's
-text. It ends with status 1 where a target is missed: the share of the copy that is right, and the loss of the text. The
-short form has the same tasks with fewer symbols and fewer bytes: it says whether the patterns learn, and not how far
-they see.
+There are two tasks. For each, all patterns train the same decoder on the same samples in the same order; only the
+config differs. One task is copying: the second half of a sample repeats the first, so a model must see half a sample
+back (as the layout written for it does, which includes the blocks there; a window passes on only a few bytes per
+layer). The other is the standard library's text. It ends with status 1 if a target is missed: the share of correct
+copies, and the loss of the text. The short form has the same tasks with fewer symbols and bytes: it shows whether the
+patterns learn, not how far they see.
 """
 
 import sys
@@ -31,7 +31,7 @@ from partita.train.data import Corpus, load_corpus
 from partita.train.decoder import Decoder, DecoderShape
 from partita.train.job import DataSection
 
-# A pattern's held-out loss, and share of right copies, over dense attention's.
+# Targets of a pattern's held-out loss and share of correct copies, in units of dense attention's.
 LOSS = 1.02
 RIGHT = 0.98
 DENSE = "dense"
@@ -40,8 +40,8 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a task: a sample's bytes, samples of a step, steps, the patterns' window and block, and how many symbols
-    are copied (None: it is text).
+    """Sizes of a task: bytes per sample, samples per step, steps, the patterns' window and block, and the number of
+    copied symbols (None: text).
     """
 
     length: int
@@ -64,7 +64,7 @@ class Scale:
         return {DENSE: {}, "user": {"pattern": "user", "block": self.block, "layout": self.far()}}
 
     def far(self) -> list[str]:
-        """Rows of blocks: the window, and the blocks half a sample before."""
+        """Rows of a layout: the window, and the blocks half a sample before."""
         num, back = self.length // self.block, self.length // 2 // self.block
         near, around = self.window // self.block, (back - 1, back, back + 1)
         return ["".join("1" if 0 <= q - k <= near or q - k in around else "0" for k in range(num)) for q in range(num)]
@@ -80,11 +80,11 @@ SHAPE = DecoderShape(layers=2, width=64, heads=2, kv_heads=2, ffn_width=172)
 
 
 def main() -> int:
-    made = parser("What is learned with block-sparse attention", ())
+    made = parser("Learning with block-sparse attention", ())
     made.add_argument("--short", action="store_true", help="shorter samples")
     add_parts(made)
     options = made.parse_args()
-    report = Report("What is learned with block-sparse attention")
+    report = Report("Learning with block-sparse attention")
     report.begin()
     report.write(_TEXT)
     report.write()
@@ -106,11 +106,11 @@ def main() -> int:
 
 
 _TEXT = """Samples that were not trained on, after equal tokens in equal order; AdamW, fp32. *right*: share of symbols
-whose most likely prediction is right (of copies, in the second half); the loss in nats per symbol."""
+whose most likely prediction is correct (of copies: in the second half). The loss is in nats per symbol."""
 
 
 def copies(scale: Scale, step: int) -> Batch:
-    """Tokens and targets [batch, length - 1]; the first half's targets are left out. Held-out steps are negative."""
+    """Return tokens and targets [batch, length - 1], without the first half's targets. Negative steps are held out."""
     half = torch.randint(
         scale.symbols or 256, (scale.batch, scale.length // 2), generator=torch.Generator().manual_seed(step % 2**32)
     )
@@ -121,7 +121,7 @@ def copies(scale: Scale, step: int) -> Batch:
 
 
 def stretches(corpus: Corpus, scale: Scale, step: int) -> Batch:
-    """Tokens and targets [batch, length] of the text; those of negative steps are held out."""
+    """Return tokens and targets [batch, length] of the text; negative steps are held out."""
     row = corpus.train if step >= 0 else corpus.held_out
     generator = torch.Generator().manual_seed(step % 2**32)
     starts = torch.randint(len(row) - scale.length, (scale.batch, 1), generator=generator)
@@ -130,12 +130,12 @@ def stretches(corpus: Corpus, scale: Scale, step: int) -> Batch:
 
 
 def logits_of(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """[symbols, 256], and the targets, [symbols]."""
+    """Return the logits [symbols, 256] and the targets [symbols]."""
     return model(batch[0]).flatten(0, 1), batch[1].flatten()
 
 
 def learn(described: Described) -> dict[str, Any]:
-    """Train on one task with one pattern: ``loss`` and share ``right`` on samples held out."""
+    """Train on one task with one pattern; return ``loss`` and the share ``right`` on held-out samples."""
     scale = Scale(**{field.name: described[field.name] for field in fields(Scale)})
     if described["task"] == "text":
         corpus = load_corpus(DataSection(sequence=scale.length))

@@ -1,13 +1,13 @@
-"""How long a step takes, beside torch's own ways of training (and DeepSpeed's where it is installed).
+"""The time of a step, compared with torch's own training modes (and DeepSpeed's if it is installed).
 
     python -m benchmarks.step_time            # 1, 2 and 4 ranks, 5 repetitions: half an hour on 2 cores
     python -m benchmarks.step_time --quick    # 2 ranks, a small model, once: no targets
     python -m benchmarks.step_time --save     # into benchmarks/results/step_time.md
 
-All modes train the same decoder of 25.6M parameters on the same batches (8 sequences of 64 tokens over all ranks,
-fp32, fused AdamW), each in processes of its own, one after the other; every repetition runs all of them, every other
-one in the opposite order. What counts is the ratio to DDP (on one rank: to plain PyTorch) within a repetition. Run
-nothing else beside it. It ends with status 1 where a target is missed.
+All modes train the same decoder of 25.6M parameters on the same batches (8 sequences of 64 tokens over all ranks, fp32,
+fused AdamW), each in new processes, one after the other. Every repetition runs all of them, every other one in the
+opposite order. The result is the ratio to DDP (on one rank: to plain PyTorch) within a repetition. Run nothing else at
+the same time. It ends with status 1 if a target is missed.
 """
 
 import statistics
@@ -24,7 +24,7 @@ SINGLE_MODES = ("plain", "FSDP2", *PARTITA)
 MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *PARTITA, *OVER_NETWORK)
 QUICK_MODES = ("DDP", "FSDP2", "partita 1", "partita 3")
 
-# Times the reference's step, by number of ranks.
+# Targets in units of the reference's step, by number of ranks.
 TARGETS: dict[int, dict[str, float]] = {
     1: dict.fromkeys(PARTITA, 1.03),
     2: {"partita 1": 1.00, "partita 2": 1.00, "partita 3": 1.10, "partita 3, kept": 1.03},
@@ -53,8 +53,8 @@ def main() -> int:
 
 
 _TEXT = """Median over {num_reps} repetitions of a step's time and of its ratio to the first mode's in the same
-repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *peak MB*: resident memory of
-the rank that takes most, over the whole run; *above imports*: without what the process held before the model was
+repetition; in a run, a step is as long as its slowest rank's, and the median step counts. *peak MB*: resident memory
+of the rank that uses most, over the complete run; *above imports*: without the process's memory before the model was
 built. Ranks of partita read each other's memory; *over the network*: with `communication.within_node: network`."""
 
 

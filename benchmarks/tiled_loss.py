@@ -1,11 +1,11 @@
-"""What a tiled loss saves and costs, beside the whole loss and torch's own ``F.linear_cross_entropy``.
+"""Memory and time of a tiled loss, compared with the untiled loss and torch's ``F.linear_cross_entropy``.
 
     python -m benchmarks.tiled_loss            # width 512, 16384 classes, 1 to 4096 positions, 7 repetitions
     python -m benchmarks.tiled_loss --quick    # small, once: no targets
     python -m benchmarks.tiled_loss --save     # into benchmarks/results/tiled_loss.md
 
-One process; every repetition runs forward and backward of each mode, every other one in the opposite order. Bytes are
-those of the storages that head and loss make, at their peak. It ends with status 1 where a target is missed.
+One process. Every repetition runs forward and backward of each mode, every other one in the opposite order. Bytes are
+the peak of the storages that head and loss allocate. It ends with status 1 if a target is missed.
 """
 
 import statistics
@@ -28,14 +28,14 @@ TARGETS = {"tiled: auto": 1.05}
 
 @dataclass(frozen=True)
 class Size:
-    """Of a head and what it is given."""
+    """Sizes of a head and of its input."""
 
     width: int
     classes: int
     positions: int
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Hidden states [1, positions, width] and targets."""
+        """Return hidden states [1, positions, width] and targets."""
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randn(1, self.positions, self.width, generator=generator)
         return hidden.requires_grad_(), torch.randint(self.classes, (1, self.positions), generator=generator)
@@ -45,8 +45,8 @@ SIZES = (Size(512, 16384, 1024), Size(512, 16384, 4096))
 QUICK_SIZES = (Size(64, 1000, 256),)
 
 
-class Speaker(nn.Module):
-    """A head alone."""
+class HeadOnly(nn.Module):
+    """A model that consists of a head only."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ repetitions of the time and of its ratio in the same repetition."""
 
 
 def _steps(size: Size) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """Forward and backward in each mode."""
+    """Return forward and backward of each mode."""
     torch.manual_seed(0)
     for mode, tiled in ((WHOLE, "none"), ("tiled: auto", "auto"), ("tiled: 4MiB", "4MiB")):
-        engine = partita.initialize(Speaker(size), {"loss": {"tiled": tiled}})
+        engine = partita.initialize(HeadOnly(size), {"loss": {"tiled": tiled}})
 
         def step(seed: int, engine: partita.Engine = engine) -> None:
             hidden, targets = size.inputs(seed)
@@ -85,7 +85,7 @@ def _steps(size: Size) -> Iterator[tuple[str, Callable[[int], None]]]:
 
         yield mode, step
     if hasattr(F, "linear_cross_entropy"):
-        weight = Speaker(size).head.weight
+        weight = HeadOnly(size).head.weight
 
         def torchs(seed: int) -> None:
             hidden, targets = size.inputs(seed)
@@ -108,7 +108,7 @@ def _rows(report: Report, size: Size, num_reps: int, targets: dict[str, float]) 
     for rep, mode in in_turn(steps, num_reps + 1):
         start = time.perf_counter()
         steps[mode](rep)
-        if rep:  # the first is to warm up
+        if rep:  # the first one warms up
             times[mode].append(time.perf_counter() - start)
     for mode in steps:
         times_whole, target = ratio(times[mode], times[WHOLE]), targets.get(mode)

@@ -1,11 +1,11 @@
-"""How many bytes travel in a step: counted, expected by the plan, and seen by the operating system, beside torch's.
+"""Bytes sent in a step: counted, expected by the plan, and seen by the operating system, compared with torch's.
 
     python -m benchmarks.traffic            # 2 and 4 ranks
     python -m benchmarks.traffic --quick    # 2 ranks, a small model
     python -m benchmarks.traffic --save     # into benchmarks/results/traffic.md
 
-It ends with status 1 where a target is missed: counted bytes are the plan's exactly; the loopback counters of the
-system agree within 3 %; stages 1 and 2 send what DDP sends, stage 3 sends 1.5 times that.
+It ends with status 1 if a target is missed: counted bytes equal the plan exactly; the loopback counters of the system
+agree within 3 %; stages 1 and 2 send as much as DDP, and stage 3 sends 1.5 times as much.
 """
 
 import sys
@@ -21,11 +21,11 @@ MODES = ("DDP", "DDP + ZeRO-1", "FSDP2", "FSDP2, kept", *OVER_NETWORK)
 QUICK_MODES = ("DDP", "FSDP2", "partita 1, over the network", "partita 3, over the network")
 WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, steps=6, warmup=2)
 QUICK_WORK = Work(layers=4, width=256, heads=4, ffn_width=704, steps=4, warmup=2)
-# Times DDP's bytes.
+# Targets in units of DDP's bytes.
 TARGETS = {mode: 1.5 if mode == "partita 3, over the network" else 1.0 for mode in OVER_NETWORK}
 TOLERANCE = 0.03
 
-# On a network that is shared with others, a run counts if the network was idle before and after it.
+# On a shared network, a run counts if the network was idle before and after it.
 IDLE_BYTES_A_S, LISTEN_S, TRIES = 100_000, 1.0, 10
 
 
@@ -44,9 +44,9 @@ def main() -> int:
 
 
 _TEXT = """Megabytes sent in a step by all ranks together. *counted*: what the collectives counted (its equality with
-*plan*, the formula computed from the residence table, is exact on every rank). *system*: what the loopback interface
-carried, with the protocol's own headers and the barriers around the measured steps; partita's ranks, which could read
-each other's memory, exchange over it here. *x DDP*: system bytes, in units of DDP's."""
+*plan*, the formula computed from the residence table, is exact on every rank). *system*: bytes of the loopback
+interface, including protocol headers and the barriers around the measured steps; partita's ranks, which could read
+each other's memory, use the interface here. *x DDP*: system bytes, in units of DDP's."""
 
 
 def _rows(report: Report, world: int, work: Work, modes: tuple[str, ...]) -> Iterator[list[str]]:
@@ -76,22 +76,22 @@ def _rows(report: Report, world: int, work: Work, modes: tuple[str, ...]) -> Ite
 
 
 def _seen(result: Run) -> float:
-    """The interface is one for all ranks: rank 0's reading, which lies between two barriers."""
+    """Return the bytes of the interface, which all ranks share: the reading of rank 0 between two barriers."""
     return float(result.ranks[0]["interface_bytes_a_step"])
 
 
 def _run_alone(mode: str, world: int, work: Work) -> Run:
-    """Run in a network of its own, or, on a shared one, until nobody else was heard around the run.
+    """Run in a private network, or in a shared one, until no other traffic occurs around a run.
 
     Raises:
-        RuntimeError: others were heard every time.
+        RuntimeError: there was other traffic around every run.
     """
     for _ in range(TRIES):
         before = _others_bytes_a_s()
         result = run(mode, world, work)
         if result.network_is_own or max(before, _others_bytes_a_s()) <= IDLE_BYTES_A_S:
             return result
-    raise RuntimeError(f"the loopback network was in use around each of {TRIES} runs; run nothing else beside this")
+    raise RuntimeError(f"the loopback network was in use around each of {TRIES} runs; run nothing else")
 
 
 def _others_bytes_a_s() -> float:

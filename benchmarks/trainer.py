@@ -1,10 +1,10 @@
-"""What transformers' Trainer takes on partita: the time of a step beside the bare engine, and memory while loading.
+"""transformers' Trainer on partita: the time of a step compared with the bare engine, and memory during loading.
 
     python -m benchmarks.trainer            # 2 ranks train, 4 ranks load 200M parameters: 5 GB must be free
     python -m benchmarks.trainer --quick    # small models: no targets
     python -m benchmarks.trainer --save     # into benchmarks/results/trainer.md
 
-It ends with status 1 where a target is missed: a step in the Trainer at most 1.03 times as long as the engine's, and,
+It ends with status 1 if a target is missed: a step in the Trainer at most 1.03 times as long as the engine's, and,
 while ranks load a model, at most 1.3 times its bytes on the node.
 """
 
@@ -48,19 +48,18 @@ def main() -> int:
     if "steps" in parts:
         report.table(header, (row for world in worlds for row in _steps(report, world, trained, options.quick)))
     num_ranks = 2 if options.quick else 4
-    header = ["ranks", "stage", "parameters M", "model MB", "node's peak MB", "of it lent MB", "ratio", "target"]
+    header = ["ranks", "stage", "parameters M", "model MB", "node's peak MB", "of it buffers MB", "ratio", "target"]
     if "loading" in parts:
         report.table(header, _loading(report, num_ranks, loaded, options.quick))
     return report.end(options.save)
 
 
 _TEXT = """Llamas in fp32 with torch's fused AdamW, at stage 3 and 1. *ms per step*: the median over the steps of a run
-and then over the repetitions; both loops run in the same processes, in turn, and the ratio is that within a repetition.
-A step of the Trainer is all from the end of one to the end of the next, with its data loader and callbacks. *node's
-peak*: private memory of all ranks together, above what they held before `from_pretrained`, until the model is under the
-plan; *lent*: at most so much of it are the buffers that gathered units borrow, in training as in loading: some blocks
-per rank, whatever the model's depth. File pages that the reader has mapped, which the system takes back when it likes,
-are not counted."""
+and then over the repetitions; both loops run in the same processes, in turn, and the ratio is that within a
+repetition. A step of the Trainer lasts from the end of one to the end of the next, with its data loader and callbacks.
+*node's peak*: private memory of all ranks, above that before `from_pretrained`, until the model is sharded; *buffers*:
+at most so much of it is buffers of gathered units, in training as in loading: some blocks per rank, whatever the
+model's depth. Mapped file pages, which the system can reclaim at any time, are not counted."""
 
 
 def _steps(report: Report, world: int, options: Options, quick: bool) -> Iterator[list[str]]:
@@ -82,7 +81,7 @@ def _steps(report: Report, world: int, options: Options, quick: bool) -> Iterato
 
 
 def _slowest(ranks: list[dict[str, Any]], name: str, repetition: int) -> float:
-    """The median step, which is over when its slowest rank is."""
+    """Return the median step; a step ends when its slowest rank ends."""
     return statistics.median(map(max, zip(*(rank[name][repetition] for rank in ranks), strict=True)))
 
 
@@ -96,30 +95,30 @@ def _loading(report: Report, world: int, options: Options, quick: bool) -> Itera
             del model
             with _Watch(folder) as watch:
                 ranks = _run("load", world, Options(**(asdict(options) | {"stage": stage})), folder)
-        # At stages below 3 every rank keeps the model whole: it is the reading that must not add to it.
+        # Below stage 3 every rank keeps the full model: reading must not add to it.
         kept = 4 * num_params * (1 if stage == 3 else world)
         ratio = watch.peak / kept
-        report.expect(quick or ratio <= MEMORY_TARGET, f"loading at stage {stage}: {ratio:.2f} x what the ranks keep")
+        report.expect(quick or ratio <= MEMORY_TARGET, f"loading at stage {stage}: {ratio:.2f} x the ranks' states")
         yield [
             str(world),
             str(stage),
             f"{num_params / 1e6:.1f}",
             megabytes(kept),
             megabytes(watch.peak),
-            megabytes(sum(rank["lent_bytes"] for rank in ranks)),
+            megabytes(sum(rank["buffer_bytes"] for rank in ranks)),
             f"{ratio:.2f}",
             "" if quick else f"<= {MEMORY_TARGET}",
         ]
 
 
 class _Watch:
-    """The private memory of the processes that say in a folder that they have begun, and not that they have ended: at
-    its ``peak``, above that at the beginning.
+    """The private memory of the processes that have marked in a folder that they have begun, and not yet that they have
+    ended: its ``peak`` above the memory at the beginning.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._over = folder, threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._measure)
         self.peak = 0
 
     def __enter__(self) -> "_Watch":
@@ -130,7 +129,7 @@ class _Watch:
         self._over.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         before: dict[str, int] = {}
         while not self._over.wait(POLL_S):
             began = [path.name.removeprefix("began-") for path in self._folder.glob("began-*")]
@@ -150,7 +149,7 @@ def _private_bytes(pid: str) -> int:
 
 
 def _run(way: str, world: int, options: Options, folder: Path) -> list[dict[str, Any]]:
-    """What the ranks measured."""
+    """Return the measurements of the ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command = [*launch, "-m", "benchmarks._trainer_rank", way, json.dumps(asdict(options)), str(folder)]
     own = {"OMP_NUM_THREADS": str(max(1, usable_cores() // world)), "GLOO_SOCKET_IFNAME": "lo"}

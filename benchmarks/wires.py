@@ -1,14 +1,15 @@
-"""What is learned over wires that carry fewer bytes, beside full ones at equal steps.
+"""Loss with compressed communication, compared with uncompressed communication after equal steps.
 
     python -m benchmarks.wires                 # all schemes on 4 ranks, some of them longer: many hours
     python -m benchmarks.wires --hours 2       # in parts: what has run is kept, and begins no more after 2 hours
     python -m benchmarks.wires --quick         # four schemes, 60 steps: no targets
     python -m benchmarks.wires --save          # into benchmarks/results/wires.md, with the plot beside it
 
-Two tasks, by the config alone: the model and text of `make train`, to its end, and a classifier of scikit-learn's
-images of digits; the same samples in the same order for every scheme, and the learning rate that is the full wire's
-best. What the targets are about, and its controls, learn the text for 3,000 steps, too. Bytes are what a rank sends in
-the whole run, warm-up and control messages included. It ends with status 1 where no scheme reaches a target.
+There are two tasks, configured by the config alone: the model and text of `make train`, to its end, and a classifier of
+scikit-learn's images of digits. Every scheme gets the same samples in the same order, and the learning rate that is
+best without compression. The schemes of the targets and their controls also learn the text for 3,000 steps. Bytes are
+those that a rank sends in the complete run, warm-up and control messages included. It ends with status 1 if no scheme
+reaches a target.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from benchmarks._finished import Finished, add_parts, in_parts
 from benchmarks._learning import Run, learn
 from benchmarks._schemes import FULL, schemes
 
-# (How many times fewer bytes than the full wire, and how far above its held-out loss.)
+# (How many times fewer bytes than without compression, and the largest loss in units of the uncompressed one.)
 TARGETS = ((5.0, 1.01), (12.0, 1.02), (100.0, 1.05))
 RATES = {"text": (7.5e-4, 1.5e-3, 3e-3, 6e-3), "digits": (1e-3, 3e-3, 1e-2, 3e-2)}
-# Of `make train`; of digits.
+# For `make train`, and for digits.
 STEPS = {"text": 1200, "digits": 600}
 LONGER_STEPS = 3000
 IN_LONGER = (
@@ -42,8 +43,8 @@ IN_QUICK = (FULL, "int4 both ways", "onebit_adam at stage 1, ternary after 5 %",
 
 @dataclass(frozen=True)
 class Learned:
-    """What a scheme comes to on a task: ``losses`` by seed, ``above`` the full wire's (as a factor, over the seeds that
-    both have), and megabytes that a rank sends.
+    """The result of a scheme on a task: ``losses`` by seed, ``above`` (its loss in units of the uncompressed one, over
+    the seeds that both have), and the megabytes that a rank sends.
     """
 
     scheme: str
@@ -65,14 +66,14 @@ class Study:
     finished: Finished
 
     def rates(self) -> dict[float, float]:
-        """The full wire's loss by learning rate, of the first seed."""
+        """The uncompressed loss by learning rate, of the first seed."""
         runs = {lr: self._run(FULL, self.seeds[0], lr).described() for lr in RATES[self.task]}
         self.finished.complete(runs.values(), learn)
         found = {lr: self.finished.of(run) for lr, run in runs.items()}
         return {lr: one["loss"] for lr, one in found.items() if one is not None}
 
     def learned(self, lr: float) -> Iterator[Learned]:
-        """Of each scheme that has run, the full wire first."""
+        """Return the result of each scheme that has run, the uncompressed one first."""
         every = [self._run(name, seed, lr) for seed in self.seeds for name in self.names]
         self.finished.complete((run.described() for run in every), learn)
         full = self._found(FULL, lr)
@@ -94,7 +95,7 @@ class Study:
 
 def main() -> int:
     options = _options()
-    report = Report("Wires that carry fewer bytes")
+    report = Report("Loss with compressed communication")
     report.begin()
     finished = in_parts(options, "wires")
     names = tuple(schemes(1)) if options.only is None else tuple(dict.fromkeys([FULL, *options.only]))
@@ -111,12 +112,12 @@ def main() -> int:
     for title in () if options.quick else ("text", LONGER):
         for fewer, above in TARGETS:
             holds = any(one.fewer >= fewer and one.above <= above for one in found[title])
-            report.expect(holds, f"{title}: {fewer:g} times fewer bytes within {above - 1:.0%} of the full wire's loss")
+            report.expect(holds, f"{title}: {fewer:g} times fewer bytes within {above - 1:.0%} of the full loss")
     return report.end(options.save)
 
 
 def _options() -> argparse.Namespace:
-    made = parser("What is learned over wires that carry fewer bytes", (4,))
+    made = parser("Measure the loss with compressed communication", (4,))
     add_parts(made)
     return made.parse_args()
 
@@ -130,7 +131,7 @@ def _section(report: Report, title: str, study: Study) -> list[Learned]:
     best = min(rates, key=lambda lr: rates[lr], default=RATES[study.task][0])
     shown = ", ".join(f"{lr:g}: {loss:.4f}" for lr, loss in rates.items())
     report.write(
-        f"Held-out loss of the full wire by learning rate (seed {study.seeds[0]}): {shown}; all take {best:g}."
+        f"Held-out loss without compression by learning rate (seed {study.seeds[0]}): {shown}; all take {best:g}."
     )
     report.write()
     learned = list(study.learned(best))
@@ -140,7 +141,7 @@ def _section(report: Report, title: str, study: Study) -> list[Learned]:
 
 
 def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
-    """How far schemes come in the same order by two seeds of a task, and by both tasks."""
+    """Report the rank correlation of the schemes between two seeds of a task, and between the tasks."""
     of_digits = {one.scheme: one.losses for one in digits}
     both = [
         (one.losses, of_digits[one.scheme])
@@ -148,7 +149,7 @@ def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
         if len(one.losses) == len(of_digits.get(one.scheme, ())) == 2
     ]
     if len(both) < 2:
-        return "Too few schemes have run for their order."
+        return "Too few schemes have run to compare their order."
     seeds = [list(zip(*(losses.values() for losses in of_task), strict=True)) for of_task in zip(*both, strict=True)]
     means = [[statistics.mean(losses.values()) for losses in of_task] for of_task in zip(*both, strict=True)]
     of_text, of_images, of_both = (_rank_correlation(*each) for each in (*seeds, means))
@@ -159,7 +160,7 @@ def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
 
 
 def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, without ties."""
+    """Return Spearman's rank correlation, without ties."""
     places = [[sorted(values).index(value) for value in values] for values in (first, second)]
     return statistics.correlation(*places)
 
@@ -173,13 +174,13 @@ _TEXTS = {
     "text": """The model of `make train`, {steps} steps of 8 samples of 128 bytes on {ranks} ranks. Nats per byte on 512
 samples of text that is held out. AdamW (or what the scheme's name says), cosine schedule, clipped to 1, fp32. *MB
 sent*: what a rank sends in the whole run. *x full*: over the seeds that both have. *local steps, 8*: each rank by
-itself, exchanging every 8 steps; an outer momentum of 0.9 where none is named. Controls say what makes the difference:
-*full, frozen and capped*: onebit_adam that sends gradients, with nothing coded after the warm-up; *no feedback*: what
-codes of its gradients lose is thrown away.""",
-    LONGER: """The same for {steps} steps, with three seeds: the schemes that the targets are about, and controls.""",
+itself, exchanging every 8 steps; an outer momentum of 0.9 where none is named. Controls separate the causes: *full,
+frozen and capped*: onebit_adam that sends gradients, uncompressed after the warm-up; *no feedback*: the error of
+compressed gradients is discarded.""",
+    LONGER: """The same for {steps} steps, with three seeds: the schemes of the targets, and controls.""",
     "digits": """scikit-learn's 1,797 images of 8 x 8 pixels, 360 of them held out: two convolutions and two linear
 layers, {steps} steps of 16 images on each of {ranks} ranks, shifted by up to a pixel. Nats per image; 98 to 99 % are
-classified right, so that a few images make the loss: schemes within the spread of the seeds are equal here.""",
+classified correctly, so a few images determine the loss: schemes within the spread of the seeds are equal here.""",
 }
 
 

@@ -1,1 +1,1 @@
-"""What needs a CUDA GPU: correctness first, then figures."""
+"""Benchmarks that need a CUDA GPU: correctness first, then figures."""

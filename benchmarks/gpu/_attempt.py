@@ -1,6 +1,6 @@
-"""One attempt, in a process of its own: python -m benchmarks.gpu._attempt JOB RESULT
+"""One attempt, in its own process: python -m benchmarks.gpu._attempt JOB RESULT
 
-RESULT gets a line for each number of tokens, and one that says what stopped the attempt (nothing, if it ended).
+RESULT gets a line for each number of tokens, and one with the reason why the attempt stopped (empty if it completed).
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from benchmarks.gpu._common import Job, model_flops, num_params
 from benchmarks.gpu._modes import LONG_MODES, MODES, Setting, TakeStep
 from partita.errors import PartitaError
 
-# What an error says of what was missing.
+# Texts of errors, by the resource that was exhausted.
 SIGNS = {
     "offload to disk": "disk",
     "cannot pin": "host",
@@ -28,7 +28,9 @@ SIGNS = {
 
 
 def batch(tokens: int, length: int, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets ``[tokens / length, length]``, small ones more frequent: there is something to learn."""
+    """Return tokens and targets ``[tokens / length, length]``. Small ones are more frequent, so that there is something
+    to learn.
+    """
     generator = torch.Generator(device).manual_seed(step)
     rows = torch.rand(max(1, tokens // length), length + 1, generator=generator, device=device).square()
     ids = (rows * 255).long()
@@ -36,8 +38,10 @@ def batch(tokens: int, length: int, device: torch.device, step: int) -> tuple[Te
 
 
 def measure(job: Job, take_step: TakeStep, tokens: int, device: torch.device) -> dict[str, Any]:
-    """The best step, and the losses of all. A step is over when the next could begin; an update that goes on is in the
-    time of the next, so the warm-up must be at least one step.
+    """Return the best step, and the losses of all steps.
+
+    A step ends when the next one can begin. An update that still runs then is counted in the next step, so the warm-up
+    must be at least one step.
     """
     times, losses = [], []
     length = min(job.length, tokens)
@@ -66,7 +70,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def run(job: Job, out: TextIO) -> str:
-    """What stopped it."""
+    """Run the job; return the reason why it stopped."""
     mode = (MODES | LONG_MODES)[job.mode]
     if mode.needs and importlib.util.find_spec(mode.needs) is None:
         print(f"{mode.needs} is not installed")

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: decoders by size, attempts in processes of their own, and what stopped them."""
+"""Shared parts of the GPU benchmarks: decoders by size, attempts in separate processes, and their outcomes."""
 
 import argparse
 import json
@@ -20,14 +20,16 @@ from partita.memory.capacity import host_memory
 from partita.train.decoder import DecoderShape
 
 POLL_S = 0.05
-# Of the host's memory, what an attempt must leave to the system.
+# Host memory that an attempt must leave to the system.
 RESERVE_BYTES = 6 * 2**30
 LAST_CHARACTERS = 1500
 SMALL = DecoderShape(layers=2, width=64, heads=2, kv_heads=1, ffn_width=128)
 
 
 def decoder(layers: int, width: int, ffn_width: int) -> DecoderShape:
-    """A decoder with heads of 128 and 8 key and value heads; its vocabulary is small, so its weight is in blocks."""
+    """Return a decoder with heads of 128 and 8 key and value heads. Its vocabulary is small, so nearly all weights are
+    in blocks.
+    """
     return DecoderShape(layers, width, width // 128, 8, ffn_width)
 
 
@@ -48,14 +50,14 @@ def num_params(shape: DecoderShape) -> int:
 
 
 def model_flops(shape: DecoderShape, tokens: int, length: int) -> float:
-    """Of a step, without what is recomputed: 6 a parameter and token, and causal attention's two products."""
+    """Return a step's FLOPs without recomputation: 6 per parameter and token, and causal attention's two products."""
     attention = 6.0 * shape.layers * shape.heads * shape.head_dim * length * tokens
     return 6.0 * num_params(shape) * tokens + attention
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and how many tokens its steps have, in turn."""
+    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and the tokens of its steps, in turn."""
 
     mode: str
     shape: DecoderShape
@@ -76,7 +78,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of an attempt. ``stopped`` is empty, or: device, host, disk, time, absent, error."""
+    """The outcome of an attempt. ``stopped`` is empty, or: device, host, disk, time, absent, error."""
 
     stopped: str
     seconds: float
@@ -92,7 +94,7 @@ class Outcome:
 
 
 def attempt(job: Job, seconds: float, host_bytes: int) -> Outcome:
-    """Run a job in a process of its own, and end it before it takes more of the host than it may."""
+    """Run a job in a separate process, and end it before it uses more of the host than allowed."""
     begin, stopped, peak = time.monotonic(), "", 0
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         result = Path(folder, "result.jsonl")
@@ -135,7 +137,7 @@ def _resident(pid: int) -> int:
 
 
 class Clock:
-    """What is left of a command's time."""
+    """The remaining time of a command."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -146,11 +148,11 @@ class Clock:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that these benchmarks have in common."""
+    """Return a parser with the arguments that these benchmarks have in common."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="a tiny model, on the CPU if there is no GPU: does it run?")
     made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
-    made.add_argument("--seconds", type=float, default=570.0, help="begin nothing that would not end within this time")
+    made.add_argument("--seconds", type=float, default=570.0, help="start nothing that would not end within this time")
     made.add_argument("--mode", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
     made.add_argument("--host-gib", type=float, default=None, help="host memory to use at most (by default all but 6)")
     made.add_argument("--path", default=None, help="folder of the disk tier")
@@ -163,10 +165,10 @@ def host_bytes(arguments: argparse.Namespace) -> int:
 
 
 def device_here(quick: bool) -> torch.device:
-    """The GPU; with ``quick`` the CPU where there is none.
+    """Return the GPU; with ``quick`` the CPU if there is none.
 
     Raises:
-        SystemExit: there is no GPU, and it is not quick.
+        SystemExit: there is no GPU, and ``quick`` is False.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -176,7 +178,7 @@ def device_here(quick: bool) -> torch.device:
 
 
 def place(device: torch.device) -> str:
-    """What the figures are of, in a line of a report."""
+    """Return a line for a report that names the device of its figures."""
     if device.type == "cpu":
         return "No CUDA device: on the CPU, at a size that shows that the script runs. Its figures mean nothing."
     free, total = torch.cuda.mem_get_info(device)
@@ -185,10 +187,10 @@ def place(device: torch.device) -> str:
 
 
 def chosen(modes: list[str] | None, known: Iterator[str] | list[str]) -> list[str]:
-    """The modes asked for, in the order of ``known``.
+    """Return the requested modes, in the order of ``known``.
 
     Raises:
-        SystemExit: there is no such mode.
+        SystemExit: a mode does not exist.
     """
     names = list(known)
     unknown = [mode for mode in modes or [] if mode not in names]

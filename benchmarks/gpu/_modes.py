@@ -1,6 +1,7 @@
-"""The ways to train a decoder larger than the device that are compared: each builds it and returns what takes a step.
+"""Training modes for a decoder larger than the device: each builds it and returns a function that takes a step.
 
-Weights are made where they will rest, seeded, without passing through the disk; every block is recomputed in backward.
+Weights are created where they will be stored, seeded, without passing through the disk. Every block is recomputed in
+backward.
 """
 
 import os
@@ -28,7 +29,7 @@ TakeStep = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where an attempt runs; ``path`` is the disk tier's."""
+    """The device and folder of an attempt; ``path`` is that of the disk tier."""
 
     shape: DecoderShape
     device: torch.device
@@ -37,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mode:
-    """``device`` and ``host`` are the bytes per parameter that its states take there: the search's first guess."""
+    """A mode. ``device`` and ``host``: bytes per parameter of its states there, for the search's first guess."""
 
     start: Callable[[Setting], TakeStep]
     device: float
@@ -50,7 +51,7 @@ class Mode:
 def build(
     shape: DecoderShape, device: torch.device | str, dtype: torch.dtype = torch.float32, *, recomputed: bool = True
 ) -> Decoder:
-    """The decoder, seeded; its blocks are recomputed in backward, by torch's checkpoint."""
+    """Return the decoder, seeded; torch's checkpoint recomputes its blocks."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -65,7 +66,7 @@ def build(
 
 
 def plain(setting: Setting) -> TakeStep:
-    """fp32 weights, bf16 autocast, torch's fused AdamW."""
+    """Return plain PyTorch: fp32 weights, bf16 autocast, torch's fused AdamW."""
     model = build(setting.shape, setting.device)
     step = _with_optimizer(model)
 
@@ -77,7 +78,9 @@ def plain(setting: Setting) -> TakeStep:
 
 
 def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
-    """``fully_shard``, bf16 compute on fp32 weights; with ``offload`` they are on the host (``CPUOffloadPolicy``)."""
+    """Return ``fully_shard`` with bf16 compute on fp32 weights; with ``offload`` they are on the host
+    (``CPUOffloadPolicy``).
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -97,14 +100,14 @@ def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
 
 
 def _fill(values: Tensor, device: torch.device) -> None:
-    """Random values drawn on the device: the host draws a few billion numbers for minutes."""
+    """Fill with random values drawn on the device, because the host takes minutes for a few billion."""
     with torch.no_grad():
         fresh = torch.empty(values.shape, device=device)
         values.copy_(fresh.normal_(std=0.02) if values.dim() > 1 else fresh.fill_(1.0))
 
 
 def deepspeed(setting: Setting, stage: int) -> TakeStep:
-    """ZeRO-Offload: at stage 2 states on the host, at stage 3 parameters, too."""
+    """Return ZeRO-Offload: at stage 2 optimizer states on the host, at stage 3 parameters, too."""
     import deepspeed
 
     _one_rank()
@@ -157,7 +160,7 @@ def partita_step(setting: Setting, offload: dict[str, str], precision: dict[str,
 
 
 def long_step(setting: Setting, kept: dict[str, Any]) -> TakeStep:
-    """Lean states on the host, and what ``kept`` says of activations, loss and attention."""
+    """Return a mode with lean states on the host; ``kept`` sets activations, loss and attention."""
     import partita
 
     path = {"path": setting.path} if setting.path else {}
@@ -221,7 +224,7 @@ def _long(kept: dict[str, Any]) -> Mode:
 
 _INPUTS_ON_HOST = {"activations": {"checkpoint": "units", "offload": "host"}}
 _TILED = {**_INPUTS_ON_HOST, "loss": {"tiled": "auto"}, "tiled": {"mlp": ["FeedForward"]}}
-# The ways to train long sequences, with states of the leanest kind; each adds to the one before.
+# Modes for long sequences, with the leanest states; each one adds to the previous one.
 LONG_MODES = {
     "torch's checkpoint": _long({}),
     "recomputed": _long({"activations": {"checkpoint": "units"}}),

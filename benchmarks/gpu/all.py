@@ -1,12 +1,12 @@
-"""Every GPU benchmark, in three calls that each fit into ten minutes:
+"""Run every GPU benchmark, in three calls of at most ten minutes each:
 
-    python -m benchmarks.gpu.all correct --seconds 300 --save    # is everything right? the scripts run side by side
-    python -m benchmarks.gpu.all speed --seconds 580 --save      # beside plain PyTorch and FSDP2, one at a time
+    python -m benchmarks.gpu.all correct --seconds 300 --save    # correctness; the scripts run side by side
+    python -m benchmarks.gpu.all speed --seconds 580 --save      # compared with plain PyTorch and FSDP2, one at a time
     python -m benchmarks.gpu.all offload --seconds 580 --save    # models beyond the card, one at a time
 
-Without a part it runs all three in turn. A script that fails or misses a target does not keep the others from running.
-`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU where there is no GPU.
-On a machine where partita is not installed, `make kernels PYTHON=python3` and `PYTHONPATH=src` come first.
+Without a part it runs all three in turn. A script that fails or misses a target does not stop the others.
+`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU if there is no GPU.
+If partita is not installed, run `make kernels PYTHON=python3` and set `PYTHONPATH=src` first.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""The CUDA paths on one GPU, in one call: python -m benchmarks.gpu.check
+"""Check the CUDA paths on one GPU, in one call: python -m benchmarks.gpu.check
 
 1. the NCCL collectives, called directly in a group of one, against sums in float64;
 2. every stage against plain PyTorch with float64 parameters, and bitwise against stage 0, in fp32, bf16 and fp16;
-3. the time of a step beside plain PyTorch with the same fused optimizer, in CUDA events, and peak memory.
+3. the time of a step compared with plain PyTorch with the same fused optimizer, by CUDA events, and peak memory.
 """
 
 import argparse
@@ -28,13 +28,13 @@ PLANS = {
     "stage 3": {"stage": 3},
     "kept": {"stage": 3, "keep_gathered": True},
 }
-# How far a loss may be from float64's, as a share of it.
+# Maximum relative error of a loss compared with float64's.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 STEPS = 8
 
 
 def check_collectives(device: torch.device) -> None:
-    """All-gather and reduce-scatter over the device's backend, each written into poisoned memory."""
+    """Check all-gather and reduce-scatter of the device's backend; each writes to poisoned memory."""
     backend = accelerator.backend(device)
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", store=dist.HashStore(), rank=0, world_size=1)
     groups = {purpose: dist.new_group([0], backend=backend) for purpose in PURPOSES}
@@ -75,7 +75,7 @@ def losses_of(model: torch.nn.Module, device: torch.device, update: Callable[[Te
 
 
 def check_stages(device: torch.device, width: int, layers: int) -> None:
-    """Losses of every stage and precision against float64, and against stage 0 bit for bit."""
+    """Compare the losses of every stage and precision with float64, and bitwise with stage 0."""
     exact = build(width, layers).double().to(device)
     optimizer = torch.optim.AdamW(exact.parameters(), lr=1e-3, weight_decay=0.01)
 
@@ -107,7 +107,9 @@ def check_stages(device: torch.device, width: int, layers: int) -> None:
 
 
 def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> None:
-    """Milliseconds a step (median, CUDA events) and peak memory: plain PyTorch in bf16, then each stage on one GPU."""
+    """Measure the milliseconds of a step (median, CUDA events) and peak memory: plain PyTorch in bf16, then each stage
+    on one GPU.
+    """
     rows = tokens(device, 8, 1024, 0)
 
     def measure(step: Callable[[], None]) -> tuple[float, float]:
@@ -137,7 +139,7 @@ def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> N
 
     table = [("plain PyTorch, autocast", *measure(plain_step()))]
     for name, zero in PLANS.items():
-        gc.collect()  # of the engine before
+        gc.collect()  # the previous engine
         torch.cuda.empty_cache()
         with partita.initialize(build(width, layers), {"zero": zero}) as engine:
 

@@ -1,9 +1,9 @@
 """The Triton kernels of updates on one GPU: python -m benchmarks.gpu.kernels --save
 
-For each form of the states: whether three updates on the device have the bits of the reference on the CPU; and the
-time of AdamW beside the bytes that it must move (each state read once and written once) and beside plain torch.
+For each form of the states: whether three updates on the device are bitwise equal to the reference on the CPU; and the
+time of AdamW compared with the bytes that it must move (each state read once and written once) and with plain torch.
 
-`--quick` compares the bits alone, on the CPU where there is no GPU.
+`--quick` compares only the bits, on the CPU if there is no GPU.
 """
 
 import sys
@@ -26,7 +26,7 @@ NUM = 1 << 28
 
 
 def has_same_bits(form: str, int8: bool, num: int, device: torch.device) -> bool:
-    """Return True if three updates on the device have the bits of the reference on the CPU."""
+    """Return True if three updates on the device are bitwise equal to the reference on the CPU."""
     weights, moments, grad = states(form, int8, num, seed=num)
     there, at_rest = moved(weights, device), moved(moments, device)
     for step in range(1, 4):

@@ -1,9 +1,9 @@
 """The largest decoder that trains real steps on this card and host: python -m benchmarks.gpu.largest_model --save
 
-For each way to train, by bisection over the number of layers of one width; every attempt is a process of its own,
-which is ended before it takes the host's last memory. The first guess is what the bytes per parameter should take leave
-room for (predicted in the table), so that few attempts are needed. Give `--mode` and `--seconds` to fit into a short
-command, and `--layers` to try one size only.
+For each mode, by bisection over the number of layers of one width. Every attempt is a separate process, which is ended
+before it exhausts the host's memory. The first guess follows from the bytes per parameter (predicted in the table), so
+that few attempts are needed. Give `--mode` and `--seconds` to fit into a short command, and `--layers` to try only one
+size.
 """
 
 import math
@@ -30,9 +30,9 @@ from benchmarks.gpu._common import (
 from benchmarks.gpu._modes import MODES, Mode
 from partita.train.decoder import DecoderShape
 
-# 271 million parameters a layer.
+# 271 million parameters per layer.
 WIDE = decoder(1, 5120, 13824)
-# Two steps: the second has all states. Sequences are short, so that states decide and not activations.
+# Two steps, because the second one has all states. Sequences are short, so that states decide, not activations.
 TOKENS, LENGTH, STEPS = 2048, 1024, 1
 RESOLUTION = 0.05
 QUICK = ["plain PyTorch", "FSDP2, CPUOffloadPolicy", "everything on host", "lean, optimizer on disk", "lean, auto"]
@@ -65,12 +65,12 @@ class Search:
         return (self.fits + self.fails) // 2
 
     def took(self, layers: int, outcome: Outcome) -> bool:
-        """Whether to go on."""
+        """Record an outcome; return whether to continue."""
         self.tried.append(layers)
         if not outcome.stopped:
             self.fits, self.best = layers, outcome
             if layers == self.most:
-                self.why = "the most that was asked for"
+                self.why = "the most that was requested"
             return True
         self.why = outcome.why
         if outcome.stopped in ("device", "host", "disk"):
@@ -90,7 +90,7 @@ class Search:
 
 
 def guess(mode: Mode, shape: DecoderShape, host: int) -> int:
-    """Layers that the bytes per parameter leave room for."""
+    """Return the number of layers that fits according to the bytes per parameter."""
     free = torch.cuda.mem_get_info()[0] - DEVICE_MARGIN
     room = min(free / mode.device, host / mode.host if mode.host else math.inf)
     return max(1, int(room / num_params(shape)))
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def compare(report: Report, reached: dict[str, int]) -> None:
-    """Ours beside the others', in layers."""
+    """Compare partita's largest model with the others', in layers."""
     ours = max((num for mode, num in reached.items() if MODES[mode].config), default=0)
     for peer in (mode for mode in reached if not MODES[mode].config and reached[mode]):
         report.write(f"- the largest of partita's is {ours / reached[peer]:.2f} times that of {peer}")

@@ -1,12 +1,12 @@
 """Model-TFLOP/s of decoders from 1B to 40B at 4k to 32k tokens a step: python -m benchmarks.gpu.model_tflops --save
 
-Counted are 6 operations a parameter and token and those of causal attention, not what is recomputed in backward (every
-block is, with torch's checkpointing, in all modes). The figure is of the best step after the first; updates that go on
-beside a forward are in the next step's time.
+The count is 6 operations per parameter and token, and those of causal attention, without recomputation in backward (of
+every block, with torch's checkpointing, in all modes). The figure is of the best step after the first; updates that
+overlap with a forward are in the next step's time.
 
-The floor, predicted: a step takes at least its operations at the rate of the matrix units, counted 4/3 times for what
-is recomputed; with states on the host, its backward at least the gradients' bytes over the link, and its forward at
-least what the update moves (28 bytes per parameter; lean 12) over the host's memory bandwidth.
+Predicted floor: a step takes at least its operations at the rate of the matrix units, counted 4/3 times because of
+recomputation. With states on the host, its backward takes at least the gradients' bytes over the link, and its forward
+at least the bytes of the update (28 per parameter; lean 12) over the host's memory bandwidth.
 """
 
 import sys
@@ -41,7 +41,7 @@ CHOSEN = [
     "lean, everything on host",
     "FSDP2, CPUOffloadPolicy",
 ]
-TOKENS = (16384, 4096, 32768, 8192)  # what is asked about most comes first
+TOKENS = (16384, 4096, 32768, 8192)  # the most interesting first
 LENGTH = 4096
 # The most valuable first.
 ORDER = ["7B", "13B", "3B", "28B", "40B", "1B"]
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def of_attempt(outcome: Outcome, size: str, mode: str, base: dict[int, float]) -> Iterator[list[str]]:
-    """A row for each number of tokens; ``base`` are the rates of the first mode that ran."""
+    """Yield a row for each number of tokens; ``base`` are the rates of the first mode that ran."""
     for step in outcome.steps:
         num, rate = step["tokens"], step["tflops"]
         ratio = f"{rate / base.setdefault(num, rate):.2f}"

@@ -1,12 +1,12 @@
-"""The offload paths on one GPU, in one call: python -m benchmarks.gpu.offload_check --save
+"""Check the offload paths on one GPU, in one call: python -m benchmarks.gpu.offload_check --save
 
-1. the updates in plain torch on the device beside the compiled kernels on the host, and float64;
-2. host memory is pinned, and copies from and to it go on beside the device's work;
-3. every tier of parameters, optimizer and gradients at stages 1 to 3, with classic and lean states: losses beside
-   float64 on the CPU, and bit for bit where the arithmetic runs in the same place;
-4. storages lent by swapping their memory, and by resizing them.
+1. updates in plain torch on the device against the compiled kernels on the host, and float64;
+2. host memory is pinned, and its copies overlap with the device's work;
+3. every tier of parameters, optimizer and gradients at stages 1 to 3, with default and lean states: losses against
+   float64 on the CPU, and bitwise where the arithmetic runs on the same device;
+4. storages that are freed and restored by swapping their memory, and by resizing them.
 
-`--quick` runs a part of them, on the CPU where there is no GPU.
+`--quick` runs a part of the checks, on the CPU if there is no GPU.
 """
 
 import os
@@ -36,7 +36,7 @@ from partita.train.decoder import Decoder, DecoderShape
 SHAPE = DecoderShape(layers=3, width=64, heads=2, kv_heads=1, ffn_width=128)
 STEPS, TOKENS, LENGTH = 6, 256, 64
 RATE = 1e-3
-# How far a loss may be from float64's, as a share of it.
+# Maximum relative error of a loss compared with float64's.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 TIERS = ("none", "host", "disk")
 PRECISIONS: dict[str, dict[str, str]] = {
@@ -55,7 +55,7 @@ FORMS = ("fp32", "bf16 + fp32", "split")
 
 
 def states(form: str, int8: bool, num: int, seed: int) -> tuple[Weights, Moments, Tensor]:
-    """Random weights in a form, their moments before the first update, and a gradient."""
+    """Return random weights in a form, their moments before the first update, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     master, grad = (torch.randn(num, generator=generator) for _ in range(2))
     weights = Weights(master=master)
@@ -70,7 +70,7 @@ def states(form: str, int8: bool, num: int, seed: int) -> tuple[Weights, Moments
 
 
 def moved(state: Weights | Moments, device: torch.device) -> Any:
-    """A copy of a state on a device."""
+    """Return a copy of a state on a device."""
     return type(state)(
         **{key: None if value is None else value.to(device, copy=True) for key, value in vars(state).items()}
     )
@@ -81,7 +81,7 @@ def tensors(*groups: Weights | Moments) -> list[Tensor]:
 
 
 def check_kernels(report: Report, device: torch.device, num: int) -> None:
-    """Three updates by the definition on the device, and by what runs on the host."""
+    """Compare three updates by the definition on the device with those on the host."""
     report.write(f"Kernels on the host: {', '.join(native.levels()) or 'NONE'} (`make kernels` builds them).")
     report.write()
     report.expect(bool(native.levels()), "the compiled kernels are here")
@@ -111,7 +111,7 @@ def check_kernels(report: Report, device: torch.device, num: int) -> None:
 
 
 def check_copies(report: Report, device: torch.device) -> None:
-    """Pinned memory, its bandwidth, and what of a copy a matrix product hides (CUDA only)."""
+    """Check pinned memory, its bandwidth, and how much of a copy overlaps with a matrix product (CUDA only)."""
     if device.type != "cuda":
         report.write("Pinned memory and copies: not without CUDA.")
         report.write()
@@ -143,13 +143,13 @@ def check_copies(report: Report, device: torch.device) -> None:
         only, together = timed(lambda t=target, s=source: copy(t, s)), timed(both)  # type: ignore[misc]
         hidden = (alone + only - together) / min(alone, only)
         rows.append([name, f"{num_bytes / only / 1e6:.1f}", f"{hidden:.0%}"])
-        report.expect(hidden > 0.8, f"a copy {name} goes on beside a matrix product: {hidden:.0%}")
-    report.expect(torch.equal(back, host), "what was copied is what comes back")
+        report.expect(hidden > 0.8, f"a copy {name} overlaps with a matrix product: {hidden:.0%}")
+    report.expect(torch.equal(back, host), "copies return equal values")
     report.table(["copy", "GB/s", "hidden under matrix products"], rows)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Milliseconds until all of it is done, the best of three after one more."""
+    """Return the milliseconds until all work is done, the best of three after one more."""
     times = []
     for _ in range(4):
         torch.cuda.synchronize()
@@ -182,7 +182,7 @@ def build() -> Decoder:
 
 
 def exact_losses() -> list[float]:
-    """Plain PyTorch in float64 on the CPU."""
+    """Return the losses of plain PyTorch in float64 on the CPU."""
     model = build().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
 
@@ -206,8 +206,8 @@ def train(device: torch.device, stage: int, offload: dict[str, str], precision: 
 
 
 def arithmetic(offload: dict[str, str], precision: dict[str, str], device: torch.device) -> tuple[object, ...]:
-    """What runs have in common that must have the same losses, bit for bit: where the update runs, and by whose kernel.
-    The form of a master changes nothing.
+    """Return the key that runs with bitwise equal losses have in common: the device of the update, and the kernel. The
+    form of a master does not matter.
     """
     on_host = offload["optimizer"] != "none" or device.type == "cpu"
     ours = precision["compute"] == "bf16" and (on_host or precision.get("master") == "split")
@@ -239,13 +239,13 @@ def check_tiers(report: Report, device: torch.device, quick: bool) -> None:
             worst, runs = max(worst, far), runs + 1
             if losses != first.setdefault(arithmetic(offload, precision, device), losses):
                 differ.append(where)
-                report.expect(False, f"{name}, {where}: other bits than where the arithmetic is the same")
+                report.expect(False, f"{name}, {where}: not bitwise equal to runs with the same arithmetic")
         rows.append([name, str(runs), f"{worst:.1e}", str(len(differ))])
     report.table(["precision", "stages x tiers", "farthest from float64", "with other bits"], rows)
 
 
-def check_loans(report: Report, device: torch.device) -> None:
-    """The ways to lend memory: what this torch has, and resizing."""
+def check_storages(report: Report, device: torch.device) -> None:
+    """Check the ways to free and restore storages: swapping (if this torch has it), and resizing."""
     expected, offload = None, {"parameters": "host", "optimizer": "host"}
     for swap in (True, False):
         patched = (
@@ -256,7 +256,7 @@ def check_loans(report: Report, device: torch.device) -> None:
         expected = expected or losses
         report.expect(losses == expected, f"losses are the same with storages {'swapped' if swap else 'resized'}")
     has = "swaps the memory of storages" if buffer_pool.storage_swap_available() else "can only resize storages"
-    report.write(f"Lending: this torch {has}; the losses with resized ones were compared.")
+    report.write(f"Storages: this torch {has}; the losses with resized ones were compared.")
     report.write()
 
 
@@ -271,9 +271,9 @@ def main() -> int:
     report.write()
     check_kernels(report, device, 10_007 if arguments.quick else 20_000_003)
     check_copies(report, device)
-    with sdpa_kernel(SDPBackend.MATH):  # the others' backward adds in an order of its own at each run
+    with sdpa_kernel(SDPBackend.MATH):  # the other kernels' backward sums in a different order at each run
         check_tiers(report, device, arguments.quick)
-        check_loans(report, device)
+        check_storages(report, device)
     return report.end(arguments.save)
 
 

@@ -2,9 +2,9 @@
 
 1. every pattern by FlexAttention against dense attention under the same mask, in fp32: outputs and gradients, odd
    lengths, grouped heads, padding, packed documents;
-2. forward and backward in bf16 from 4k to 128k positions beside torch's dense causal attention.
+2. forward and backward in bf16 from 4k to 128k positions, compared with torch's dense causal attention.
 
-`--quick` runs a part of it, on the CPU where there is no GPU.
+`--quick` runs a part of it, on the CPU if there is no GPU.
 """
 
 import sys
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _batches(length: int, device: torch.device) -> dict[str, tuple[dict[str, Tensor], Callable[[Sizes], Segments]]]:
-    """What is said of a batch of two samples, and its segments."""
+    """Return batches of two samples by name: the arguments that describe each, and its segments."""
     seen = torch.ones(2, length, dtype=torch.bool)
     seen[0, length // 3 * 2 :] = False
     documents = torch.stack([torch.arange(length) // 150, torch.arange(length) // 211])
@@ -121,7 +121,7 @@ def _times(device: torch.device, lengths: tuple[int, ...]) -> Iterator[list[str]
 
 
 def _milliseconds(call: Callable[[], Tensor], given: list[Tensor], weights: Tensor) -> float:
-    """The best of several calls, forward and backward."""
+    """Return the best time of several calls, forward and backward."""
     best = float("inf")
     for _ in range(REPEATS + 1):
         _wait(weights.device)

@@ -1,9 +1,9 @@
 """Overlap in a step with offload, as a trace and as shares: python -m benchmarks.gpu.timeline --save
 
-torch's profiler records the device's kernels and copies; the updates on the host are measured from outside, around the
-optimizer's step on each unit, and put into the same trace (`benchmarks/results/timeline-*.json.gz`, for
-chrome://tracing or ui.perfetto.dev). A copy or an update is hidden while a kernel runs. Without a GPU (`--quick`), what
-computes is the caller inside forward and backward, less the time in which it waits for another thread.
+torch's profiler records the device's kernels and copies. Updates on the host are measured from outside, around the
+optimizer's step on each unit, and added to the same trace (`benchmarks/results/timeline-*.json.gz`, for
+chrome://tracing or ui.perfetto.dev). A copy or an update is hidden while a kernel runs. Without a GPU (`--quick`), the
+caller inside forward and backward counts as computing, except while it waits for another thread.
 """
 
 import gzip
@@ -61,7 +61,7 @@ class Watch:
 
 
 def merged(spans: list[Span]) -> list[Span]:
-    """The union of the spans, in order."""
+    """Return the union of the spans, in order."""
     out: list[Span] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:
@@ -89,7 +89,7 @@ def common(one: list[Span], other: list[Span]) -> list[Span]:
 
 
 def without(spans: list[Span], holes: list[Span]) -> list[Span]:
-    """The spans less the holes."""
+    """Return the spans without the holes."""
     if not spans:
         return []
     edges = [(spans[0][0], spans[0][0]), *holes, (spans[-1][1], spans[-1][1])]
@@ -98,7 +98,7 @@ def without(spans: list[Span], holes: list[Span]) -> list[Span]:
 
 
 def record(setting: Setting, mode: str, tokens: int, sequence: int) -> tuple[Watch, dict[str, Any], float]:
-    """Train; the watched spans, the profiler's trace, and what takes its clock to the watch's."""
+    """Train; return the watched spans, the profiler's trace, and the offset of its clock from the watch's."""
     watch, device = Watch(), setting.device
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     engine = partita_engine(setting, **MODES[mode].config)
@@ -140,7 +140,7 @@ def record(setting: Setting, mode: str, tokens: int, sequence: int) -> tuple[Wat
 
 
 def device_spans(trace: dict[str, Any]) -> dict[str, list[Span]]:
-    """The device's kernels and copies, by kind."""
+    """Return the device's kernels and copies, by kind."""
     spans: dict[str, list[Span]] = {"kernels": [], "to the device": [], "to the host": []}
     for event in trace["traceEvents"]:
         if event.get("ph") != "X":
@@ -156,7 +156,7 @@ def device_spans(trace: dict[str, Any]) -> dict[str, list[Span]]:
 
 
 def add(trace: dict[str, Any], kind: str, spans: list[Span]) -> None:
-    """Put watched spans into the trace, as a process of their own."""
+    """Add watched spans to the trace, as another process."""
     for begin, end in spans:
         event = {"name": kind, "cat": "partita", "ts": begin, "dur": end - begin}
         trace["traceEvents"].append({"ph": "X", "pid": "partita", "tid": kind, **event})
@@ -170,7 +170,7 @@ def save(trace: dict[str, Any], mode: str) -> Path:
 
 
 def shares(report: Report, setting: Setting, mode: str, sizes: tuple[int, int], keep: bool) -> list[list[str]]:
-    """A row for each kind of work that could be hidden."""
+    """Return a row for each kind of work that could be hidden."""
     watch, trace, shift = record(setting, mode, *sizes)
     own = {kind: merged([(b + shift, e + shift) for b, e in spans]) for kind, spans in watch.spans.items()}
     for kind, spans in own.items():

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks._common import Report, parser
 from partita.comm.collectives import Collectives
+from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.capacity import usable_cores
@@ -75,9 +76,13 @@ class Rank:
         device = torch.device("cpu")
         over_network, in_memory = (
             Collectives(
-                Mesh(MeshShape(data=num_ranks), device, Rendezvous(rank, num_ranks, TIMEOUT_S, within_node=way))
+                Mesh(
+                    MeshShape(data=num_ranks),
+                    device,
+                    Processes(device, Rendezvous(rank, num_ranks, TIMEOUT_S, within_node=within_node)),
+                )
             )
-            for way in ("network", "memory")
+            for within_node in ("network", "memory")
         )
         in_memory.open(())
         self.group, self.in_memory = over_network.all_ranks, in_memory.all_ranks
@@ -232,8 +237,7 @@ counted, but the time that they lose by the exchange is. Figures are means over 
 repetitions in which the methods take turns.
 
 Predicted: an exchange is at least three copies of the part: from memory into the socket's buffers, out of these, and
-from the part into the full tensor. {num_messages} is the number of messages that would accompany the gathers of a
-step."""
+from the part into the full tensor. {num_messages} messages are those that would accompany the gathers of a step."""
 
 
 if __name__ == "__main__":

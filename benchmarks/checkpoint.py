@@ -100,7 +100,7 @@ def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
 def worst(fn: Callable[[str, Work], Row], folder: str, work: Work) -> Row:
     """Return the figures of the rank that is slower, or uses more."""
     by_rank = on_ranks(RANKS, fn, folder, work, timeout=600)
-    pool.close()
+    close_pool()
     return {key: max(of_rank[key] for of_rank in by_rank) for key in by_rank[0]}
 
 

@@ -159,10 +159,10 @@ def ordinary_after_close(config: Config[str, Any]) -> None:
     with engine.gathered():
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
         with pytest.raises(PartitaError, match=r"engine.close\(whole=True\) inside engine.gathered"):
-            engine.close(full_tensors=True)
+            engine.close(whole=True)
     if config.get("precision") != LEAN:  # which updates in backward
         engine.backward(square_loss(engine, rank(), 2).float())
-    engine.close(full_tensors=True)
+    engine.close(whole=True)
     engine.close()
     assert _hooks(model) == before
     assert [type(param) for param in model.parameters()] == classes
@@ -196,10 +196,10 @@ def no_room_for_the_whole(config: Config[str, Any]) -> str:
     engine = partita.initialize(Stack(2), config)
     free = 100 if rank() == 1 else 10**12
     with mock.patch.object(full_tensors, "free_now", return_value=free), pytest.raises(PartitaError) as raised:
-        engine.close(full_tensors=True)
+        engine.close(whole=True)
     failing = mock.patch.object(Tensor, "clone", side_effect=RuntimeError("can't allocate memory"))
     with failing if rank() == 0 else nullcontext(), pytest.raises((PartitaError, RuntimeError), match="can't allocate"):
-        engine.close(full_tensors=True)
+        engine.close(whole=True)
     engine.backward(square_loss(engine, rank(), 0))
     assert engine.step().stepped
     engine.close()
@@ -211,7 +211,7 @@ def saved_by_its_own(name: str, folder: Path) -> Tensor:
     model = CASES[name].build()
     engine = partita.initialize(model, {"zero": {"stage": 3}})
     batch = next(CASES[name].batches(2, seed=9))
-    engine.close(full_tensors=True)
+    engine.close(whole=True)
     if rank() == 0:
         model.save_pretrained(folder)
     with torch.no_grad():

@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 import partita
 from partita import ConfigError
 from partita.cli.main import app
-from partita.prediction.rank_measurement import RankSettings, Points, measure_rank
-from partita.prediction.measure_machine import _machine, measure_machine
 from partita.memory import accelerator
 from partita.prediction.machine import Machine
 from partita.prediction.measure_machine import _machine, measure_machine

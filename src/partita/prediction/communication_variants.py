@@ -55,13 +55,13 @@ def _promising(found: Sequence[Forecast]) -> Iterator[tuple[PlanSettings, float]
         yield from {settings: time.total_s for settings, time in fastest + least_compute}.items()
 
 
-def _with_communication(search: Search, settings: PlanSettings, options: Iterable[Alternatives]) -> Iterator[tuple[Forecast, float]]:
+def _with_communication(
+    search: Search, settings: PlanSettings, options: Iterable[Alternatives]
+) -> Iterator[tuple[Forecast, float]]:
     """Yield (forecast, seconds of a step) of the plan with each of these communication settings, if it fits."""
     for option in options:
         all_states = (replace(settings.states, communication=communication) for communication in option)
-        checked = (
-            _with_engine_mesh(search, replace(settings, states=states)) for states in all_states
-        )
+        checked = (_with_engine_mesh(search, replace(settings, states=states)) for states in all_states)
         changed = next((each for each in checked if each is not None), None)
         if changed is not None and (found := search.forecast(changed)).time is not None:
             yield found, found.time.total_s

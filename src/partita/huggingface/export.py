@@ -45,12 +45,12 @@ def export(
     full: FullTensors,
     model: nn.Module,
     folder: Path,
-    beside: Path | None = None,
+    companions: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the model's weights, in the compute dtype, into ``folder``. A collective; rank 0 writes.
 
-    Configuration and tokenizer files in the folder ``beside`` are copied. A Hugging Face model's own ``config`` and
+    Configuration and tokenizer files in the folder ``companions`` are copied. A Hugging Face model's own ``config`` and
     ``generation_config`` replace the copies. Modules' extra states (``get_extra_state``) cannot be exported; there is a
     warning.
 
@@ -74,7 +74,7 @@ def export(
             for name, _ in persistent_buffers(model):
                 writer.add_all(tensors.of(name, entries[name]))
             warn_about_extra_states(name for name, _ in extra_states(model))
-            writer.finish(beside, [_saved_config(model), getattr(model, "generation_config", None)])
+            writer.finish(companions, [_saved_config(model), getattr(model, "generation_config", None)])
     full.raise_on_all_ranks(writer.problem if writer is not None else None)
 
 
@@ -201,22 +201,22 @@ class WeightsWriter:
         self._pending = {}
         self._num_bytes = 0
 
-    def finish(self, beside: Path | None = None, configs: Sequence[Any] = ()) -> None:
+    def finish(self, companions: Path | None = None, configs: Sequence[Any] = ()) -> None:
         """Write the remaining tensors and the files next to weights, and give all files their final names."""
         self._flush()
         if self.problem is None:
             with self._recording("write into"):
                 self._name_files()
-                if beside is not None:
-                    self._copy(beside)
+                if companions is not None:
+                    self._copy(companions)
                 for config in configs:
                     if hasattr(config, "save_pretrained"):
                         self._save(config)
 
-    def _copy(self, beside: Path) -> None:
-        if beside.resolve() == self._folder.resolve():
+    def _copy(self, companions: Path) -> None:
+        if companions.resolve() == self._folder.resolve():
             return
-        for path in beside.iterdir():
+        for path in companions.iterdir():
             if path.suffix in COMPANION_SUFFIXES and path.is_file() and ".safetensors" not in path.name:
                 shutil.copyfile(path, self._folder / path.name)  # without its mode: the copy must be writable
 

@@ -85,7 +85,7 @@ def refused() -> None:
             engine.backward(square_loss(engine, rank(), 2))
     with partita.initialize(Stack(1), {"precision": {"gradients": "in_backward"}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
-        with pytest.raises(PartitaError, match="clip_grad_norm: under precision.gradients: in_backward"):
+        with pytest.raises(PartitaError, match="clip_grad_norm: with precision.gradients: in_backward"):
             engine.clip_grad_norm(1.0)
         engine.step()
 

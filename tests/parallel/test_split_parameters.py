@@ -316,7 +316,7 @@ def gives_a_function_a_split_weight() -> None:
         with partita.initialize(WithFunction(), config) as engine:
             loss = engine(tokens)
             if expected is not None:
-                with pytest.raises(expected, match=r"autograd.Function 'SquareOf' computed the gradient of a whole"):
+                with pytest.raises(expected, match=r"autograd.Function 'SquareOf' computed the gradient of a full"):
                     engine.backward(loss)
                 engine.zero_grad()
                 engine.backward(engine(tokens, clones=True))

@@ -466,7 +466,7 @@ BAD = [
 
 GOOD = [
     (docstring_opener, "engine.py", '"""Time of a step."""\ndef f():\n    """Return whether it is finite."""'),
-    (layering, "table/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.plan import steps"),
+    (layering, "table/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.table import steps"),
     (layering, "table/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),
     (layering, "engine.py", "from partita.sharding.unit import Unit\nimport partita.comm.mesh"),
     (layering, "__init__.py", "from partita.engine.engine import Engine"),

@@ -194,7 +194,10 @@ def no_room_for_the_whole(config: Config[str, Any]) -> str:
     """Refused on all ranks; the engine goes on."""
     engine = partita.initialize(Stack(2), config)
     free = 100 if rank() == 1 else 10**12
-    with mock.patch("partita.inspection.full_tensors.free_now", return_value=free), pytest.raises(PartitaError) as raised:
+    with (
+        mock.patch("partita.inspection.full_tensors.free_now", return_value=free),
+        pytest.raises(PartitaError) as raised,
+    ):
         engine.close(whole=True)
     failing = mock.patch.object(Tensor, "clone", side_effect=RuntimeError("can't allocate memory"))
     with failing if rank() == 0 else nullcontext(), pytest.raises((PartitaError, RuntimeError), match="can't allocate"):

@@ -195,7 +195,7 @@ class ShardedLogits(Deferred):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.shard.shape)}; functions that read "
+            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.part.shape)}; functions that read "
             "all values, such as clone().sum(), all-gather them on all ranks)"
         )
 

@@ -102,9 +102,9 @@ class Split:
         Raises:
             PartitaError: a rank does not.
         """
-        for axis in (self.vocabulary, self.slices):
-            if axis is not None:
-                _check_all_read(axis.group, axis.mesh, reader)
+        for split in (self.vocabulary, self.slices):
+            if split is not None:
+                _check_all_read(split.group, split.mesh, reader)
         if (vocabulary := self.vocabulary) is not None:
             if reader not in vocabulary.said and vocabulary.group.index == 0:
                 vocabulary.said.add(reader)
@@ -201,32 +201,30 @@ class ShardedLogits(Deferred):
 
 
 @eager
-def as_sharded_logits(local: Tensor, sharding: LogitsSharding, changed_by: list[str] | None = None) -> ShardedLogits:
+def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> ShardedLogits:
     """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
-        sharding: the sharding.
+        split: the sharding.
         changed_by: see :class:`ShardedLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by
-    shape = sharding.full_shape(local.shape)
+    shape = split.whole_shape(local.shape)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     made = ShardedLogits.place(
-        shape, strides, local, partial(_gradient_of_shard, sharding, local.shape[:-1], changed_by), local
+        shape, strides, local, partial(_gradient_of_shard, split, local.shape[:-1], changed_by), local
     )
-    made.sharding = sharding
-    made.shard = local
+    made.split_as = split
+    made.part = local
     made.sources = (local,)
     made.changed_by = changed_by
     made._memory = None
     return made
 
 
-def _gradient_of_shard(
-    sharding: LogitsSharding, rows: Sequence[int], changed_by: list[str], gradient: Tensor
-) -> tuple[Tensor]:
+def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
     """Return the gradient of this rank's shard, given the gradient of the full logits.
 
     Args:
@@ -241,11 +239,11 @@ def _gradient_of_shard(
             "computed in a way that partita cannot intercept (an autograd.Function, a reentrant checkpoint, vmap): "
             "change a copy (logits * 2 instead of logits.mul_(2))"
         )
-    if (slices := sharding.slices) is not None:
-        own_rows = gradient.reshape(sharding.num_samples, slices.length, gradient.shape[-1])
-        gradient = gradient_of_slice(own_rows, 1, slices).reshape(*rows, gradient.shape[-1])
-    if (vocabulary := sharding.vocabulary) is not None:
-        gradient = scatter_to_ranks(gradient, vocabulary.group, vocabulary.sizes)
+    if (slices := split.slices) is not None:
+        rows_by_sample = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
+        gradient = gradient_of_slice(rows_by_sample, 1, slices).reshape(*rows, gradient.shape[-1])
+    if (vocabulary := split.vocabulary) is not None:
+        gradient = own_slice(gradient, vocabulary.group, vocabulary.sizes)
     return (gradient,)
 
 
@@ -253,10 +251,10 @@ def slice_of(logits: Tensor, slices: Slices) -> ShardedLogits:
     """Return logits ``[samples, own positions, classes]`` as this rank's slice of the logits of all positions. The
     vocabulary may also be split.
     """
-    sharding, local = LogitsSharding(), logits
+    split, local = Split(), logits
     if isinstance(logits, ShardedLogits):
-        sharding, local = logits.sharding, logits.shard
-    return as_sharded_logits(local, replace(sharding, slices=slices, num_samples=local.shape[0]))
+        split, local = logits.split_as, logits.part
+    return split_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -270,8 +268,8 @@ class _Call:
     local: Tensor
 
     @property
-    def sharding(self) -> LogitsSharding:
-        return self.logits.sharding
+    def split(self) -> Split:
+        return self.logits.split_as
 
     def on(self, tensor: Tensor) -> Any:
         """Call the function with ``tensor`` in place of the logits."""
@@ -281,9 +279,7 @@ class _Call:
     def part(self, local: Tensor, **changed: Any) -> ShardedLogits:
         """Return sharded logits with the shard ``local``; ``changed`` are the fields of the sharding that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        return as_sharded_logits(
-            local, replace(self.sharding, **changed), self.logits.changed_by if is_shared else None
-        )
+        return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
 
 
 def _elementwise(call: _Call) -> Any:
@@ -308,8 +304,8 @@ def _select(call: _Call) -> Any:
         for place in index
     ):
         return NotImplemented
-    if call.sharding.slices is not None:
-        return _range_of_positions(call, call.sharding.slices, list(index))
+    if call.split.slices is not None:
+        return _range_of_positions(call, call.split.slices, list(index))
     num_used = sum(place is not None and place is not Ellipsis for place in index)
     reaches_last = num_used == call.local.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
     if reaches_last and index[-1] != slice(None):
@@ -346,10 +342,10 @@ def _reshape(call: _Call) -> Any:
     *rows, classes = found.shape
     if classes != whole.shape[-1] or found.dtype is not whole.dtype or not rows:
         return NotImplemented
-    if (slices := call.sharding.slices) is not None:
-        samples, own = call.sharding.num_samples, slices.num_own
-        shard_shapes = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
-        if tuple(rows) not in shard_shapes:
+    if (slices := call.split.slices) is not None:
+        samples, own = call.split.num_samples, slices.num_own
+        held = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
+        if tuple(rows) not in held:
             return NotImplemented
         rows = held[tuple(rows)]
     return call.part(call.local.reshape(*rows, call.local.shape[-1]))
@@ -367,12 +363,12 @@ def _cross_entropy(call: _Call) -> Any:
         return NotImplemented
     if call.local.dim() != 2 or target.is_floating_point() or reduction not in ("none", "sum", "mean"):
         return NotImplemented
-    slices, vocabulary, local = call.sharding.slices, call.sharding.vocabulary, call.local
+    slices, vocabulary, local = call.split.slices, call.split.vocabulary, call.local
     if (slices is not None and reduction == "none") or (vocabulary is not None and _needs_full_vocabulary(given)):
         return NotImplemented
     own = target
     if slices is not None:
-        own = slices.take(target.view(call.sharding.num_samples, slices.length), 1).flatten()
+        own = slices.take(target.view(call.split.num_samples, slices.length), 1).flatten()
     if vocabulary is None:
         smoothing = given["label_smoothing"]
         part = F.cross_entropy(local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)

@@ -210,13 +210,8 @@ def test_errors() -> None:
         decode(codec, torch.zeros(520), values)
     with pytest.raises(PartitaError, match=r"values must be float32 or bfloat16 or float16, got float64"):
         encode(codec, values.double(), codes)
-<<<<<<< HEAD
-    with pytest.raises(PartitaError, match=r"held must be float32, got bfloat16"):
+    with pytest.raises(PartitaError, match=r"residual must be float32, got bfloat16"):
         encode(codec, values, codes, residual=values.bfloat16())
-=======
-    with pytest.raises(PartitaError, match=r"must be float32, got bfloat16"):
-        encode(codec, values, codes, held=values.bfloat16())
->>>>>>> cfd72fcb (A test of an error names no parameter)
     with pytest.raises(PartitaError, match=r"out must be float32, got bfloat16"):
         decode(codec, codes, values.bfloat16(), add=True)
     top8 = CODECS["top8"]

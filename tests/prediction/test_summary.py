@@ -55,7 +55,7 @@ def test_wrong_words_are_told(tmp_path: Path) -> None:
     for words, message in (
         (["--model", "nothing", "--world", "2"], "model 'nothing'"),
         (["--model", sizes, "--world", "2", "--rank", "7"], "rank 7 is outside the mesh of 2 ranks"),
-        (["--model", sizes, "--world", "2", "--device", "abacus"], "expected a kind of device"),
+        (["--model", sizes, "--world", "2", "--device", "abacus"], "expected a device type of PyTorch"),
         (["--model", sizes, "--world", "2", "--json", str(tmp_path / "no" / "file")], "name another file"),
     ):
         result = CliRunner().invoke(app, ["simulate", str(config), *words])

@@ -21,7 +21,7 @@ from partita.engine.engine import Engine
 from partita.memory.capacity import usable_cores
 from partita.memory.ledger import STATES
 from partita.prediction.model_source import ModelSource, read_source
-from partita.prediction.tune.trial_rank import taken_bytes
+from partita.prediction.tune.trial_rank import autograd_peak_bytes
 
 WARMUP = 2
 
@@ -61,7 +61,7 @@ def _seconds(engine: Engine, source: ModelSource, num_steps: int) -> float:
 
 def _bytes(engine: Engine, source: ModelSource) -> dict[str, Any]:
     before = engine.traffic_report()
-    allocated = taken_bytes(engine, lambda: _step(engine, source))
+    allocated = autograd_peak_bytes(engine, lambda: _step(engine, source))
     memory, sent = engine.memory_report(), engine.traffic_report().since(before)
     return {
         "held": {" ".join(key): num for key, num in memory.peak.items() if key[0] in STATES and num},

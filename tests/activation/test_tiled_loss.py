@@ -119,7 +119,7 @@ def test_whoever_needs_logits_gets_them(name: str) -> None:
         alike(gradients(speaker(), TILED, WHOLE[name]), plain)
 
 
-@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.filterwarnings("ignore:all logits of 'head' are computed")
 @pytest.mark.parametrize(("stage", "tied"), [(0, False), (3, True)])
 @pytest.mark.parametrize("name", UNSEEN)
 def test_readers_that_torch_tells_nothing_of(name: str, stage: int, tied: bool) -> None:
@@ -128,7 +128,7 @@ def test_readers_that_torch_tells_nothing_of(name: str, stage: int, tied: bool) 
     alike(gradients(speaker(tied=tied), {**config, **TILED}, UNSEEN[name]), plain)
 
 
-@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.filterwarnings("ignore:all logits of 'head' are computed")
 @pytest.mark.parametrize("frozen", ["head", "all but the head"])
 def test_unseen_readers_and_frozen_parameters(frozen: str) -> None:
     def built() -> Speaker:
@@ -140,7 +140,7 @@ def test_unseen_readers_and_frozen_parameters(frozen: str) -> None:
     alike(gradients(built(), TILED, own_loss), gradients(built(), {}, own_loss))
 
 
-@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.filterwarnings("ignore:all logits of 'head' are computed")
 def test_unseen_readers_under_autocast() -> None:
     results = []
     for config in ({}, TILED):
@@ -177,7 +177,7 @@ def test_a_backward_that_ends_at_logits_is_refused() -> None:
         assert torch.autograd.grad(loss, logits)[0].shape == logits.shape
 
 
-@pytest.mark.filterwarnings("ignore:the logits of 'head' are computed whole")
+@pytest.mark.filterwarnings("ignore:all logits of 'head' are computed")
 @pytest.mark.parametrize("loss", [IN_TILES["flattened"], own_loss])
 def test_gradients_of_gradients_are_refused(loss: Loss) -> None:
     class Penalized(Speaker):

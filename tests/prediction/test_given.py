@@ -13,7 +13,7 @@ from partita.prediction.machine import machine_named
 from partita.prediction.model_source import read_source
 from partita.prediction.simulate.cluster import Cluster, simulate
 from partita.prediction.simulate.rank import SimulatedModel
-from partita.prediction.tune.trial_rank import taken_bytes
+from partita.prediction.tune.trial_rank import autograd_peak_bytes
 from partita.table.residence import Tier
 from tests.kit.ranks import on_ranks
 
@@ -45,7 +45,7 @@ def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
         drawn = [source.batch(sizes.micro, "cpu") for _ in range(sizes.accumulate)]
         engine.train_batch(drawn)
         engine.train_batch(drawn)
-        return engine.planned_bytes, taken_bytes(engine, lambda: engine.train_batch(drawn))
+        return engine.planned_bytes, autograd_peak_bytes(engine, lambda: engine.train_batch(drawn))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from partita.memory.ledger import STATES
 from partita.prediction.simulate.cluster import Cluster, simulate
 from partita.prediction.simulate.rank import SimulatedModel
 from partita.prediction.simulate.roles import distinct_roles
-from partita.prediction.tune.trial_rank import taken_bytes
+from partita.prediction.tune.trial_rank import autograd_peak_bytes
 from partita.table.mesh_shape import MeshShape
 from partita.table.traffic import TrafficCount, TrafficKey, TrafficReport
 from tests.kit.ranks import on_ranks
@@ -98,7 +98,7 @@ def take(config: dict[str, Any], vocabulary: int) -> int:
     with partita.initialize(llama(vocab_size=vocabulary), config) as engine:
         step = partial(engine.train_batch, [batch(4)])
         step()
-        return taken_bytes(engine, step)
+        return autograd_peak_bytes(engine, step)
 
 
 @pytest.mark.parametrize("config", [{"parallel": {"tensor": 2}}, {"loss": {"tiled": 40_000}}], ids=str)

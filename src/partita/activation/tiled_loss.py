@@ -104,7 +104,7 @@ def _default_head(model: nn.Module, units: Sequence[str]) -> list[nn.Module]:
 
 
 class TiledHead:
-    """A linear layer whose calls return :class:`~partita.activation.logits.DeferredLogits`, if it trains.
+    """A linear layer whose calls return :class:`~partita.activation.deferred_logits.DeferredLogits`, if it trains.
 
     The loss is computed inside a call of the layer, whose hooks unshard its weight once for all tiles.
     """

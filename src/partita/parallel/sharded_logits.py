@@ -23,7 +23,7 @@ from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_of_parts
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.tensor.functions import cross_entropy, gathered
+from partita.parallel.tensor.functions import cross_entropy, gathered, own_slice
 from partita.sharding.compiler import eager
 from partita.sharding.deferred import Deferred
 

@@ -19,7 +19,7 @@ from partita.table.residence import Tier
 PIPELINE = "pipeline"
 
 # Bytes by (state, tier). States include ``working`` memory (unsharded units, buckets, staging) and ``activations``.
-Held = Mapping[tuple[str, str], int]
+BytesByTier = Mapping[tuple[str, str], int]
 Units = Mapping[Stage, Sequence[PlannedUnit]]
 
 

@@ -15,7 +15,7 @@ from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.prediction.chunk_activations import ScheduleState, representative, schedule_states
 from partita.prediction.estimate import (
-    Held,
+    BytesByTier,
     Units,
     activation_bytes,
     most_sent,
@@ -48,7 +48,7 @@ from partita.table.residence import Tier
 from partita.table.state_plan import Tiers
 
 # The results for one stage that do not depend on the batch: bytes of states and of working memory, and its gradients.
-BatchIndependent = tuple[Held, PendingGradients]
+BatchIndependent = tuple[BytesByTier, PendingGradients]
 # Number of micro-batch sizes considered in a pipeline, from the largest that fits: larger ones cause a larger bubble.
 PIPELINE_MICROS = 4
 
@@ -62,7 +62,7 @@ class Forecast:
     """
 
     settings: PlanSettings
-    held: Held
+    held: BytesByTier
     budget: MemoryBudget
     time: StepTime | None = None
     sent: Mapping[str, int] | None = None
@@ -122,7 +122,7 @@ class Search:
     _schedule_states: dict[tuple[MeshShape, int, int], frozenset[ScheduleState]] = field(default_factory=dict)
     _states_by_shape: dict[tuple[Shape, tuple[int, ...]], frozenset[ScheduleState]] = field(default_factory=dict)
     _gradients: dict[PendingGradients, PendingGradients] = field(default_factory=dict)
-    _activations: dict[tuple[int, int, int, int], Held] = field(default_factory=dict)
+    _activations: dict[tuple[int, int, int, int], BytesByTier] = field(default_factory=dict)
     _best: dict[StateSettings, float] = field(default_factory=dict)
     _compute_times: dict[tuple[int, int, int, str, int], float] = field(default_factory=dict)
 
@@ -320,7 +320,7 @@ class Search:
         return dict(held), self._gradients.setdefault(gradients, gradients)
 
     def _with_activations(
-        self, settings: PlanSettings, stage: Stage, independent: Held, gradients: PendingGradients
+        self, settings: PlanSettings, stage: Stage, independent: BytesByTier, gradients: PendingGradients
     ) -> Forecast:
         trace, found = self.trace(settings), self._states_of(settings, stage)
         key = (id(trace), id(stage), id(gradients), id(found))

@@ -1,7 +1,7 @@
 """Rules that decide how each module is split over the tensor ranks. The first rule that matches a module decides.
 
 1. ``parallel.tensor_rules`` of the config. 2. A table of classes. 3. The model's own plan (``tp_plan`` of
-transformers). 4. Layers that are found by their shapes and pass a check (:mod:`partita.parallel.tensor.proof`).
+transformers). 4. Layers that are found by their shapes and pass a check (:mod:`partita.parallel.tensor.split_check`).
 5. Any other linear layer: its outputs are split and then gathered, which shards its parameters and optimizer
 states, whatever the surrounding code does.
 """

@@ -73,12 +73,12 @@ def _peak(engine: Engine, step: Callable[[], None]) -> int:
     report = engine.memory_report()
     if not accelerator.is_host(engine.mesh.device):
         return report.device_peak_bytes
-    autograd_bytes = taken_bytes(engine, step)
+    autograd_bytes = autograd_peak_bytes(engine, step)
     held = sum(num for (_, tier), num in engine.memory_report().peak.items() if Tier(tier) is not Tier.DISK)
     return held + autograd_bytes
 
 
-def taken_bytes(engine: Engine, step: Callable[[], object]) -> int:
+def autograd_peak_bytes(engine: Engine, step: Callable[[], object]) -> int:
     """Return the peak bytes from PyTorch's CPU allocator in a step, without memory that is in the ledger.
 
     This is the memory of autograd and of operators, except gradients that stay in ``param.grad``.

@@ -27,9 +27,9 @@ class Skipping(nn.Module):
         def forward(self, x: Tensor, first: Tensor) -> Tensor:
             return x + self.down(F.gelu(self.up(self.norm(x)))) + 0.1 * first
 
-    def __init__(self, *, bypasses: bool = False) -> None:
+    def __init__(self, *, skips: bool = False) -> None:
         super().__init__()
-        self.bypasses = bypasses
+        self.skips = skips
         self.embedding = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(self.Block() for _ in range(4))
         self.scales = nn.Parameter(torch.ones(4))
@@ -38,8 +38,8 @@ class Skipping(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         first = x = self.embedding(input_ids)
         for number, block in enumerate(self.blocks):
-            x = block(x * self.scales[number], x if self.bypasses else first)
-        if self.bypasses:
+            x = block(x * self.scales[number], x if self.skips else first)
+        if self.skips:
             x = x + first
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 

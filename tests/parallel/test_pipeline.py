@@ -297,7 +297,7 @@ def test_what_cannot_be_cut() -> None:
 
 def bypassing() -> str:
     config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
-    with partita.initialize(stages.Skipping(bypasses=True), config) as engine:
+    with partita.initialize(stages.Skipping(skips=True), config) as engine:
         try:
             engine.train_batch([stages.batch("skipping", 0)] * 2)
         except PartitaError as error:

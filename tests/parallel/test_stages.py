@@ -146,9 +146,9 @@ def test_cuts_that_cannot_be(num_stages: int, names: list[str] | None, message: 
 
 
 def test_a_value_that_bypasses_the_cut() -> None:
-    last = Stage(stages.Skipping(bypasses=True), 1, 2)
+    last = Stage(stages.Skipping(skips=True), 1, 2)
     batch = stages.batch("skipping", 0)
-    sent = Stage(stages.Skipping(bypasses=True), 0, 2).forward(batch, None)
+    sent = Stage(stages.Skipping(skips=True), 0, 2).forward(batch, None)
     loss = last.forward(batch, sent)
     with pytest.raises(PartitaError, match=r"the loss needs a value that depends on 'embedding.weight', .* stage"):
         raise missing_input_error(loss, "the loss")

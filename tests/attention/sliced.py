@@ -83,7 +83,7 @@ def alone(pattern: str, causal: bool, heads: tuple[int, int], what: str, way: st
     with connected() as collectives, by(way) as told:
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
         own = [slices.take(tensor.detach(), 2).clone().requires_grad_() for tensor in whole]
-        with attention.seen(slices, intercept=False):
+        with attention.on_slices(slices, intercept=False):
             found = block_sparse(*own, chosen, **said)
         forward = collectives.meter.report().sent_bytes("sequence")
         (found * slices.take(weights, 2)).sum().backward()
@@ -120,7 +120,7 @@ def through_the_gpu_kernel(what: str) -> float:
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
         for on_gpu in (False, True):
             patch = mock.patch.multiple(flex, runs_on=lambda device: True, _compiled=lambda: flex_attention)
-            with attention.seen(slices, intercept=False), patch if on_gpu else nullcontext():
+            with attention.on_slices(slices, intercept=False), patch if on_gpu else nullcontext():
                 outputs.append(block_sparse(*(slices.take(each, 2) for each in own), chosen, **said))
     return float((outputs[0] - outputs[1]).abs().max())
 
@@ -206,7 +206,7 @@ def refused(what: str) -> None:
     with connected() as collectives:
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
         q = torch.randn(2, 4, slices.num_own, WIDTH)
-        with attention.seen(slices, intercept=False):
+        with attention.on_slices(slices, intercept=False):
             if what == "keys":
                 block_sparse(q, torch.cat((q, q), 2), torch.cat((q, q), 2), chosen)
             elif what == "seen":

@@ -190,7 +190,7 @@ def attention_alone(way: str, heads: int, key_heads: int, mask: str) -> Alone:
     ):
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
         own = [slices.take(tensor.detach(), 2).clone().requires_grad_() for tensor in whole]
-        with attention.seen(slices, intercept=True):
+        with attention.on_slices(slices, intercept=True):
             found = F.scaled_dot_product_attention(*own, **options)
         forward = collectives.meter.report().sent_bytes("sequence")
         (found * slices.take(weights, 2)).sum().backward()

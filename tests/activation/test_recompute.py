@@ -247,10 +247,7 @@ def test_a_pattern_that_fits_nothing_is_named() -> None:
 
 
 def test_a_model_without_blocks_is_told() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="activations.checkpoint: 'units' recomputes units, and Linear has no unit",
-    ):
+    with pytest.raises(ConfigError, match="activations.checkpoint: 'units' recomputes units, and Linear has no unit"):
         partita.initialize(nn.Linear(2, 2), {"activations": {"checkpoint": "units"}})
 
 

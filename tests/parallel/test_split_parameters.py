@@ -239,7 +239,7 @@ def hook_after_accumulation(before: bool) -> None:
 
 
 def test_hooks_after_accumulation_are_refused() -> None:
-    message = re.escape("'embed.weight' is split over the tensor ranks, and its .grad is a part")
+    message = re.escape("'embed.weight' is split over the tensor ranks, and its .grad is a shard")
     with pytest.raises(ConfigError, match=message):
         on_ranks(2, hook_after_accumulation, True)
     with pytest.raises(PartitaError, match=message):

@@ -162,7 +162,9 @@ def test_the_gradient_of_logits_whose_loss_was_in_tiles(call: str) -> None:
     with partita.initialize(speaker(), TILED) as engine:
         logits = engine(inputs)
         loss = F.cross_entropy(logits.transpose(1, 2), targets)
-        with pytest.raises(PartitaError, match=rf"'{call}' needs the gradient of .* call logits.retain_grad\(\) as soon as"):
+        with pytest.raises(
+            PartitaError, match=rf"'{call}' needs the gradient of .* call logits.retain_grad\(\) as soon as"
+        ):
             ASKS[call](logits, loss)
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -350,6 +351,40 @@ def docstring_opener(source: Source) -> Iterator[str]:
             yield source.at(node, f"a docstring opens with '{found.group()}'")
 
 
+# Words of an earlier dialect, for which the field has names of its own.
+PRIVATE_WORDS = frozenset(
+    """
+    absent admission adopt adopts agreement alike apart aside attend attendance away beside bring coded collected course
+    cover elsewhere fed foreign held_back holding holdings in_full lay lays lend lends lent nested otherwise outer passage
+    rest resting rests room rooms said samples_of shortage shortages sight spread squares stand_in stow tell tells together
+    told wake wave waves
+    """.split()
+)
+ALLOWED_NAMES = {
+    "attend": "computes attention: queries attend to keys",
+    "outer": "a box around another one",
+    "outer_lr": "a config key, in the words of the DiLoCo paper",
+    "outer_momentum": "a config key, in the words of the DiLoCo paper",
+    "outer_nesterov": "a config key, in the words of the DiLoCo paper",
+}
+WORDS_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def private_words(source: Source) -> Iterator[str]:
+    """Modules, classes, functions and parameters are named in words of PyTorch and of the papers."""
+    names: list[tuple[ast.AST, str]] = [(source.tree, name) for name in source.module]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef | Function):
+            names.append((node, node.name))
+        elif isinstance(node, ast.arg):
+            names.append((node, node.arg))
+    for node, name in names:
+        words = [word.lower() for word in WORDS_OF_NAME.findall(name)]
+        pairs = {"_".join(pair) for pair in pairwise(words)}
+        if name not in ALLOWED_NAMES and (found := PRIVATE_WORDS & {*words, *pairs}):
+            yield source.at(node, f"the name {name} has the private word {min(found)}")
+
+
 Check = Callable[[Source], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     layering,
@@ -366,6 +401,7 @@ CHECKS: tuple[Check, ...] = (
     modules_changed_in_one_package,
     docstring,
     docstring_opener,
+    private_words,
 )
 
 
@@ -393,6 +429,10 @@ MANY_PROPERTIES = "class A:" + "".join(f"\n    @property\n    def p{n}(self): ..
 MANY_PARAMETERS = "a, b, c, d, /, e, f, *g, h"
 
 BAD = [
+    (private_words, "sharding/holdings.py", ""),
+    (private_words, "engine.py", "class LentSlot: ..."),
+    (private_words, "engine.py", "def f(stand_in): ..."),
+    (private_words, "engine.py", "def keep_apart(): ..."),
     (docstring_opener, "engine.py", '"""What a step takes."""'),
     (docstring_opener, "engine.py", 'def f():\n    """Whether it is finite."""'),
     (layering, "table/span.py", "from partita.comm import mesh"),
@@ -465,6 +505,7 @@ BAD = [
 ]
 
 GOOD = [
+    (private_words, "sharding/placeholder.py", "class Slot:\n    def acquire(self, unit, other_parts, restart): ..."),
     (docstring_opener, "engine.py", '"""Time of a step."""\ndef f():\n    """Return whether it is finite."""'),
     (layering, "table/span.py", "import os\nfrom partita.errors import PartitaError\nfrom partita.table import steps"),
     (layering, "table/span.py", "from . import steps\nfrom .steps import Step\nfrom ..errors import PartitaError"),

@@ -30,7 +30,7 @@ SELECTIVE: dict[str, Any] = {"activations": {"checkpoint": "selective", "offload
 MODELS = ("decoder", "llama", "resnet")
 
 
-def _numbers(course: parity.Course) -> list[Any]:
+def _numbers(course: parity.TrainingRun) -> list[Any]:
     weights = {name: value.tolist() for name, value in course.weights.items()}
     return [course.losses, course.norms, weights]
 

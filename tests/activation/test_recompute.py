@@ -99,7 +99,7 @@ def differs_when_repeated() -> None:
         engine.backward(square_loss(engine, 0, 0))
 
 
-def _numbers(course: parity.Course) -> list[Any]:
+def _numbers(course: parity.TrainingRun) -> list[Any]:
     return [
         course.losses,
         course.norms,

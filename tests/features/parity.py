@@ -60,7 +60,7 @@ TIMEOUT_S = 240  # of a call on the ranks, which runs many courses
 
 
 @dataclass
-class Course:
+class TrainingRun:
     """What one rank saw: its own loss and the gradient norm of each step, and whole tensors by name.
 
     `gradients` are those of the first batch, in evaluation mode; `weights` are the final ones, on rank 0 only;
@@ -103,7 +103,7 @@ def own_parts(case: Case) -> Iterator[Batch]:
         yield parts(batch, dist.get_world_size())[dist.get_rank()]
 
 
-def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tuple[str, str], Course]:
+def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tuple[str, str], TrainingRun]:
     """One course for each plan and compute dtype."""
     with shared_mesh() as mesh:
         return {
@@ -114,7 +114,7 @@ def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tu
 
 def courses_with(
     name: str, plans: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
-) -> dict[tuple[str, str], Course]:
+) -> dict[tuple[str, str], TrainingRun]:
     """One course for each plan and each of the named sections of the config."""
     with shared_mesh() as mesh:
         return {
@@ -123,8 +123,8 @@ def courses_with(
         }
 
 
-def _course(case: Case, plan: Plan, mesh: Any, **sections: Any) -> Course:
-    course = Course()
+def _course(case: Case, plan: Plan, mesh: Any, **sections: Any) -> TrainingRun:
+    course = TrainingRun()
     with engine_of(case, plan, mesh, **sections) as engine:
         engine.eval()
         engine.backward(case.loss(engine(**next(own_parts(case)))))
@@ -158,7 +158,7 @@ def plain_gradients(name: str) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def beside_ddp(name: str) -> tuple[Course, Course]:
+def beside_ddp(name: str) -> tuple[TrainingRun, TrainingRun]:
     """A course at stage 3, and the same by DistributedDataParallel, in training mode.
 
     With SGD: Adam blows rounding errors up to whole steps where a gradient is next to nothing.
@@ -166,7 +166,7 @@ def beside_ddp(name: str) -> tuple[Course, Course]:
     case = CASES[name]
     with shared_mesh() as mesh:
         ours = _course(case, PLANS["3"], mesh, optimizer={"name": "sgd", "weight_decay": 0.0, **SGD})
-    theirs, model = Course(), case.build()
+    theirs, model = TrainingRun(), case.build()
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     for batch in islice(own_parts(case), STEPS):
@@ -336,7 +336,7 @@ def curve_error(curve: Curve, reference: Curve) -> float:
     )
 
 
-def differences(course: Course, reference: Course) -> dict[str, float]:
+def differences(course: TrainingRun, reference: TrainingRun) -> dict[str, float]:
     """What is not the same in every bit, and by how much: `loss of step 3`, `weight head.bias`, ..."""
     return {
         what: error(value, expected)
@@ -345,7 +345,7 @@ def differences(course: Course, reference: Course) -> dict[str, float]:
     }
 
 
-def _named(course: Course) -> Iterator[tuple[str, Tensor]]:
+def _named(course: TrainingRun) -> Iterator[tuple[str, Tensor]]:
     for step, (loss, norm) in enumerate(zip(course.losses, course.norms, strict=True)):
         yield f"loss of step {step}", torch.tensor([loss], dtype=torch.float64)
         yield f"norm of step {step}", torch.tensor([norm], dtype=torch.float64)
@@ -370,7 +370,7 @@ def gradient_errors(gradients: dict[str, Tensor], plain: dict[str, Tensor]) -> d
     return found
 
 
-def mean_losses(by_rank: Sequence[Course]) -> list[float]:
+def mean_losses(by_rank: Sequence[TrainingRun]) -> list[float]:
     """The loss of the whole batch at each step."""
     return [fmean(losses) for losses in zip(*(course.losses for course in by_rank), strict=True)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.features import parity
-from tests.features.parity import CLIP, CUT_LR, CUT_SCHEDULE, STEPS, Course, Cut
+from tests.features.parity import CLIP, CUT_LR, CUT_SCHEDULE, STEPS, Cut, TrainingRun
 from tests.kit.models import CASES
 from tests.kit.plans import sampled
 
@@ -88,9 +88,9 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
 # -- the verdict itself ------------------------------------------------------------------------------------------------
 
 
-def course(**changes: float) -> Course:
+def course(**changes: float) -> TrainingRun:
     values = {"loss": 2.0, "norm": 1.0, "gradient": 0.5, "weight": 0.25, "buffer": 4.0} | changes
-    return Course(
+    return TrainingRun(
         [1.0, values["loss"]],
         [3.0, values["norm"]],
         {"a": torch.tensor([1.0, values["gradient"]])},

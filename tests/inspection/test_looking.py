@@ -214,9 +214,9 @@ def exports_again(folder: Path, again: Path) -> None:
     torch.distributed.barrier()
     with partita.initialize(case.build(device="meta"), {"zero": {"stage": 3}}, weights=folder) as engine:
         engine.export(again)
-        engine.export(again / "elsewhere", beside=again)
+        engine.export(again / "elsewhere", companions=again)
         with pytest.raises(PartitaError, match=r"engine.export: cannot write into .*No such file"):
-            engine.export(again / "third", beside=again / "missing")
+            engine.export(again / "third", companions=again / "missing")
         for name in ("tokenizer.json", "config.json"):  # as in a store that nobody may write
             (folder / name).chmod(0o444)
         engine.export(again)

@@ -42,14 +42,14 @@ TOLERANCE = 1e-5
 
 
 @dataclass
-class Course(Trained):
+class TrainingRun(Trained):
     """A rank's run, with the loss in evaluation, and the names of the weights that it holds."""
 
     evaluated: float = 0.0
     held: set[str] = field(default_factory=set)
 
 
-def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], compute: str = "fp32") -> Course:
+def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], compute: str = "fp32") -> TrainingRun:
     config = {
         "precision": {"compute": compute},
         "parallel": parallel,
@@ -58,7 +58,7 @@ def course(name: str, parallel: Mapping[str, Any], zero: Mapping[str, Any], comp
         "optimizer": {"lr": 2e-3},
         "clip_grad_norm": CLIP,
     }
-    found = Course()
+    found = TrainingRun()
     with partita.initialize(stages.build(name), config, loss_fn=stages.loss_of) as engine:
         data = engine.mesh.coordinate("data")
         for step in range(STEPS):

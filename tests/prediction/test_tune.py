@@ -87,7 +87,7 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
         """Small micro-batches at stage 3 are the fastest: not what is predicted."""
         return TrialResult(1.0 + 0.1 * config["batch"]["micro"] - 0.2 * config["zero"]["stage"], 1000)
 
-    found = tuned(measure, monkeypatch, tell=told.append, effort=Effort(trials=40))
+    found = tuned(measure, monkeypatch, on_trial=told.append, effort=Effort(trials=40))
     assert list(found.trials) == told
     starts = [trial for trial in told if not trial.candidate.change]
     assert 1 <= len(starts) <= 3

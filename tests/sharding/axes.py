@@ -193,7 +193,7 @@ def run_backward(engine: Engine, collectives: Collectives, data: int, step: int)
 
 
 @dataclass
-class Course(Trained):
+class TrainingRun(Trained):
     """A rank's run, with the first step's gradients; and the traffic of each step and the optimizer states at the end.
 
     ``seen``: what ``look`` returned at the end.
@@ -231,7 +231,7 @@ def train(
     load: Path | None = None,
     save: Path | None = None,
     look: Callable[[Engine, Collectives], Any] = lambda engine, collectives: None,
-) -> list[Course]:
+) -> list[TrainingRun]:
     """Train on every rank of a mesh; ranks with one data coordinate have the same samples."""
     settings: dict[str, Any] = {"zero": dict(recipe.zero), "clip_grad_norm": 0.1, **recipe.config}
     settings |= {"checkpoint": {"background": False}, "batch": {"accumulate": recipe.accumulate}}
@@ -239,9 +239,9 @@ def train(
     resolved = replace(resolved, mesh=shape)
     models = [recipe.model(rank) for rank in range(shape.num_ranks)]
 
-    def on_rank(collectives: Collectives) -> Course:
+    def on_rank(collectives: Collectives) -> TrainingRun:
         mesh: Any = collectives.mesh
-        model, course = models[mesh.rank], Course()
+        model, course = models[mesh.rank], TrainingRun()
         given = UserArguments(None, None, None, recipe.weights)
         engine = Engine(model, resolved, mesh, given, False)
         if load is not None:
@@ -275,7 +275,7 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def same(one: Course, other: Course) -> None:
+def same(one: TrainingRun, other: TrainingRun) -> None:
     """Equal bit for bit, optimizer states too, except the losses."""
     assert_same_bits(one, replace(other, gradients=one.gradients), losses=False)
     for name in one.weights:
@@ -284,7 +284,7 @@ def same(one: Course, other: Course) -> None:
         assert all(torch.equal(value, states[key]) for key, value in one.states[name].items()), name
 
 
-def close(one: Course, other: Course, tolerance: float = 1e-5) -> None:
+def close(one: TrainingRun, other: TrainingRun, tolerance: float = 1e-5) -> None:
     """Up to the order of sums: gradients of the first step, where there are any, norms, and weights."""
     assert_exact(
         one, replace(other, gradients=other.gradients[: len(one.gradients)]), tolerance=tolerance, losses=False

@@ -20,7 +20,7 @@ from partita.table.mesh_shape import MeshShape
 from partita.table.place import Place
 from partita.table.share import Share
 from tests.kit.plans import matrix, sampled
-from tests.sharding.axes import WIDTH, Course, Model, Recipe, Resettable, close, run_backward, same, train
+from tests.sharding.axes import WIDTH, Model, Recipe, Resettable, TrainingRun, close, run_backward, same, train
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 MESHES = {
@@ -35,7 +35,7 @@ MESHES = {
 FEW = ("tensor 2 x data 2", "all")
 
 
-def alone(shape: MeshShape, **recipe: Any) -> Course:
+def alone(shape: MeshShape, **recipe: Any) -> TrainingRun:
     """The same steps with data alone."""
     return train(MeshShape(data=shape.data), Recipe(**recipe))[0]
 
@@ -43,7 +43,7 @@ def alone(shape: MeshShape, **recipe: Any) -> Course:
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_all_stages_have_the_same_bits(mesh: str) -> None:
     """And gradients, norms and weights are those of data alone, up to the order of sums."""
-    shape, first = MESHES[mesh], list[Course]()
+    shape, first = MESHES[mesh], list[TrainingRun]()
     expected = alone(shape, tied=True)
     for zero in STAGES[:4]:
         courses = train(shape, Recipe(zero, tied=True))
@@ -87,7 +87,7 @@ def test_checkpoints_load_under_other_meshes(
     there = train(MESHES[saved], Recipe(zeros[0], tied=tied, num_steps=2), save=tmp_path)
     shape = MESHES.get(loaded, MeshShape())
     for course in train(shape, Recipe(zeros[1], tied=tied, num_steps=0), load=tmp_path):
-        same(Course(weights=there[0].weights, states=there[0].states), course)
+        same(TrainingRun(weights=there[0].weights, states=there[0].states), course)
 
 
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))

@@ -158,7 +158,7 @@ class Call:
         self._fetched = list[Tensor]()
         self._number, self._first = inputs.begin(self)
 
-    def bring(self) -> None:
+    def start_reload(self) -> None:
         """Fetch the moved inputs for the next run, and prefetch the inputs of the previous call."""
         self._inputs.let_go_of_unclaimed()
         self.fetch()

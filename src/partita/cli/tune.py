@@ -66,7 +66,7 @@ def tune(
     """
     progress = Console(stderr=True)
 
-    def tell(trial: Trial) -> None:
+    def on_trial(trial: Trial) -> None:
         found = trial.outcome
         ended = found.failed or f"{found.step_s:.3g} s, {format_bytes(found.peak_bytes or 0)}"
         progress.print(f"{_name(trial)}: {ended}", highlight=False, markup=False, soft_wrap=True)
@@ -76,7 +76,7 @@ def tune(
         target = Target(model, tokens, tuple(overrides or ()))
         given: dict[str, Any] = {"machine": gpu or THIS, "config": config, "results": results}
         try:
-            found = run_trials(target, processes=processes, effort=Effort(trials), tell=tell, **given)
+            found = run_trials(target, processes=processes, effort=Effort(trials), on_trial=on_trial, **given)
         except KeyboardInterrupt:
             show_notice(progress, f"interrupted; the same command continues from {results}")
             raise typer.Exit(INTERRUPTED) from None

@@ -37,7 +37,7 @@ def blocked_in(frame: FrameType | None) -> Blocked | None:
     if frame is None or frame.f_code.co_filename != _C10D:
         return None
     name, ranks = frame.f_code.co_name, _awaited(frame)
-    outer = next((each for each in _outer_frames(frame) if not each.f_code.co_filename.startswith(_TORCH)), None)
+    outer = next((each for each in _caller_frames(frame) if not each.f_code.co_filename.startswith(_TORCH)), None)
     if not ranks or outer is None or outer.f_code.co_filename.startswith(_PARTITA):
         return None
     return Blocked(name, ranks, place_of(outer))
@@ -60,7 +60,7 @@ def _awaited(frame: FrameType) -> tuple[int, ...]:
     return (ranks[source],) if name.startswith(_FROM_SOURCE) and isinstance(source, int) else ()
 
 
-def _outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
+def _caller_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

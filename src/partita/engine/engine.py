@@ -243,16 +243,16 @@ class Engine:
         self.check_synchronized("engine.state_dict")
         return self._open().whole.state_dict(trainable=trainable, names=names)
 
-    def export(self, folder: str | Path, beside: str | Path | None = None) -> None:
+    def export(self, folder: str | Path, companions: str | Path | None = None) -> None:
         """Write the weights in the compute dtype as safetensors, in Hugging Face's layout.
 
-        Configuration and tokenizer are copied from the folder ``beside`` (None: the folder that was passed as
+        Configuration and tokenizer are copied from the folder ``companions`` (None: the folder that was passed as
         ``weights=``, if it still exists).
         """
         self.check_synchronized("engine.export")
         parts = self._open()
         found = parts.weights if parts.weights is not None and parts.weights.is_dir() else None
-        export(parts.whole, self.module, Path(folder), found if beside is None else Path(beside))
+        export(parts.whole, self.module, Path(folder), found if companions is None else Path(companions))
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save a checkpoint of the complete training state as ``folder/step-N``; return its path.

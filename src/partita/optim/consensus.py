@@ -366,7 +366,7 @@ class ReplicaCheck:
         by_axes = defaultdict[tuple[str, ...], dict[Unit, list[Segment]]](lambda: defaultdict(list))
         for unit in runtime.units:
             for segment in unit.segments:
-                by_axes[segment.plan.rest_alike_axes][unit].append(segment)
+                by_axes[segment.plan.parameter_replica_axes][unit].append(segment)
         found = [(runtime.collectives.group(axes), units) for axes, units in by_axes.items()]
         self._compared = [(group, units) for group, units in found if group.size > 1]
         self._every = every if self._compared else 0

@@ -90,7 +90,7 @@ class SegmentUpdate:
         return self.segment.planned.update_is_gathered
 
     @property
-    def _writes_rest(self) -> bool:
+    def _writes_stored(self) -> bool:
         """True if the stored parameters can be written in place."""
         where = self._context.device_of
         at_rest = self.segment.plan.param_stored.tier
@@ -125,7 +125,7 @@ class SegmentUpdate:
             self._leases = self._disk.lease()
         if self._bucket.shard is not None:
             self._shard = self._bucket.shard.lease()
-        if self._writes_rest:
+        if self._writes_stored:
             self._param = self.segment.stored.lease(read=self._splits)
 
     def connect(self) -> None:
@@ -183,7 +183,7 @@ class SegmentUpdate:
         takes_master = self.segment.planned.publish.needs_master
         if self._param is None or takes_master:
             publisher.deliver(self.segment, self._master.tensor, self.segment.plan.master)
-        elif not self._writes_rest:
+        elif not self._writes_stored:
             publisher.deliver(self.segment, self._param.tensor, self._result)
         self._master.end(changed=True)
         if self._param is not None:

@@ -393,7 +393,7 @@ class Assembly:
                 self._fill_buffers_of(module, path)
         group = self._collectives.all_ranks
         group.broadcast(list(self._model.buffers()), "start")
-        quantized.make_alike(find_quantized_params(self._model), group, self._device)
+        quantized.broadcast_quantized(find_quantized_params(self._model), group, self._device)
 
     def _fill_buffers_of(self, module: nn.Module, path: str) -> None:
         if self._needs_buffers(module):

@@ -136,9 +136,11 @@ def call_within_hooks(
     return output
 
 
-def _run_hook(hook: Callable[..., Any], first: tuple[Any, ...], rest: tuple[Any, ...], ignored: type[Exception]) -> Any:
+def _run_hook(
+    hook: Callable[..., Any], first: tuple[Any, ...], remaining: tuple[Any, ...], ignored: type[Exception]
+) -> Any:
     try:
-        return hook(*first, *rest)
+        return hook(*first, *remaining)
     except ignored:
         return None
 

@@ -70,7 +70,7 @@ class Member:
         grad = self.param.grad
         return None if isinstance(grad, GradientPlaceholder) else grad
 
-    def mark_collected(self) -> None:
+    def mark_placeholder(self) -> None:
         """Set ``.grad`` to a placeholder: the gradient is in a bucket."""
         if self.param.grad is None:
             if self._collected is None:
@@ -78,7 +78,7 @@ class Member:
                     self._collected = GradientPlaceholder(self.param, self.fqn)
             self.param.grad = self._collected
 
-    def unmark_collected(self) -> None:
+    def unmark_placeholder(self) -> None:
         """Replace the placeholder in ``.grad`` by the gradient that autograd has added since, if any."""
         grad = self.param.grad
         if isinstance(grad, GradientPlaceholder):

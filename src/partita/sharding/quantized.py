@@ -17,7 +17,7 @@ def describe(info: ParameterInfo) -> str:
 
 
 @torch.no_grad()
-def make_alike(infos: Sequence[ParameterInfo], group: Group, device: torch.device) -> None:
+def broadcast_quantized(infos: Sequence[ParameterInfo], group: Group, device: torch.device) -> None:
     """Broadcast the first rank's values in the group."""
     own = [tensor for info in infos for tensor in tensors_in(info.param)]
     sent = [tensor.to(device) for tensor in own]  # a scale may be on the host

@@ -266,7 +266,7 @@ class GradientReducer:
             PartitaError: the gradient is sparse.
         """
         if self.placeholder_members:
-            member.unmark_collected()
+            member.unmark_placeholder()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             raise PartitaError(
@@ -353,12 +353,12 @@ class GradientReducer:
         ]
         with torch._C.DisableTorchFunctionSubclass():
             for member in self.placeholder_members:
-                member.mark_collected()
+                member.mark_placeholder()
 
     def _remove_placeholders(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for member in self.placeholder_members:
-                member.unmark_collected()
+                member.unmark_placeholder()
         self.placeholder_members.clear()
 
     # ------------------------------------------------------------- one reduction

@@ -100,11 +100,11 @@ class Runtime:
             unit.number += first
         if mesh.watchdog is None:
             mesh.watchdog = collectives.all_ranks.watchdog()
-        agreement = agree(self.gradient_group, mesh, lambda: self.reducer.launch_stalled_bucket())
+        unshard_order = agree(self.gradient_group, mesh, lambda: self.reducer.launch_stalled_bucket())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
         self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
-        self.unsharder = Unsharder(sharded, agreement, ahead, self.written)
+        self.unsharder = Unsharder(sharded, unshard_order, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []
         self._accumulate = blueprint.resolved.batch.accumulate
@@ -368,7 +368,7 @@ class Runtime:
                 disclaim(member.param)
                 if member.is_cut:
                     leave_share(member.param)
-                member.unmark_collected()
+                member.unmark_placeholder()
         self.memory.close()
 
 

@@ -85,9 +85,11 @@ class Unsharder:
         written: stores values that were written into a unit before it is resharded.
     """
 
-    def __init__(self, units: Sequence[Unit], agreement: UnshardOrder, prefetch_bytes: int, written: Written) -> None:
+    def __init__(
+        self, units: Sequence[Unit], unshard_order: UnshardOrder, prefetch_bytes: int, written: Written
+    ) -> None:
         self.units = units
-        self._agreement = agreement
+        self._unshard_order = unshard_order
         self._written = written
         self._owner = {id(member.param): unit for unit in units for member in unit.members}
         self._prefetch_bytes = prefetch_bytes
@@ -268,7 +270,7 @@ class Unsharder:
         self.reset()
         self._drop_kept()
         if self.units:
-            self._agreement.step()
+            self._unshard_order.step()
         if self.within_batch:
             return
         if self._recorded:
@@ -320,14 +322,14 @@ class Unsharder:
                     self._evict(idle)
         elif not must and not unit.can_unshard:
             return False
-        self._agreement.gathers(unit.number)
+        self._unshard_order.gathers(unit.number)
         unit.start_unshard(spare, exact)
         return True
 
     def _finish_gather(self, unit: Unit) -> None:
         if unit.state is UnitState.UNSHARDING:
             with span("wait for gather", unit.title):
-                self._agreement.wait(unit.gathered)
+                self._unshard_order.wait(unit.gathered)
                 unit.finish_unshard()
 
     def _follow(self, unit: Unit) -> None:

@@ -124,7 +124,7 @@ class StatePlan:
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.gradient_shard_axes))
 
     @property
-    def rest_alike_axes(self) -> tuple[str, ...]:
+    def parameter_replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks store the same shard of the parameters."""
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_stored.shard_axes))
 

@@ -42,7 +42,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Applie
     own = mesh.coordinate("pipeline")
     full_precision = find_full_precision(model, resolved)
     off_stage_params = list[nn.Parameter]()
-    parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _bring_back(off_stage_params))
+    parallel.transforms.at(Order.PARAMETERS).on_undo(lambda: _restore_all(off_stage_params))
     for entry in find_all_parameters(model):
         ranks = tuple(sorted({stage % asked.pipeline for stage in found.stages[id(entry.param)]}))
         if own not in ranks:
@@ -60,7 +60,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Applie
         parallel.lines.append(f"stage {stage}, on pipeline rank {stage % asked.pipeline}: {block_names}")
 
 
-def _bring_back(params: Iterable[nn.Parameter]) -> None:
+def _restore_all(params: Iterable[nn.Parameter]) -> None:
     """Turn parameters that only other stages hold back into ordinary ones, if they still have their values."""
     for param in params:
         if not param.is_meta:

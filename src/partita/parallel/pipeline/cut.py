@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from partita.errors import ConfigError, PartitaError
 from partita.layout.parameters import find_all_parameters
 from partita.layout.units import find_blocks
-from partita.parallel.pipeline.off_stage import all_away
+from partita.parallel.pipeline.off_stage import all_off_stage
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.sharding.buffers import buffers_kept
 from partita.transforms.modules import ModuleTransforms, Order
@@ -147,7 +147,12 @@ def _run(model: nn.Module, blocks: Sequence[str], device: torch.device) -> tuple
     ):  # the inputs may not fit the forward; the records up to the error are used
         for block in recorded:
             transforms.at(Order.STAGE).wrap_call(block.module, block)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(model), all_away(model, device, on_read):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            buffers_kept(model),
+            all_off_stage(model, device, on_read),
+        ):
             model(**{name: value.to(device) for name, value in inputs.items()})
     return order, reads
 

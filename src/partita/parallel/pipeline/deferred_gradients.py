@@ -157,7 +157,7 @@ class _Output(torch.autograd.Function):
         return None, ctx.graph.back(*ctx.saved_tensors, gradient), None, None
 
 
-class Apart:
+class DeferredWeightGradients:
     """Wrapper of a module's product with its parameters that defers the parameters' gradients."""
 
     def __init__(self, module: nn.Module, weights: WeightGradients) -> None:
@@ -190,7 +190,7 @@ def defer_weight_gradients(model: nn.Module, changes: Level) -> WeightGradients:
     for module in chosen.values():
         if any(id(param) in others or is_off_stage(param) for param in _own_params(module)):
             continue
-        deferring = Apart(module, weights)
+        deferring = DeferredWeightGradients(module, weights)
         if (linear := find(module, LinearForward)) is not None:
             changes.on_undo(partial(setattr, linear, "product", linear.product))
             linear.product = partial(deferring, linear.product)

@@ -169,7 +169,7 @@ def without_data(tensor: Tensor, origin: str) -> OffStageTensor:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-class AbsentParameter(OffStageParameter):
+class OffStagePlaceholder(OffStageParameter):
     """The class of a parameter that only other stages store. Operations on it return placeholders."""
 
     @classmethod
@@ -230,7 +230,7 @@ _known = dict[int, _Known]()
 
 
 def _read(leaf: Any) -> Any:
-    if type(leaf) is not AbsentParameter:
+    if type(leaf) is not OffStagePlaceholder:
         return leaf
     known = _known[id(leaf)]
     known.on_read(leaf)
@@ -249,7 +249,7 @@ def mark_off_stage(
         is_half: on those stages it is a 16-bit parameter that is read under autocast like an fp32 parameter.
     """
     _known[id(param)] = _Known(type(param), name, device, dtype or param.dtype, is_half=is_half)
-    param.__class__ = AbsentParameter
+    param.__class__ = OffStagePlaceholder
 
 
 def restore(param: nn.Parameter) -> None:
@@ -264,7 +264,7 @@ def forget(params: Iterable[int]) -> None:
 
 
 @contextmanager
-def all_away(
+def all_off_stage(
     module: nn.Module, device: torch.device, on_read: Callable[[Tensor], None] = lambda param: None
 ) -> Iterator[None]:
     """Treat all parameters of a module as off-stage in the ``with`` block. ``on_read`` is called at each read of a

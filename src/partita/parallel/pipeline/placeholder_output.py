@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
-from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, Trial, all_away, without_data
+from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, Trial, all_off_stage, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
 
@@ -78,7 +78,7 @@ class PlaceholderOutput:
                 torch.no_grad(),
                 generators_kept(self._device),
                 self._plain([self._module]),
-                all_away(self._module, self._device),
+                all_off_stage(self._module, self._device),
                 buffers_kept(self._module),
             ):
                 return self._module.forward(*args, **kwargs)

@@ -12,7 +12,7 @@ BACKWARD, WEIGHTS = 2.0, 1.0
 
 
 @dataclass(frozen=True)
-class Course:
+class ScheduleCost:
     """The cost of a schedule.
 
     Attributes:
@@ -24,7 +24,7 @@ class Course:
     max_kept_forwards: tuple[int, ...]
 
 
-def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
+def simulate(schedule: Schedule, backward: float = BACKWARD) -> ScheduleCost:
     """Simulate a schedule in which each rank does its work in order, as early as possible.
 
     Args:
@@ -63,7 +63,7 @@ def simulate(schedule: Schedule, backward: float = BACKWARD) -> Course:
                 f"{order[position[rank]]}\n{schedule}"
             )
     _check_edges(schedule)
-    return Course(1 - busy / max(free), tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
+    return ScheduleCost(1 - busy / max(free), tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:

@@ -108,7 +108,7 @@ def tune(
     samples: int | None = None,
     effort: Effort = Effort(),
     results: str | Path | None = None,
-    tell: Callable[[Trial], None] | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
 ) -> Tuned:
     """Find the fastest config on this machine.
 
@@ -123,7 +123,7 @@ def tune(
         samples: samples of an optimizer step, over all ranks; None: the config's, or those of :func:`partita.plan`.
         effort: limits of the trials.
         results: a file to which outcomes are added; trials with outcomes in the file are not repeated.
-        tell: called with each trial when it has ended.
+        on_trial: called with each trial when it has ended.
 
     Raises:
         ConfigError: there is no such model; no plan fits; ``results`` are from another model, machine or config; all
@@ -156,7 +156,7 @@ def tune(
     kept.begin(on)
     space = Space(source, on, num_ranks, base, samples, kind, _num_moments(base))
     trials = Trials(target, num_ranks, effort.steps, effort.timeout_s)
-    found = _Tuning(space, trials, kept, effort.trials, tell or (lambda _: None)).run()
+    found = _Tuning(space, trials, kept, effort.trials, on_trial or (lambda _: None)).run()
     return Tuned(target, source, num_ranks, *found)
 
 

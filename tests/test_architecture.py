@@ -354,10 +354,10 @@ def docstring_opener(source: Source) -> Iterator[str]:
 # Words of an earlier dialect, for which the field has names of its own.
 PRIVATE_WORDS = frozenset(
     """
-    absent admission adopt adopts agreement alike apart aside attend attendance away beside bring coded collected course
-    cover elsewhere fed foreign held_back holding holdings in_full lay lays lend lends lent nested otherwise outer passage
-    rest resting rests room rooms said samples_of shortage shortages sight spread squares stand_in stow tell tells together
-    told wake wave waves
+    absent admission adopt adopts agreement alike apart aside attend attendance away beside bring coded collected
+    course cover elsewhere fed foreign held_back holding holdings in_full lay lays lend lends lent nested otherwise
+    outer passage rest resting rests room rooms said shortage shortages sight spread squares stand_in stow tell tells
+    together told wake wave waves
     """.split()
 )
 ALLOWED_NAMES = {

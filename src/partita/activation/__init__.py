@@ -1,1 +1,1 @@
-"""Activation memory: what the forward keeps for the backward."""
+"""Memory that the forward keeps for the backward: recomputation, offload, partitioning, chunks. Knows no optimizer."""

@@ -1,1 +1,1 @@
-"""Checkpoints: states saved in global coordinates, which can be loaded under any other plan."""
+"""Checkpoints: states in global coordinates, which load under any other plan. Knows no ZeRO stage."""

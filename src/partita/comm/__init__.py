@@ -1,1 +1,1 @@
-"""Communication between ranks: the mesh of process groups, its collectives, and counters of the bytes they send."""
+"""Communication between ranks: process groups along mesh axes, collectives, the watchdog. Knows no parameters."""

@@ -1,1 +1,1 @@
-"""The configuration: its schema, its sources, and its resolution for a number of ranks."""
+"""The configuration: its schema, its sources, and its meaning on a number of ranks. Knows no model and no device."""

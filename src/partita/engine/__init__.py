@@ -1,1 +1,1 @@
-"""The engine: the calls of a training loop, and the parts that an engine is built from."""
+"""The engine: the calls of a training loop, and the construction of all parts. Knows no prediction and no integration."""

@@ -1,1 +1,3 @@
-"""Hugging Face weights: read into an engine, and exported from an engine or a checkpoint."""
+"""Weights in files of Hugging Face's layout: read into an engine, exported from an engine or a checkpoint. Knows no
+trainer.
+"""

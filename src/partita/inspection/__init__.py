@@ -1,1 +1,1 @@
-"""Full tensors of a running engine by name: parameters, gradients and optimizer states."""
+"""Full tensors by name, under every mesh, to read and to change. Knows no file format."""

@@ -1,1 +1,1 @@
-"""Integrations with other libraries. Each translates the library's calls to the engine, and needs an optional extra."""
+"""Optional package: other libraries' trainers on the engine. Each translates calls, and needs an extra."""

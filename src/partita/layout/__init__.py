@@ -1,1 +1,3 @@
-"""The planner: a model's units, and the memory, time and traffic that they need, before anything is allocated."""
+"""A model on paper: units, rows, placement, and the formulas for bytes held and operations performed. Allocates
+nothing, and knows neither process groups nor predicted times.
+"""

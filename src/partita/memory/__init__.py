@@ -1,1 +1,3 @@
-"""Memory: buffer pools, long-lived allocations, the disk tier, streams, and the ledger of all allocated bytes."""
+"""Memory of one process: devices, buffer pools, tiers, the disk, streams, and the ledger. Knows no units and no other
+ranks.
+"""

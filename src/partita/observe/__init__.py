@@ -1,1 +1,1 @@
-"""Reporting of a training run: rows of metrics, a plot of the losses, live progress."""
+"""Metrics of a run: rows, sinks, plots, progress. Knows no engine."""

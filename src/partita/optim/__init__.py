@@ -1,1 +1,1 @@
-"""The optimizer step: any elementwise torch optimizer, run on what this rank owns of each parameter."""
+"""The optimizer step, on this rank's shards of master weights and states. Knows no stage, and no compression by name."""

@@ -1,1 +1,1 @@
-"""Parallel axes other than data: tensor, sequence and pipeline, each applied to an unmodified model."""
+"""Tensor, sequence and pipeline parallelism of unmodified models. Knows no units and no optimizer."""

@@ -1,1 +1,3 @@
-"""Forecasts of training before it runs: memory, traffic and time, from a machine and a model without weights."""
+"""Optional package: what a configuration will take, before it runs. Reads the formulas of :mod:`partita.layout`;
+nothing below imports it.
+"""

@@ -1,1 +1,3 @@
-"""Sharding at run time: units of parameters, their unsharding and resharding, and the reduction of gradients."""
+"""Units at run time: unsharded before use, their gradients reduced, their updates published. Knows no optimizer, and no
+compression by name.
+"""

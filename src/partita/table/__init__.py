@@ -1,1 +1,3 @@
-"""Pure arithmetic of states: where each is stored, how it moves and is laid out. No devices, no process groups."""
+"""The state table: where each state is stored, in which encoding, and how it moves. No tensors, no devices, no process
+groups.
+"""

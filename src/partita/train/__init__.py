@@ -1,1 +1,3 @@
-"""The ready-made trainer: reads a job file, and writes metrics, a plot, a sample and trained weights."""
+"""The trainer behind ``partita train``: a job file in; metrics, a plot, a sample and trained weights out. Uses public
+calls of the engine only.
+"""

@@ -1,1 +1,3 @@
-"""Changes to the modules of a model that can be suspended and undone."""
+"""Changes to the modules of a user's model, in a declared order: applied, suspended, and undone in reverse. Knows
+neither units nor ranks.
+"""

@@ -1,1 +1,3 @@
-"""Simulation of a cluster with the real engine: the memory and the traffic of each rank."""
+"""The real engine as one rank of a cluster that does not exist: the memory that it holds, and the messages that it
+sends.
+"""

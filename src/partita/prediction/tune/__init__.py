@@ -1,1 +1,1 @@
-"""Tuning: a plan, refined by short measured trials."""
+"""Short measured trials that refine a plan."""

@@ -186,7 +186,7 @@ class Recomputed:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
         like = call.moved[0].get().new_empty(0)  # tells `checkpoint` the device whose random state it saves
-        contexts = partial(self._contexts, call.bring)
+        contexts = partial(self._contexts, call.start_reload)
         output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
         inputs.forward_ended()
         return output

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.activation.inputs import NUM_STAYING, Moved
+from partita.activation.inputs import NUM_STAYING, OffloadedTensor
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
@@ -75,7 +75,7 @@ def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
 def num_rooms(engine: partita.Engine) -> tuple[int, int]:
     """Rooms on disk, and how many of them are free."""
     gc.collect()
-    rooms = engine._parts.activations.inputs.rooms
+    rooms = engine._parts.activations.inputs.input_memory
     free = [*rooms._free, *rooms._returned]
     held = engine.memory_report().held.get(("activations", "disk"), 0)
     return held // max([room.num_elements for room in free], default=1), len(free)
@@ -99,14 +99,14 @@ def test_the_last_inputs_stay_and_the_others_leave() -> None:
 def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
     """What a block needs is asked for before the block after it is computed again."""
     model, said, numbers = Stack(6), list[str](), dict[int, int]()
-    fetch = Moved.fetch
+    fetch = OffloadedTensor.fetch
 
-    def fetched(moved: Moved) -> None:
+    def fetched(moved: OffloadedTensor) -> None:
         if moved._on_device is None and moved._back is None:
             said.append(f"fetch {numbers[id(moved)]}")
         fetch(moved)
 
-    with partita.initialize(model, ON_DISK) as engine, mock.patch.object(Moved, "fetch", fetched):
+    with partita.initialize(model, ON_DISK) as engine, mock.patch.object(OffloadedTensor, "fetch", fetched):
         for number, block in enumerate(model.blocks):
             block.norm.register_forward_pre_hook(lambda *_, number=number: said.append(f"compute {number}"))
         loss = engine(inputs(0, 0)).square().mean()

@@ -11,7 +11,7 @@ from partita.activation.caches import NoCaches
 from partita.activation.inputs import StoredInputs
 from partita.activation.partition import Partition
 from partita.activation.recompute import Recomputation, chosen_modules
-from partita.activation.recompute_budget import KeptWhole
+from partita.activation.recompute_budget import RecomputeBudget
 from partita.activation.tiled_loss import find_heads, tile_heads
 from partita.activation.tiles import tiled_modules
 from partita.comm.collective_errors import shared_errors
@@ -61,7 +61,7 @@ class Activations:
         self._device = device
         self._all_ranks = collectives.all_ranks
         self.inputs: StoredInputs | None = None
-        self.kept: KeptWhole | None = None
+        self.kept: RecomputeBudget | None = None
         self.warns = collectives.mesh.rank == 0 and not config.attention.packed and not accelerator.is_simulated(device)
         tier = inputs_tier(settings, device)
         if tier is not Tier.DEVICE or settings.partition:
@@ -70,7 +70,7 @@ class Activations:
         if settings.keep_bytes != "none":
             limit = None if isinstance(settings.keep_bytes, str) else settings.keep_bytes
             alike = collectives.group((SEQUENCE,)), collectives.group((TENSOR,))
-            self.kept = KeptWhole(limit, max_in_flight, alike, memory.ledger)
+            self.kept = RecomputeBudget(limit, max_in_flight, alike, memory.ledger)
 
     def check(self) -> None:
         """Check that inputs fit into their tier on every rank. All ranks must call this.
@@ -78,9 +78,9 @@ class Activations:
         Raises:
             PartitaError: the inputs of a rank did not fit. Raised on all ranks.
         """
-        if self.inputs is not None and self.inputs.rooms.tier is not Tier.DEVICE:
+        if self.inputs is not None and self.inputs.input_memory.tier is not Tier.DEVICE:
             with shared_errors(self._all_ranks):
-                self.inputs.rooms.check()
+                self.inputs.input_memory.check()
 
     def updated(self) -> None:
         """Handle the end of a full step. All ranks must call this."""
@@ -116,7 +116,7 @@ def keep_less(
     return recomputation
 
 
-def _begin(follower: StoredInputs | KeptWhole, module: nn.Module, args: object) -> None:
+def _begin(follower: StoredInputs | RecomputeBudget, module: nn.Module, args: object) -> None:
     follower.begin_forward()
 
 

@@ -27,10 +27,10 @@ _PROPERTIES_WITH_VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")
 class HeadCall(Protocol):
     """A deferred call of a layer that computes logits from hidden states."""
 
-    def whole(self, origin: "Origin", asked_by: str) -> Tensor:
+    def logits(self, origin: "Origin", asked_by: str) -> Tensor:
         """Return the layer's output for ``origin.hidden``: [..., classes]."""
 
-    def whole_here(self, origin: "Origin", asked_by: str) -> Tensor:
+    def full_logits(self, origin: "Origin", asked_by: str) -> Tensor:
         """Return the same, all-gathered if it is sharded over ranks."""
 
     def summed_loss(self, origin: "Origin", target: Tensor, ignored: int, smoothing: float) -> Tensor:
@@ -39,8 +39,8 @@ class HeadCall(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """The computation of logits: the layer's output for ``hidden``, then the elementwise functions ``changes``, in
-    order.
+    """The computation of logits: the layer's output for ``hidden``, then the elementwise functions ``elementwise_ops``,
+    in order.
 
     ``hidden`` [..., in] has the dims of the logits in the same order, except the dim of the classes, which is dim
     ``classes_dim`` of the logits.
@@ -51,11 +51,11 @@ class Origin:
     num_classes: int
     dtype: torch.dtype
     classes_dim: int
-    changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+    elementwise_ops: tuple[Callable[[Tensor], Tensor], ...] = ()
 
-    def changed(self, logits: Tensor) -> Tensor:
-        """Apply ``changes`` to the layer's output."""
-        for change in self.changes:
+    def apply_ops(self, logits: Tensor) -> Tensor:
+        """Apply ``elementwise_ops`` to the layer's output."""
+        for change in self.elementwise_ops:
             logits = change(logits)
         return logits
 
@@ -104,7 +104,7 @@ class DeferredLogits(Deferred):
         """Compute the logits, at most once with a graph and once without."""
         needs_graph = torch.is_grad_enabled() and self.requires_grad
         if self._computed is None or (needs_graph and not self._computed.requires_grad):
-            logits = self.origin.changed(self.origin.call.whole(self.origin, reader))
+            logits = self.origin.apply_ops(self.origin.call.logits(self.origin, reader))
             self._computed = logits.movedim(-1, self.origin.classes_dim)
         return self._computed
 
@@ -152,7 +152,7 @@ def _backward(origin: Origin, gradient: Tensor) -> tuple[Tensor | None, None]:
     hidden = origin.hidden.detach().requires_grad_(origin.hidden.requires_grad)
     origin = replace(origin, hidden=hidden)
     with torch.enable_grad():
-        logits = origin.changed(origin.call.whole_here(origin, "a gradient")).movedim(-1, origin.classes_dim)
+        logits = origin.apply_ops(origin.call.full_logits(origin, "a gradient")).movedim(-1, origin.classes_dim)
     torch.autograd.backward([logits], [gradient])
     return hidden.grad, None
 
@@ -191,7 +191,7 @@ def _elementwise(logits: DeferredLogits, func: Any, others: Sequence[Any], kwarg
 
     origin = logits.origin
     dtype = change(torch.empty(0, dtype=origin.dtype, device=origin.hidden.device)).dtype
-    return replace(origin, dtype=dtype, changes=(*origin.changes, change))
+    return replace(origin, dtype=dtype, elementwise_ops=(*origin.elementwise_ops, change))
 
 
 def _reshaped(logits: DeferredLogits, func: Any, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Origin | None:

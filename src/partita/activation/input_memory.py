@@ -34,7 +34,7 @@ class InputMemory:
         self._returned = deque[StoredState]()  # appended by any thread that frees a graph
         self._error: PartitaError | None = None
 
-    def take(self, num_bytes: int) -> StoredState:
+    def allocate(self, num_bytes: int) -> StoredState:
         """Return a buffer of at least ``num_bytes``."""
         while self._returned:
             self._free.append(self._returned.popleft())
@@ -51,7 +51,7 @@ class InputMemory:
             self._error = self._error or error
             return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
 
-    def give_back(self, buffer: StoredState) -> None:
+    def free(self, buffer: StoredState) -> None:
         """Free a buffer for later copies, which the stream runs after the current ones."""
         if buffer.tier is self.tier:
             self._returned.append(buffer)

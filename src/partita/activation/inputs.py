@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from partita.activation.input_memory import STATE, InputMemory
-from partita.activation.partition import Partition, Parts
+from partita.activation.partition import InputShards, Partition
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.memory.streams import Event, Stream, record
@@ -40,20 +40,20 @@ class StoredInputs:
     def __init__(self, memory: StateMemory, device: torch.device, tier: Tier, partition: Partition) -> None:
         self.device = device
         self._partition = partition
-        self.rooms = InputMemory(memory, tier, device, self._wait_for_copies)
+        self.input_memory = InputMemory(memory, tier, device, self._wait_for_copies)
         self.stream = Stream(device, STATE, waits=tier is Tier.DISK)
-        self._calls = dict[int, weakref.ref[Call]]()  # calls whose graph is alive, in order
+        self._calls = dict[int, weakref.ref[RecomputedCall]]()  # calls whose graph is alive, in order
         self._num_calls = self._num_before = 0
-        self._moved = weakref.WeakValueDictionary[int, Moved]()  # by the id of the original tensor
-        self._offloading = deque[weakref.ref[Moved]]()
+        self._moved = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by the id of the original tensor
+        self._offloading = deque[weakref.ref[OffloadedTensor]]()
         self.unclaimed = deque[Event]()  # of copies whose graph was freed; their memory is in use until they complete
 
     def begin_forward(self) -> None:
         """Begin a forward of the model: the next calls belong to it."""
         self._num_before = self._num_calls
 
-    def move(self, tensor: Tensor, module: str, place: int) -> "Moved | None":
-        """Return the :class:`Moved` for an input of a module; None for a tensor that is not moved.
+    def move(self, tensor: Tensor, module: str, place: int) -> "OffloadedTensor | None":
+        """Return the :class:`OffloadedTensor` for an input of a module; None for a tensor that is not moved.
 
         These are tensors that are not activations, and inputs of several modules, which need them at different times.
 
@@ -61,16 +61,16 @@ class StoredInputs:
             place: the index of the input among the module's arguments.
         """
         if (known := self._moved.get(id(tensor))) is not None and known.source() is tensor:
-            known.stay(tensor)
+            known.keep_on_device(tensor)
             return None
         computed = tensor.requires_grad and not tensor.is_leaf and type(tensor) is Tensor
         if not (computed and tensor.device == self.device and _is_dense(tensor)):
             return None
-        parts = self._partition.parts(module, place, _flat_bytes(tensor))
-        moved = self._moved[id(tensor)] = Moved(self, tensor, parts)
+        shards = self._partition.shards(module, place, _flat_bytes(tensor))
+        moved = self._moved[id(tensor)] = OffloadedTensor(self, tensor, shards)
         return moved
 
-    def begin(self, call: "Call") -> tuple[int, int]:
+    def begin(self, call: "RecomputedCall") -> tuple[int, int]:
         """Register a call; return its number, and the number of calls before its forward."""
         self._num_calls += 1
         self._calls[self._num_calls] = weakref.ref(call)
@@ -83,7 +83,7 @@ class StoredInputs:
         earlier = list(self._calls.values())[:-NUM_STAYING]
         if earlier and (call := earlier[-1]()) is not None:
             for moved in call.moved:
-                moved.leave()
+                moved.offload()
                 self._offloading.append(weakref.ref(moved))
 
     def fetch_before(self, number: int, first: int) -> None:
@@ -104,12 +104,12 @@ class StoredInputs:
 
     def _finish_offloads(self) -> None:
         """Wait for the copies from the device, and free the tensors that were copied."""
-        self.let_go_of_unclaimed()
+        self.release_unclaimed()
         while self._offloading:
             if (moved := self._offloading.popleft()()) is not None:
-                moved.has_left()
+                moved.finish_offload()
 
-    def let_go_of_unclaimed(self) -> None:
+    def release_unclaimed(self) -> None:
         """Wait for copies whose graphs were freed, and free the memory that they use."""
         while self.unclaimed:
             self.unclaimed.popleft().wait()
@@ -120,7 +120,7 @@ class StoredInputs:
         accelerator.wait_for_all(self.device)
 
 
-class Call:
+class RecomputedCall:
     """A call of a recomputed module, whose forward may run several times.
 
     Attributes:
@@ -143,7 +143,7 @@ class Call:
         self._inputs = inputs
         self._forward = forward
         self._names = tuple(kwargs)
-        self.moved = list[Moved]()
+        self.moved = list[OffloadedTensor]()
         self.others = list[Tensor]()
         self._arguments = list[Any]()
         for place, value in enumerate((*args, *kwargs.values())):
@@ -160,7 +160,7 @@ class Call:
 
     def start_reload(self) -> None:
         """Fetch the moved inputs for the next run, and prefetch the inputs of the previous call."""
-        self._inputs.let_go_of_unclaimed()
+        self._inputs.release_unclaimed()
         self.fetch()
         self._inputs.fetch_before(self._number, self._first)
         self._fetched = [moved.get() for moved in self.moved]
@@ -189,40 +189,40 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Back:
-    """A tensor that is being fetched. Its values are valid after ``came``."""
+class PendingReload:
+    """A tensor that is being fetched. Its values are valid after ``ready``."""
 
     tensor: Tensor
-    came: Event
+    ready: Event
 
 
-class Moved:
+class OffloadedTensor:
     """An input that is moved: on the device, offloaded, or being fetched."""
 
-    def __init__(self, inputs: StoredInputs, tensor: Tensor, parts: Parts) -> None:
+    def __init__(self, inputs: StoredInputs, tensor: Tensor, shards: InputShards) -> None:
         self._inputs = inputs
-        self._parts = parts
+        self._shards = shards
         self.source = weakref.ref(tensor)
         self._on_device: Tensor | None = tensor
         self._version = tensor._version
         self._is_kept = False
         self._buffer: StoredState | None = None
         self._offloaded: Event | None = None
-        self._back: Back | None = None
+        self._back: PendingReload | None = None
         self._num_bytes = tensor.nbytes
         self._of_bytes = partial(_of_bytes, dtype=tensor.dtype, size=tensor.size(), stride=tensor.stride())
 
-    def stay(self, tensor: Tensor) -> None:
+    def keep_on_device(self, tensor: Tensor) -> None:
         """Keep the tensor on the device, because several modules need it."""
         self._on_device = tensor
         self._is_kept = True
 
-    def leave(self) -> None:
-        """Begin to copy the tensor into the tier. It stays on the device until :meth:`has_left`."""
+    def offload(self) -> None:
+        """Begin to copy the tensor into the tier. It stays on the device until :meth:`finish_offload`."""
         if self._on_device is None or self._is_kept or self._buffer is not None:
             return
-        own = self._parts.own(_flat_bytes(self._on_device))
-        buffer = self._buffer = self._inputs.rooms.take(self._parts.part_bytes(self._num_bytes))
+        own = self._shards.own(_flat_bytes(self._on_device))
+        buffer = self._buffer = self._inputs.input_memory.allocate(self._shards.shard_bytes(self._num_bytes))
         computed = record(self._inputs.device)
 
         def copy() -> None:
@@ -233,7 +233,7 @@ class Moved:
 
         self._offloaded = self._inputs.stream.run(copy)
 
-    def has_left(self) -> None:
+    def finish_offload(self) -> None:
         """Wait for the copy, and free the tensor.
 
         Raises:
@@ -251,19 +251,19 @@ class Moved:
         """Begin to copy the tensor back to the device."""
         if self._on_device is not None or self._back is not None:
             return
-        buffer, parts, device = self._buffer, self._parts, self._inputs.device
+        buffer, shards, device = self._buffer, self._shards, self._inputs.device
         assert buffer is not None
-        whole = torch.empty(parts.whole_bytes(self._num_bytes), dtype=torch.uint8, device=device)
+        whole = torch.empty(shards.full_bytes(self._num_bytes), dtype=torch.uint8, device=device)
         free = record(device)
 
         def copy() -> None:
             free.wait()
-            lease, own = buffer.lease(), parts.own(whole)
+            lease, own = buffer.lease(), shards.own(whole)
             own.copy_(lease.wait()[: own.numel()], non_blocking=True)
             lease.end(changed=False)
-            parts.complete(whole)
+            shards.gather(whole)
 
-        self._back = Back(self._of_bytes(whole), self._inputs.stream.run(copy))
+        self._back = PendingReload(self._of_bytes(whole), self._inputs.stream.run(copy))
 
     def get(self) -> Tensor:
         """Return the original tensor, or the fetched copy.
@@ -276,14 +276,14 @@ class Moved:
             return self._on_device
         assert self._back is not None
         back, self._back = self._back, None
-        back.came.wait()
+        back.ready.wait()
         return back.tensor.requires_grad_()
 
     def __del__(self) -> None:
         # This may run in a thread on which the stream's work depends, so it must not wait for the stream.
         if self._buffer is not None:
-            self._inputs.rooms.give_back(self._buffer)
-        pending = self._offloaded if self._back is None else self._back.came
+            self._inputs.input_memory.free(self._buffer)
+        pending = self._offloaded if self._back is None else self._back.ready
         if pending is not None:
             self._inputs.unclaimed.append(pending)
 

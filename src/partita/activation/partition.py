@@ -19,27 +19,27 @@ PURPOSE = "activations"
 _CONNECTIONS = "parameters"
 
 
-class Parts:
+class InputShards:
     """Equal shards of the bytes of a tensor, one for each rank of ``group`` (which may have only one rank)."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def part_bytes(self, num_bytes: int) -> int:
+    def shard_bytes(self, num_bytes: int) -> int:
         """Return the bytes of one shard, rounded up."""
         return -(-num_bytes // self._group.size)
 
-    def whole_bytes(self, num_bytes: int) -> int:
+    def full_bytes(self, num_bytes: int) -> int:
         """Return the bytes of all shards."""
-        return self.part_bytes(num_bytes) * self._group.size
+        return self.shard_bytes(num_bytes) * self._group.size
 
     def own(self, flat: Tensor) -> Tensor:
         """Return this rank's shard of the bytes ``[n]``. If they do not divide evenly, the last shards are shorter."""
-        part = self.part_bytes(flat.numel())
-        return flat[part * self._group.index : part * (self._group.index + 1)]
+        shard = self.shard_bytes(flat.numel())
+        return flat[shard * self._group.index : shard * (self._group.index + 1)]
 
-    def complete(self, whole: Tensor) -> None:
-        """All-gather the shards into ``whole`` ``[whole_bytes]``, which already contains this rank's shard."""
+    def gather(self, whole: Tensor) -> None:
+        """All-gather the shards into ``whole`` ``[full_bytes]``, which already contains this rank's shard."""
         if self._group.size > 1:
             self._group.all_gather(whole, self.own(whole), PURPOSE, connections=_CONNECTIONS).wait()
 
@@ -50,16 +50,16 @@ class Partition:
     Inputs differ if they are already split, as they may be under tensor parallelism.
 
     Args:
-        alone: a group of only this rank.
+        single: a group of only this rank.
     """
 
-    def __init__(self, group: Group, alone: Group) -> None:
+    def __init__(self, group: Group, single: Group) -> None:
         self._group = group
-        self._sharded = Parts(group)
-        self._full = Parts(alone)
+        self._sharded = InputShards(group)
+        self._full = InputShards(single)
         self._is_equal = dict[tuple[str, int], bool]()
 
-    def parts(self, module: str, place: int, flat: Tensor) -> Parts:
+    def shards(self, module: str, place: int, flat: Tensor) -> InputShards:
         """Return the sharding of a module's input.
 
         At the first call of each module, the ranks compare the bytes of the input.

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import (
 )
 
 from partita.activation.forward_state import ForwardCall, ForwardState
-from partita.activation.inputs import Call, StoredInputs
-from partita.activation.recompute_budget import KeptWhole
-from partita.activation.tiles import InTiles
+from partita.activation.inputs import RecomputedCall, StoredInputs
+from partita.activation.recompute_budget import RecomputeBudget
+from partita.activation.tiles import TiledForward
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import modules_like
 from partita.parallel.sequence.exchange import is_checking
@@ -93,11 +93,11 @@ class Recomputation:
         selective: bool,
         tiled: Mapping[str, nn.Module],
         inputs: StoredInputs | None = None,
-        kept: KeptWhole | None = None,
+        kept: RecomputeBudget | None = None,
     ) -> None:
         self._recomputed_name = ""
         for name, module in tiled.items():
-            changes.wrap_forward(module, InTiles(name, Recomputed(name, module, self._note)))
+            changes.wrap_forward(module, TiledForward(name, Recomputed(name, module, self._note)))
         for name, module in modules.items():
             changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
 
@@ -141,7 +141,7 @@ class Recomputed:
         on_recompute: Callable[[str], None],
         selective: bool = False,
         inputs: StoredInputs | None = None,
-        kept: KeptWhole | None = None,
+        kept: RecomputeBudget | None = None,
     ) -> None:
         self._name = name
         self._module = module
@@ -181,7 +181,7 @@ class Recomputed:
     def _recomputed_with_moved_inputs(
         self, inputs: StoredInputs, own: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        call = Call(inputs, own, self._name, args, kwargs)
+        call = RecomputedCall(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
@@ -196,7 +196,9 @@ class Recomputed:
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
         call = ForwardCall(self._state)
         measured = nullcontext() if self._kept is None else self._kept.measured()
-        return _enter_all(call, keeping[0], measured), Repeating(call, keeping[1], (self._on_recompute, *on_begin))
+        return _enter_all(call, keeping[0], measured), RecomputeContext(
+            call, keeping[1], (self._on_recompute, *on_begin)
+        )
 
 
 @contextmanager
@@ -208,7 +210,7 @@ def _enter_all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
-class Repeating:
+class RecomputeContext:
     """The context of each recomputation of a module's forward (several with ``retain_graph=True``).
 
     Inside it, buffers are copies with the values that the first forward read. It may have changed them (the running

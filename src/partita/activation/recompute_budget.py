@@ -26,7 +26,7 @@ STATE = "kept_whole"
 SPARE_SHARE = 0.8
 
 
-class KeptWhole:
+class RecomputeBudget:
     """Decides how many calls of recomputed modules, from the end of a forward, are not recomputed.
 
     The first forward is measured: all calls are recomputed, and the bytes that each would have kept are counted. Later

@@ -20,15 +20,14 @@ from partita.config.schema import Loss
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import modules_like
 from partita.memory.autocast import autocast, autocast_dtype
-from partita.parallel.sequence.apply import HeadOfSlices
+from partita.parallel.sequence.apply import SlicedOutputLayer
 from partita.parallel.sequence.blocks import Blocks
-from partita.parallel.sequence.exchange import enter as enter_slice
-from partita.parallel.sequence.exchange import sum_of_parts
+from partita.parallel.sequence.exchange import slice_for_rank, sum_over_slices
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.sharded_logits import Split, Vocabulary, split_logits
-from partita.parallel.tensor.functions import enter
+from partita.parallel.sharded_logits import LogitsSharding, Vocabulary, as_sharded_logits
+from partita.parallel.tensor.functions import copy_to_ranks
 from partita.parallel.tensor.linear import LinearForward
-from partita.parallel.tensor.vocabulary import Head
+from partita.parallel.tensor.vocabulary import OutputLayerSplit
 from partita.sharding.compiler import constant
 from partita.sharding.deferred import Deferred
 from partita.sharding.hooks import Hook
@@ -79,7 +78,7 @@ def find_heads(model: nn.Module, settings: Loss, units: Iterable[str]) -> dict[s
                 f"{type(module).__name__}: name another layer in loss.head, or set loss.tiled to none"
             )
         heads[name] = module
-        ShareOfLoss.of(name, module)
+        LossShare.of(name, module)
     return heads
 
 
@@ -135,7 +134,7 @@ class TiledHead:
             dtype, around = torch.float32, in_fp32.mode.fp32_context
         elif (narrow := autocast_dtype(hidden.device)) is not None:
             dtype, around = narrow, partial(autocast, hidden.device, narrow, torch.is_autocast_cache_enabled())
-        call = Call(self, own, hidden, around)
+        call = DeferredCall(self, own, hidden, around)
         return DeferredLogits.of(Origin(call, hidden, module.out_features, dtype, hidden.dim() - 1))
 
     def compute(self, loss: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -160,9 +159,9 @@ class TiledHead:
         self._warn(f"'{asked_by}'")
 
     @property
-    def share(self) -> "ShareOfLoss":
+    def share(self) -> "LossShare":
         """This rank's share of the loss."""
-        return ShareOfLoss.of(self._name, self._module)
+        return LossShare.of(self._name, self._module)
 
     def rows_of_tile(self, itemsize: int) -> int:
         """Return the number of rows of logits in a tile, with ``itemsize`` bytes per number."""
@@ -200,7 +199,7 @@ class TiledHead:
 
 
 @dataclass(frozen=True)
-class ShareOfLoss:
+class LossShare:
     """This rank's share of the loss of a head.
 
     Attributes:
@@ -214,35 +213,35 @@ class ShareOfLoss:
     block: AbstractContextManager[None]
 
     @staticmethod
-    def of(name: str, module: nn.Module) -> "ShareOfLoss":
+    def of(name: str, module: nn.Module) -> "LossShare":
         """Return the share that the parallel axes' wrappers of the head's forward define.
 
         Raises:
             ConfigError: tensor parallelism has split the head in another way than by the vocabulary.
         """
-        slices, head = find(module, HeadOfSlices), find(module, LinearForward)
+        slices, head = find(module, SlicedOutputLayer), find(module, LinearForward)
         blocks = None if slices is None else slices.blocks
         if head is None:
-            return ShareOfLoss(None, blocks, nullcontext())
-        if not isinstance(head, Head):
+            return LossShare(None, blocks, nullcontext())
+        if not isinstance(head, OutputLayerSplit):
             raise ConfigError(
                 f"loss.tiled: the output layer '{name}' is split over tensor ranks, but not by the vocabulary; set "
                 f"'vocabulary' for it in parallel.tensor_rules, or loss.tiled to none"
             )
-        return ShareOfLoss(head.split.vocabulary, blocks, head.own)
+        return LossShare(head.split.vocabulary, blocks, head.own)
 
-    def own(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
+    def rank_rows(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Slices | None]:
         """Return this rank's rows, their targets, and the slices of the rows (None: the rank has all rows)."""
         if self.vocabulary is not None:
-            rows = enter(rows, self.vocabulary.group)
-        if self.blocks is None or not self.blocks.are_on or self.blocks.slices is None:
+            rows = copy_to_ranks(rows, self.vocabulary.group)
+        if self.blocks is None or not self.blocks.enabled or self.blocks.slices is None:
             return rows, target, None
         whole = self.blocks.slices
         slices = Slices(tuple(even(len(rows), whole.group.size)), whole.group, whole.mesh)
-        return enter_slice(rows, 0, slices), slices.take(target, 0), slices
+        return slice_for_rank(rows, 0, slices), slices.take(target, 0), slices
 
 
-class Call:
+class DeferredCall:
     """A deferred call of a head, ``own(hidden)`` with ``hidden`` [..., in]."""
 
     def __init__(
@@ -258,15 +257,15 @@ class Call:
         self._versions = head.versions(hidden)
         self._around = around
 
-    def whole(self, origin: Origin, asked_by: str) -> Tensor:
+    def logits(self, origin: Origin, asked_by: str) -> Tensor:
         self._check_unchanged()
         self._head.warn_of(asked_by)
         with self._around():
             output: Tensor = self._own(origin.hidden)
         return output
 
-    def whole_here(self, origin: Origin, asked_by: str) -> Tensor:
-        output = self.whole(origin, asked_by)
+    def full_logits(self, origin: Origin, asked_by: str) -> Tensor:
+        output = self.logits(origin, asked_by)
         return output.read(asked_by) if isinstance(output, Deferred) else output
 
     def summed_loss(self, origin: Origin, target: Tensor, ignored: int, smoothing: float) -> Tensor:
@@ -275,7 +274,7 @@ class Call:
         if origin.dtype == torch.float32:
             rows = rows.float()
         share = head.share
-        rows, target, slices = share.own(rows, target)
+        rows, target, slices = share.rank_rows(rows, target)
         num = head.rows_of_tile(origin.dtype.itemsize)
         tiles = Tiles(origin, target, ignored, smoothing, num, share.vocabulary)
 
@@ -285,7 +284,7 @@ class Call:
             return summed
 
         summed = head.compute(loss, rows)
-        return summed if slices is None else sum_of_parts(summed, slices)
+        return summed if slices is None else sum_over_slices(summed, slices)
 
     def _check_unchanged(self) -> None:
         if self._head.versions(self._hidden) != self._versions:
@@ -311,8 +310,8 @@ class Tiles:
     def loss(self, logits: Tensor, start: int) -> Tensor:
         """Return the summed loss of the tile that begins at row ``start``, given the head's output."""
         target = self.target[start : start + self.rows]
-        changed = self.origin.changed(
-            logits if self.vocabulary is None else split_logits(logits, Split(self.vocabulary))
+        changed = self.origin.apply_ops(
+            logits if self.vocabulary is None else as_sharded_logits(logits, LogitsSharding(self.vocabulary))
         )
         return F.cross_entropy(
             changed, target, ignore_index=self.ignored, label_smoothing=self.smoothing, reduction="sum"

@@ -26,7 +26,7 @@ def tiled_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Mod
     return {name: module for name, module in model.named_modules() if id(module) in chosen}
 
 
-class InTiles:
+class TiledForward:
     """Wrapper that runs a module's forward on tiles of its input [..., positions, in], by ``run(forward, tile)``.
 
     A tile has about as many rows as a row has elements, so the memory of its intermediate results does not grow with

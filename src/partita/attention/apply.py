@@ -6,7 +6,7 @@ from functools import cache, partial
 
 from torch import nn
 
-from partita.attention.intercept import Intercepting
+from partita.attention.intercept import InterceptAttention
 from partita.attention.layout import Layout
 from partita.config.schema import AttentionSection
 from partita.errors import ConfigError
@@ -71,10 +71,10 @@ class SparseAttention:
         if "transformers" in sys.modules:
             from partita.attention import transformers_interface
 
-            changes.on_undo(transformers_interface.use(self._model))
+            changes.on_undo(transformers_interface.install(self._model))
         for name, module in self._modules.items():
             dot_products = _INTERFACE not in _names_in_forward(module)
-            call = Intercepting(module, name, self._layouts, self._causal, dot_products)
+            call = InterceptAttention(module, name, self._layouts, self._causal, dot_products)
             changes.wrap_forward(module, call)
             # In eval mode torch's encoder layers run a fused kernel, unless a submodule has a hook.
             changes.on_undo(module.register_forward_pre_hook(_nothing).remove)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from partita.attention import flex
 from partita.attention.block_pairs import BlockPairs, block_pairs
-from partita.attention.gathered_blocks import Dropout, Gathered, Gathering, Job, jobs_of
+from partita.attention.gathered_blocks import Dropout, GatheredAttention, GatherPlan, RowGroup, row_groups_of
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, segments_of
 from partita.memory import accelerator
@@ -20,20 +20,20 @@ from partita.memory import accelerator
 T = TypeVar("T")
 
 
-class Visited:
+class BatchBlocks:
     """The block pairs of a batch, and the work lists derived from them. All layers share one object."""
 
     def __init__(self, block_pairs: BlockPairs) -> None:
         self.block_pairs = block_pairs
-        self._jobs: dict[torch.device, list[Job]] = {}
+        self._row_groups: dict[torch.device, list[RowGroup]] = {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
         """Compute attention over the block pairs. Shapes and arguments are those of
         :func:`partita.attention.block_sparse`.
         """
         sizes = self.block_pairs.sizes
         if flex.runs_on(q.device) and not dropout:
-            return flex.attend(q, k, v, self.block_pairs, scale)
+            return flex.flex_block_attention(q, k, v, self.block_pairs, scale)
         groups = q.shape[1] // k.shape[1]
         samples = sizes.samples
         heads = q.shape[0] // samples * k.shape[1]
@@ -44,20 +44,22 @@ class Visited:
         if not is_host and not flex.runs_on(q.device):
             _warn_of_slow_kernel(q.device)
         flash = is_host and drop is None and q.shape[-1] == v.shape[-1]
-        how = Gathering(
-            self._jobs_on(q.device), (sizes.queries, sizes.keys, self.block_pairs.block), scale, drop, flash
+        plan = GatherPlan(
+            self._row_groups_on(q.device), (sizes.queries, sizes.keys, self.block_pairs.block), scale, drop, flash
         )
-        out: Tensor = Gathered.apply(queries, keys, values, how)  # type: ignore[no-untyped-call]
+        out: Tensor = GatheredAttention.apply(queries, keys, values, plan)  # type: ignore[no-untyped-call]
         return out.reshape(*q.shape[:-1], v.shape[-1])
 
-    def _jobs_on(self, device: torch.device) -> list[Job]:
-        if device not in self._jobs:
-            jobs = jobs_of(self.block_pairs)
-            self._jobs[device] = [
-                Job(job.rows.to(device), job.cols.to(device), None if job.mask is None else job.mask.to(device))
-                for job in jobs
+    def _row_groups_on(self, device: torch.device) -> list[RowGroup]:
+        if device not in self._row_groups:
+            row_groups = row_groups_of(self.block_pairs)
+            self._row_groups[device] = [
+                RowGroup(
+                    group.rows.to(device), group.cols.to(device), None if group.mask is None else group.mask.to(device)
+                )
+                for group in row_groups
             ]
-        return self._jobs[device]
+        return self._row_groups[device]
 
 
 @cache
@@ -69,7 +71,7 @@ def _warn_of_slow_kernel(device: torch.device) -> None:
     )
 
 
-class Recent(Generic[T]):
+class RecentResults(Generic[T]):
     """A cache of results for the most recent batches. Layers that get the same tensors share a result."""
 
     LIMIT = 8
@@ -93,15 +95,15 @@ class Recent(Generic[T]):
         return found
 
 
-_recent = Recent[Visited]()
+_recent = RecentResults[BatchBlocks]()
 
 
-def of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> Visited:
+def blocks_of_batch(layout: Layout, sizes: Sizes, seen: Tensor | None, documents: Tensor | None) -> BatchBlocks:
     """Return the block pairs of a batch. Arguments are those of :func:`partita.attention.block_sparse`."""
 
-    def make() -> Visited:
+    def make() -> BatchBlocks:
         host_seen, host_documents = (None if each is None else each.cpu() for each in (seen, documents))
         segments = segments_of(sizes, host_seen, host_documents)
-        return Visited(block_pairs(layout, sizes, segments, host_seen))
+        return BatchBlocks(block_pairs(layout, sizes, segments, host_seen))
 
     return _recent.found((layout, sizes), (seen, documents), make)

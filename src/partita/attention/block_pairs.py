@@ -40,7 +40,7 @@ class MaskFunction:
         at = key - start
         found = torch.zeros_like(at, dtype=torch.bool)
         for each in self.ranges:
-            found = found | each.holds(position, at)
+            found = found | each.contains(position, at)
         if self.single.numel():
             row, col = (x.clamp(min=0).div(self.layout.block, rounding_mode="floor") for x in (position, at))
             width = self.width[sample, query]

@@ -32,7 +32,7 @@ def runs_on(device: torch.device) -> bool:
     return not accelerator.is_host(device) and bool(has_triton())
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, block_pairs: BlockPairs, scale: float) -> Tensor:
+def flex_block_attention(q: Tensor, k: Tensor, v: Tensor, block_pairs: BlockPairs, scale: float) -> Tensor:
     """Compute attention by FlexAttention. Shapes are those of :func:`partita.attention.block_sparse`.
 
     Positions are padded to full blocks, because the kernel's backward can otherwise return NaN (pytorch issue 153799).

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from partita.attention import sliced
-from partita.attention.batch_blocks import of_batch
+from partita.attention.batch_blocks import blocks_of_batch
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes
 from partita.errors import PartitaError
-from partita.parallel.sequence.attention import running
+from partita.parallel.sequence.attention import current_slices
 from partita.sharding.compiler import eager
 
 
@@ -54,15 +54,15 @@ def block_sparse(
         PartitaError: the tensors' shapes or dtypes do not match.
         ConfigError: a user's layout is smaller than the sequence.
     """
-    slices = running()
+    slices = current_slices()
     _check(q, k, v, dropout)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if slices is not None:
-        return sliced.attend(sliced.Batch(layout, slices, seen, documents), q, k, v, dropout, scale)
+        return sliced.sliced_attention(sliced.SlicedBatch(layout, slices, seen, documents), q, k, v, dropout, scale)
     _check_batch(q, k, seen, documents)
     is_same_for_all = seen is None and documents is None
     sizes = Sizes(1 if is_same_for_all else q.shape[0], q.shape[2], k.shape[2])
-    return of_batch(layout, sizes, seen, documents).attend(q, k, v, dropout, scale)
+    return blocks_of_batch(layout, sizes, seen, documents).attention(q, k, v, dropout, scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:

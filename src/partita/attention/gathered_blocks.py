@@ -25,7 +25,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True)
-class Job:
+class RowGroup:
     """Rows (blocks of queries) that read the same number of blocks of keys: ``rows`` [n], ``cols`` [n, count].
 
     ``mask`` [n or 1, block, count x block] is True where a query sees a key; None: every query sees every key.
@@ -36,9 +36,9 @@ class Job:
     mask: Tensor | None
 
 
-def jobs_of(block_pairs: BlockPairs) -> list[Job]:
+def row_groups_of(block_pairs: BlockPairs) -> list[RowGroup]:
     """Group all block pairs: first the pairs without a mask, then those with a mask."""
-    made: list[Job] = []
+    made: list[RowGroup] = []
     sample = block_pairs.row.div(block_pairs.num_rows, rounding_mode="floor")
     col = sample * block_pairs.num_cols + block_pairs.col
     for masked in (False, True):
@@ -48,11 +48,11 @@ def jobs_of(block_pairs: BlockPairs) -> list[Job]:
         for count in counts.unique().tolist():
             those = counts == count
             cols = col[chosen][starts[those, None] + torch.arange(count, device="cpu")]
-            made += _masked(block_pairs, rows[those], cols) if masked else [Job(rows[those], cols, None)]
+            made += _masked(block_pairs, rows[those], cols) if masked else [RowGroup(rows[those], cols, None)]
     return made
 
 
-def _masked(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Iterator[Job]:
+def _masked(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Iterator[RowGroup]:
     """Yield the groups of rows with a mask. Rows with the same mask as the middle row share it, as in a sliding
     window.
     """
@@ -64,9 +64,9 @@ def _masked(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Iterator[Job
         is_shared.append((mask == middle).flatten(1).all(1))
         masks.append(mask[~is_shared[-1]])
     shared = torch.cat(is_shared)
-    yield Job(rows[shared], cols[shared], middle)
+    yield RowGroup(rows[shared], cols[shared], middle)
     if not bool(shared.all()):
-        yield Job(rows[~shared], cols[~shared], torch.cat(masks))
+        yield RowGroup(rows[~shared], cols[~shared], torch.cat(masks))
 
 
 def _mask(block_pairs: BlockPairs, rows: Tensor, cols: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ class Dropout:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class GatherPlan:
     """The row groups and settings of a batch. The flash kernel (``flash``) does not support dropout, or values of
     another width than the keys.
     """
 
-    row_groups: list[Job]
+    row_groups: list[RowGroup]
     sizes: tuple[int, int, int]  # queries and keys of a sample, and positions of a block
     scale: float
     dropout: Dropout | None
@@ -107,16 +107,16 @@ class Gathering:
     def pieces(self, heads: int, width: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
         """Yield (number, rows, blocks of keys [rows, count], mask [1, rows or 1, block, keys]) of limited size."""
         number, block = 0, self.sizes[2]
-        for job in self.row_groups:
-            step = max(1, PIECE // (heads * job.cols.shape[1] * block * width))
-            for start in range(0, len(job.rows), step):
+        for group in self.row_groups:
+            step = max(1, PIECE // (heads * group.cols.shape[1] * block * width))
+            for start in range(0, len(group.rows), step):
                 stop = start + step
-                mask = job.mask if job.mask is None or len(job.mask) == 1 else job.mask[start:stop]
-                yield number, job.rows[start:stop], job.cols[start:stop], None if mask is None else mask[None]
+                mask = group.mask if group.mask is None or len(group.mask) == 1 else group.mask[start:stop]
+                yield number, group.rows[start:stop], group.cols[start:stop], None if mask is None else mask[None]
                 number += 1
 
 
-class Gathered(torch.autograd.Function):
+class GatheredAttention(torch.autograd.Function):
     """Attention of queries [samples, key heads, groups, queries, width] to keys and values [samples, key heads, keys,
     width].
 
@@ -125,19 +125,19 @@ class Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: Gathering) -> Tensor:
-        num_queries, _, block = how.sizes
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: GatherPlan) -> Tensor:
+        num_queries, _, block = plan.sizes
         queries, keys, values = _blocked(q, block), _blocked(k, block), _blocked(v, block)
         exact = torch.promote_types(q.dtype, torch.float32)
         out = queries.new_zeros((*queries.shape[:-1], v.shape[-1]), dtype=exact)
         sums = out.new_full(out.shape[:-1], -math.inf)
-        run_piece = _flash_piece if how.flash else _matmul_piece
-        for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
+        run_piece = _flash_piece if plan.flash else _matmul_piece
+        for number, rows, cols, mask in plan.pieces(k.shape[1], k.shape[-1]):
             some_keys, some_values = _gather(keys, cols), _gather(values, cols)
             bias = _bias(mask, q.dtype)
             for group in range(q.shape[2]):
                 new, new_sums = run_piece(
-                    queries[:, group, rows], some_keys, some_values, bias, how, number * q.shape[2] + group
+                    queries[:, group, rows], some_keys, some_values, bias, plan, number * q.shape[2] + group
                 )
                 before, total = sums[:, group, rows], torch.logaddexp(sums[:, group, rows], new_sums)
                 finite = total.masked_fill(total == -math.inf, 0.0)
@@ -146,26 +146,26 @@ class Gathered(torch.autograd.Function):
                 sums[:, group, rows] = total
         result = _unblocked(out, num_queries, q.shape[0]).to(q.dtype)
         ctx.save_for_backward(q, k, v, result, sums)
-        ctx.how = how
+        ctx.plan = plan
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, result, sums = ctx.saved_tensors
-        how: Gathering = ctx.how
-        num_queries, num_keys, block = how.sizes
+        plan: GatherPlan = ctx.plan
+        num_queries, num_keys, block = plan.sizes
         queries, keys, values, out, d_out = (_blocked(x, block) for x in (q, k, v, result, gradient))
         exact = torch.promote_types(q.dtype, torch.float32)
         d_queries, d_keys, d_values = (torch.zeros_like(x, dtype=exact) for x in (queries, keys, values))
         sums = sums.masked_fill(sums == -math.inf, 0.0)  # a query that sees nothing: exp(-inf - 0) is 0
-        run_piece = _flash_piece_backward if how.flash else _matmul_piece_backward
-        for number, rows, cols, mask in how.pieces(k.shape[1], k.shape[-1]):
+        run_piece = _flash_piece_backward if plan.flash else _matmul_piece_backward
+        for number, rows, cols, mask in plan.pieces(k.shape[1], k.shape[-1]):
             some_keys, some_values = _gather(keys, cols), _gather(values, cols)
             bias = _bias(mask, q.dtype)
             for group in range(q.shape[2]):
                 given = [x[:, group, rows] for x in (d_out, queries, out, sums)]
-                found = run_piece(given, some_keys, some_values, bias, how, number * q.shape[2] + group)
+                found = run_piece(given, some_keys, some_values, bias, plan, number * q.shape[2] + group)
                 d_queries[:, group, rows] += found[0]
                 for total, new in ((d_keys, found[1]), (d_values, found[2])):
                     shape = (total.shape[0], cols.numel(), *total.shape[2:])
@@ -205,10 +205,10 @@ Part = Callable[..., Any]
 
 
 def _flash_piece(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, plan: GatherPlan, number: int
 ) -> tuple[Tensor, Tensor]:
     """Return the result [heads, rows, block, width], and the log-sum-exp [heads, rows, block]."""
-    out, sums = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=how.scale)
+    out, sums = _flash(q, k, v, 0.0, False, attn_mask=bias, scale=plan.scale)
     if bias is not None:  # the kernel returns NaN for a query that sees no key
         blind = (bias == -math.inf).all(-1)
         out, sums = out.masked_fill(blind.unsqueeze(-1), 0.0), sums.masked_fill(blind, -math.inf)
@@ -216,37 +216,37 @@ def _flash_piece(
 
 
 def _flash_piece_backward(
-    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, plan: GatherPlan, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_out, q, out, sums = given
     found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-        d_out, q, k, v, out, sums, 0.0, False, attn_mask=bias, scale=how.scale
+        d_out, q, k, v, out, sums, 0.0, False, attn_mask=bias, scale=plan.scale
     )
     return found
 
 
 def _matmul_piece(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, plan: GatherPlan, number: int
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, bias, how.scale)
+    scores = _scores(q, k, bias, plan.scale)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
-    if how.dropout is not None:
-        weights = weights * how.dropout.kept(weights, number)
+    if plan.dropout is not None:
+        weights = weights * plan.dropout.kept(weights, number)
     return weights @ v.to(weights.dtype), sums
 
 
 def _matmul_piece_backward(
-    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, how: Gathering, number: int
+    given: list[Tensor], k: Tensor, v: Tensor, bias: Tensor | None, plan: GatherPlan, number: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_out, q, out, sums = given
-    weights = (_scores(q, k, bias, how.scale) - sums.unsqueeze(-1)).exp()
+    weights = (_scores(q, k, bias, plan.scale) - sums.unsqueeze(-1)).exp()
     d_out, out, v = (x.to(weights.dtype) for x in (d_out, out, v))
     d_weights, used = d_out @ v.mT, weights
-    if how.dropout is not None:
-        kept = how.dropout.kept(weights, number)
+    if plan.dropout is not None:
+        kept = plan.dropout.kept(weights, number)
         d_weights, used = d_weights * kept, weights * kept
-    d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True)) * how.scale
+    d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True)) * plan.scale
     return d_scores @ k.to(weights.dtype), d_scores.mT @ q.to(weights.dtype), used.mT @ d_out
 
 

@@ -12,8 +12,8 @@ from partita.attention.functional import block_sparse
 from partita.attention.layout import Layout
 from partita.errors import PartitaError
 from partita.memory.autocast import autocast_dtype, no_autocast
-from partita.parallel.dot_product import DotProduct, ahead_of_others
-from partita.parallel.sequence.attention import running
+from partita.parallel.dot_product import DotProduct, override_sdpa
+from partita.parallel.sequence.attention import current_slices
 from partita.sharding.compiler import eager_itself
 
 # Returns the causal or the bidirectional layout.
@@ -28,15 +28,17 @@ def current() -> "Interception | None":
 
 
 class Interception:
-    """One call of a module: computes its attention over the layout, and records in ``met`` that it was called."""
+    """One call of a module: computes its attention over the layout, and records in ``attention_called`` that it was
+    called.
+    """
 
     def __init__(self, name: str, layouts: Layouts, causal: bool | None) -> None:
         self.name = name
-        self.met = False
+        self.attention_called = False
         self._layouts = layouts
         self._causal = causal
 
-    def refuse(self, what: str) -> PartitaError:
+    def unsupported(self, what: str) -> PartitaError:
         return PartitaError(
             f"attention: '{self.name}' {what}, which the patterns of attention.pattern cannot do; leave the module out "
             "of attention.layers"
@@ -46,12 +48,12 @@ class Interception:
         """Return the layout. ``causal`` is the module's choice, which the config may override."""
         return self._layouts(causal if self._causal is None else self._causal)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **given: Any) -> Tensor:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, **given: Any) -> Tensor:
         """Compute :func:`block_sparse` over this module's layout, in the dtype of autocast."""
-        self.met = True
+        self.attention_called = True
         layout = self.layout(causal)
         if not layout.causal and q.shape[2] != k.shape[2]:
-            raise self.refuse(f"attends from {q.shape[2]} positions to {k.shape[2]} others (cross-attention)")
+            raise self.unsupported(f"attends from {q.shape[2]} positions to {k.shape[2]} others (cross-attention)")
         if (dtype := autocast_dtype(q.device)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
         with no_autocast(q.device):
@@ -61,27 +63,27 @@ class Interception:
     def dot_product(self, call: DotProduct) -> Tensor:
         """Compute ``scaled_dot_product_attention``, also for tensors without a heads dim."""
         q, k, v = (x.unsqueeze(1) if x.ndim == 3 else x for x in (call.query, call.key, call.value))
-        slices = running()
+        slices = current_slices()
         num_keys = k.shape[2] if slices is None else slices.length
         seen = None if call.attn_mask is None else self._padding(call.attn_mask, q.shape[0], num_keys)
         if call.is_causal and q.shape[2] != k.shape[2]:  # torch aligns the first query with the first key
-            raise self.refuse(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
-        out = self.attend(q, k, v, call.is_causal, seen=seen, dropout=call.dropout_p, scale=call.scale)
+            raise self.unsupported(f"is causal from {q.shape[2]} positions to {k.shape[2]} others")
+        out = self.compute(q, k, v, call.is_causal, seen=seen, dropout=call.dropout_p, scale=call.scale)
         return out.reshape(*call.query.shape[:-1], call.value.shape[-1])
 
     def _padding(self, mask: Tensor, num_samples: int, num_keys: int) -> Tensor:
         """Return the padding [samples, keys] in a mask that is the same for all heads and queries."""
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if mask.ndim > 4 or shape[2] != 1 or not bool((mask.view(shape) == mask.view(shape)[:, :1]).all()):
-            raise self.refuse(f"passes a mask of its own, {list(mask.shape)}, that is not one of padded keys")
+            raise self.unsupported(f"passes a mask of its own, {list(mask.shape)}, that is not one of padded keys")
         if mask.dtype != torch.bool:
             if not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
-                raise self.refuse("adds numbers to its scores")
+                raise self.unsupported("adds numbers to its scores")
             mask = mask == 0
         return mask.view(shape)[:, 0, 0].expand(num_samples, num_keys)
 
 
-class Intercepting:
+class InterceptAttention:
     """Wrapper that runs a module's forward with its attention over a layout.
 
     Args:
@@ -101,11 +103,11 @@ class Intercepting:
         interception = Interception(self._name, self._layouts, self._causal)
         token = _current.set(interception)
         try:
-            with ahead_of_others(interception.dot_product) if self._dot_products else nullcontext():
+            with override_sdpa(interception.dot_product) if self._dot_products else nullcontext():
                 result = forward(*args, **kwargs)
         finally:
             _current.reset(token)
-        if not interception.met:
+        if not interception.attention_called:
             raise PartitaError(
                 f"attention: '{self._name}' ({self._kind}) computes its attention neither by torch's "
                 "scaled_dot_product_attention nor through transformers' attention interface, so it cannot be "

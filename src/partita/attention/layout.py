@@ -39,7 +39,7 @@ class Range:
     start: Callable[[Tensor], Any]
     stop: Callable[[Tensor], Any]
 
-    def holds(self, query: Tensor, key: Tensor) -> Tensor:
+    def contains(self, query: Tensor, key: Tensor) -> Tensor:
         found: Tensor = (key >= self.start(query)) & (key < self.stop(query))
         return found
 

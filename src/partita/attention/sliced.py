@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from partita.attention.batch_blocks import Recent, Visited, of_batch
+from partita.attention.batch_blocks import BatchBlocks, RecentResults, blocks_of_batch
 from partita.attention.block_pairs import BlockPairs, block_pairs
 from partita.attention.layout import Layout
 from partita.attention.segments import Sizes, segments_of
 from partita.errors import PartitaError
 from partita.parallel.sequence import choose
-from partita.parallel.sequence.attention import Call, by_heads
-from partita.parallel.sequence.exchange import rows_that_are_read
+from partita.parallel.sequence.attention import AttentionCall, attention_by_heads
+from partita.parallel.sequence.exchange import exchange_rows
 from partita.parallel.sequence.slices import Slices
 
 
 @dataclass(frozen=True)
-class Batch:
+class SlicedBatch:
     """A batch whose sequence is sliced over ranks. The fields are arguments of
     :func:`partita.attention.block_sparse`.
     """
@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class KeyFetch:
     """The blocks of keys that this rank's queries read, and the rows that the ranks send each other.
 
     Attributes:
@@ -61,22 +61,22 @@ class Reading:
         places: for each rank, the indices in [samples x blocks x block] of the rows that are received from it.
     """
 
-    batch_blocks: Visited
+    batch_blocks: BatchBlocks
     counts: tuple[tuple[int, ...], ...]
     sent: list[Tensor]
     places: list[Tensor]
 
 
-_recent = Recent[Reading]()
+_recent = RecentResults[KeyFetch]()
 
 
-def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+def sliced_attention(batch: SlicedBatch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
     """Compute the attention of this rank's positions. Shapes are those of :func:`partita.attention.block_sparse`."""
     batch.check(q, k)
     slices, layout = batch.slices, batch.layout
     num_samples = 1 if batch.seen is None and batch.documents is None else q.shape[0]
     kind = layout, num_samples, slices.ranges, slices.group.index, q.device
-    found = _recent.found(kind, (batch.seen, batch.documents), lambda: reading(batch, num_samples, q.device))
+    found = _recent.found(kind, (batch.seen, batch.documents), lambda: key_fetch(batch, num_samples, q.device))
     samples_per_mask = q.shape[0] // num_samples
     positions = tuple(stop - start for start, stop in slices.ranges)
     sizes = choose.Sizes(
@@ -88,16 +88,16 @@ def attend(batch: Batch, q: Tensor, k: Tensor, v: Tensor, dropout: float, scale:
     if choose.choose(sizes, ring=False) == choose.ALL_TO_ALL:
         whole = Sizes(num_samples, slices.length, slices.length)
 
-        def own(call: Call) -> Tensor:
-            batch_blocks = of_batch(layout, whole, batch.seen, batch.documents)
-            return batch_blocks.attend(call.query, call.key, call.value, dropout, scale)
+        def own(call: AttentionCall) -> Tensor:
+            batch_blocks = blocks_of_batch(layout, whole, batch.seen, batch.documents)
+            return batch_blocks.attention(call.query, call.key, call.value, dropout, scale)
 
-        return by_heads(Call(q, k, v, None, False), slices, own, sizes)
+        return attention_by_heads(AttentionCall(q, k, v, None, False), slices, own, sizes)
     keys, values = _read(k, v, found, slices, num_samples)
-    return found.batch_blocks.attend(q, keys, values, dropout, scale)
+    return found.batch_blocks.attention(q, keys, values, dropout, scale)
 
 
-def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
+def _read(k: Tensor, v: Tensor, found: KeyFetch, slices: Slices, num_samples: int) -> tuple[Tensor, Tensor]:
     """Return the keys and the values that this rank reads, [samples, key heads, positions of the read blocks,
     width].
     """
@@ -105,12 +105,12 @@ def _read(k: Tensor, v: Tensor, found: Reading, slices: Slices, num_samples: int
     both = torch.cat((k, v), -1).reshape(num_samples, -1, k.shape[2], k.shape[3] + v.shape[3])
     rows = both.transpose(1, 2).flatten(0, 1)
     num = found.batch_blocks.block_pairs.sizes.keys
-    read = rows_that_are_read(rows, found.sent, found.places, num_samples * num, slices)
+    read = exchange_rows(rows, found.sent, found.places, num_samples * num, slices)
     back = read.unflatten(0, (num_samples, num)).transpose(1, 2).reshape(num_all, heads, num, -1)
     return back[..., : k.shape[3]], back[..., k.shape[3] :]
 
 
-def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
+def key_fetch(batch: SlicedBatch, num_samples: int, device: torch.device) -> KeyFetch:
     """Compute the rows that this rank reads and sends. Every rank computes them from the masks of all positions.
 
     Args:
@@ -136,7 +136,7 @@ def reading(batch: Batch, num_samples: int, device: torch.device) -> Reading:
     sample, position, number = _positions(by_rank[own])
     place = sample * read.sizes.keys + number
     places = [place[(position >= start) & (position < stop)].to(device) for start, stop in slices.ranges]
-    return Reading(Visited(read), tuple(counts), sent, places)
+    return KeyFetch(BatchBlocks(read), tuple(counts), sent, places)
 
 
 def _positions(found: BlockPairs) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from partita.attention.intercept import Interception, current
 from partita.attention.segments import documents_by_position
 from partita.errors import ConfigError
-from partita.parallel.sequence.attention import offer_to_transformers, running
+from partita.parallel.sequence.attention import current_slices, register_in_transformers
 from partita.parallel.sequence.exchange import gather
 from partita.parallel.sequence.slices import Slices
 
@@ -22,7 +22,7 @@ IMPLEMENTATION = "partita"
 _OTHERS = ("softcap", "s_aux", "position_bias", "cache")
 
 
-class Mask:
+class MaskArguments:
     """Replacement for a dense mask that stores the arguments of the mask: padding, the queries' offset, a window."""
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -79,9 +79,9 @@ class Mask:
         return found
 
 
-def mask(**given: Any) -> Mask:
-    """Create a :class:`Mask`; transformers calls this function to create a mask."""
-    return Mask(given)
+def mask(**given: Any) -> MaskArguments:
+    """Create a :class:`MaskArguments`; transformers calls this function to create a mask."""
+    return MaskArguments(given)
 
 
 def attention(
@@ -98,22 +98,22 @@ def attention(
 
     The tensors are [samples, heads, positions, width]; the result is [samples, positions, heads, width].
     """
-    interception, slices = current(), running()
+    interception, slices = current(), current_slices()
     num_queries, num_keys = (x.shape[2] if slices is None else slices.length for x in (query, key))
     if interception is None:
-        dense = attention_mask.dense(num_queries, num_keys) if isinstance(attention_mask, Mask) else attention_mask
-        attend = AttentionInterface()[offer_to_transformers("sdpa")]
-        done: tuple[Tensor, None] = attend(
-            module, query, key, value, dense, dropout=dropout, scaling=scaling, **options
+        dense = (
+            attention_mask.dense(num_queries, num_keys) if isinstance(attention_mask, MaskArguments) else attention_mask
         )
+        sdpa = AttentionInterface()[register_in_transformers("sdpa")]
+        done: tuple[Tensor, None] = sdpa(module, query, key, value, dense, dropout=dropout, scaling=scaling, **options)
         return done
     for name in _OTHERS:
         if options.get(name) is not None:
-            raise interception.refuse(f"has '{name}'")
+            raise interception.unsupported(f"has '{name}'")
     is_causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen, documents = None, None
-    if isinstance(attention_mask, Mask):
+    if isinstance(attention_mask, MaskArguments):
         _check(attention_mask, interception, causal)
         if causal:  # a cache of constant size has unused keys after the last query
             num_keys = min(num_keys, attention_mask.offset + num_queries)
@@ -122,21 +122,21 @@ def attention(
         if num_queries == num_keys:
             documents = attention_mask.documents(options.get("position_ids"), query.shape[0], num_keys, slices)
     elif attention_mask is not None:
-        raise interception.refuse("is given a mask of the caller's own")
+        raise interception.unsupported("is given a mask of the caller's own")
     given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}
-    out = interception.attend(query, key, value, causal, **given)
+    out = interception.compute(query, key, value, causal, **given)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _check(given: Mask, interception: Interception, causal: bool) -> None:
+def _check(given: MaskArguments, interception: Interception, causal: bool) -> None:
     if given.is_special:
-        raise interception.refuse("adds a rule of its own to the mask")
+        raise interception.unsupported("adds a rule of its own to the mask")
     layout = interception.layout(causal)
     if given.window is not None and (layout.pattern != "sliding" or max(layout.windows) > given.window):
-        raise interception.refuse(f"has a window of its own, of {given.window} positions")
+        raise interception.unsupported(f"has a window of its own, of {given.window} positions")
 
 
-def outermost(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+def top_level_models(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """Return the outermost transformers models in a model, with their names."""
     found: list[tuple[str, PreTrainedModel]] = []
     for name, module in model.named_modules():
@@ -152,7 +152,7 @@ def check_settable(model: nn.Module) -> None:
     Raises:
         ConfigError: a model does not.
     """
-    for name, each in outermost(model):
+    for name, each in top_level_models(model):
         if not each._can_set_attn_implementation():
             raise ConfigError(
                 f"attention.pattern: {type(each).__name__}{f' ({name})' if name else ''} does not go through "
@@ -161,11 +161,11 @@ def check_settable(model: nn.Module) -> None:
             )
 
 
-def use(model: nn.Module) -> Callable[[], None]:
+def install(model: nn.Module) -> Callable[[], None]:
     """Make transformers models call :func:`attention`; return a function that restores their implementations."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
-    before = [(each, each.config._attn_implementation) for _, each in outermost(model)]
+    before = [(each, each.config._attn_implementation) for _, each in top_level_models(model)]
 
     def restore() -> None:
         for each, implementation in before:

@@ -1,1 +1,1 @@
-"""The engine: the calls of a training loop, and the construction of all parts. Knows no prediction and no integration."""
+"""The engine: the calls of a training loop, and the construction of its parts. Knows no prediction or integration."""

@@ -29,32 +29,32 @@ class DotProduct:
     enable_gqa: bool = False
 
 
-Attend = Callable[[DotProduct], Tensor]
-_override: ContextVar[Attend | None] = ContextVar("_ahead", default=None)
+AttentionFunction = Callable[[DotProduct], Tensor]
+_override: ContextVar[AttentionFunction | None] = ContextVar("_ahead", default=None)
 
 
 @contextmanager
-def ahead_of_others(attend: Attend) -> Iterator[None]:
-    """Compute every ``scaled_dot_product_attention`` in the ``with`` block by ``attend``.
+def override_sdpa(compute: AttentionFunction) -> Iterator[None]:
+    """Compute every ``scaled_dot_product_attention`` in the ``with`` block by ``compute``.
 
-    This takes precedence over every other :class:`InPlaceOfDotProducts`, also over those that are entered later.
+    This takes precedence over every other :class:`ReplaceSdpa`, also over those that are entered later.
     """
-    token = _override.set(attend)
+    token = _override.set(compute)
     try:
-        with InPlaceOfDotProducts(attend):
+        with ReplaceSdpa(compute):
             yield
     finally:
         _override.reset(token)
 
 
-class InPlaceOfDotProducts(TorchFunctionMode):
-    """Mode in which ``attend`` computes ``scaled_dot_product_attention``, also inside
+class ReplaceSdpa(TorchFunctionMode):
+    """Mode in which ``compute`` computes ``scaled_dot_product_attention``, also inside
     ``multi_head_attention_forward``.
     """
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, compute: AttentionFunction) -> None:
         super().__init__()
-        self._attend = attend
+        self._compute = compute
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -65,4 +65,4 @@ class InPlaceOfDotProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _called(self, *args: Any, **kwargs: Any) -> Tensor:
-        return (_override.get() or self._attend)(DotProduct(*args, **kwargs))
+        return (_override.get() or self._compute)(DotProduct(*args, **kwargs))

@@ -39,10 +39,10 @@ class RandomStreams:
 
     Args:
         data: this rank's coordinate on the data axis.
-        part: the slice that this rank has of each tensor in the blocks (``"sequence 1"``); empty: the full tensor.
+        slice_key: the slice that this rank has of each tensor in the blocks (``"sequence 1"``); empty: the full tensor.
     """
 
-    def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, part: str = "") -> None:
+    def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, slice_key: str = "") -> None:
         self._seed = seed
         self._data = data
         self._device = device
@@ -56,7 +56,7 @@ class RandomStreams:
         blocks = dict(find_blocks(model))
         for name, module in _with_streams(model, blocks):
             inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
-            self._register(name, module, part if inside else "")
+            self._register(name, module, slice_key if inside else "")
 
     def begin_micro_batch(self, step: int, number: int) -> None:
         """Begin micro-batch ``number`` in the batch of a ``step``: the next forwards belong to it."""
@@ -70,13 +70,13 @@ class RandomStreams:
         for handle in self._handles:
             handle.remove()
 
-    def _register(self, name: str, module: nn.Module, part: str) -> None:
-        self._handles.append(module.register_forward_pre_hook(Hook(partial(self._begin, name, part))))
+    def _register(self, name: str, module: nn.Module, slice_key: str) -> None:
+        self._handles.append(module.register_forward_pre_hook(Hook(partial(self._begin, name, slice_key))))
         self._handles.append(module.register_forward_hook(Hook(self._end), always_call=True))
 
     @eager
-    def _begin(self, name: str, part: str, module: nn.Module, args: Any) -> None:
-        if module.training and (number := self._number(name, part)) is not None:
+    def _begin(self, name: str, slice_key: str, module: nn.Module, args: Any) -> None:
+        if module.training and (number := self._number(name, slice_key)) is not None:
             self._active.append((module, _start(number, self._device)))
 
     @eager
@@ -84,7 +84,7 @@ class RandomStreams:
         if self._active and self._active[-1][0] is module:
             _restore(self._active.pop()[1], self._device)
 
-    def _number(self, name: str, part: str) -> int | None:
+    def _number(self, name: str, slice_key: str) -> int | None:
         """Return the seed of a module's call; None if no forward of the model is running.
 
         When a forward is recomputed in backward, the generators have the states from before its first run, so their
@@ -114,7 +114,7 @@ class RandomStreams:
                 "checkpointing off (gradient_checkpointing_disable) and set activations.checkpoint"
             )
         self._calls[enclosing, name] += 1
-        return _hash(enclosing, name, call, part)
+        return _hash(enclosing, name, call, slice_key)
 
 
 # The states of the CPU generator, and of the device's generator if it has one.
@@ -139,11 +139,11 @@ def _restore(states: States, device: torch.device) -> None:
 
 
 @contextmanager
-def rank_specific_rng(part: str, device: torch.device) -> Iterator[None]:
-    """Draw different random numbers for each ``part`` in the ``with`` block. After it the generators again have the
-    same states on all ranks.
+def rank_specific_rng(slice_key: str, device: torch.device) -> Iterator[None]:
+    """Draw different random numbers for each ``slice_key`` in the ``with`` block. After it the generators again have
+    the same states on all ranks.
     """
-    before = _start(_hash(int(torch.randint(1 << 31, (), device="cpu")), part), device)
+    before = _start(_hash(int(torch.randint(1 << 31, (), device="cpu")), slice_key), device)
     try:
         yield
     finally:

@@ -21,9 +21,9 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
-from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_of_parts
+from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_over_slices
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.tensor.functions import cross_entropy, gathered, own_slice
+from partita.parallel.tensor.functions import cross_entropy, gather_from_ranks, scatter_to_ranks
 from partita.sharding.compiler import eager
 from partita.sharding.deferred import Deferred
 
@@ -58,13 +58,13 @@ class Vocabulary:
     Attributes:
         mesh: the source of this rank's number and of the watchdog.
         sizes: the number of classes of each rank.
-        said: the names of functions for which a gather of the full logits has been logged.
+        logged_readers: the names of functions for which a gather of the full logits has been logged.
     """
 
     group: Group
     mesh: Mesh
     sizes: tuple[int, ...]
-    said: set[str] = field(default_factory=set)
+    logged_readers: set[str] = field(default_factory=set)
 
     @property
     def num(self) -> int:
@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Split:
+class LogitsSharding:
     """The sharding of logits over the ranks.
 
     Logits are ``[..., classes]``. If positions are sliced, they are ``[samples, positions, classes]`` or ``[samples *
@@ -88,7 +88,7 @@ class Split:
     slices: Slices | None = None
     num_samples: int = 0
 
-    def whole_shape(self, local: torch.Size) -> torch.Size:
+    def full_shape(self, local: torch.Size) -> torch.Size:
         """Return the shape of the full logits, given the shape ``local`` of a shard."""
         *rows, classes = local
         if self.slices is not None:
@@ -106,16 +106,16 @@ class Split:
             if split is not None:
                 _check_all_read(split.group, split.mesh, reader)
         if (vocabulary := self.vocabulary) is not None:
-            if reader not in vocabulary.said and vocabulary.group.index == 0:
-                vocabulary.said.add(reader)
+            if reader not in vocabulary.logged_readers and vocabulary.group.index == 0:
+                vocabulary.logged_readers.add(reader)
                 _log.info("logits are gathered for '%s': each rank holds all %d for a while", reader, vocabulary.num)
-            local = gathered(local, vocabulary.group, vocabulary.sizes)
+            local = gather_from_ranks(local, vocabulary.group, vocabulary.sizes)
         if self.slices is None:
             return local
-        whole = gather(self.rows_by_sample(local), 1, self.slices)
+        whole = gather(self.own_rows(local), 1, self.slices)
         return whole if local.dim() == 3 else whole.flatten(0, 1)
 
-    def rows_by_sample(self, local: Tensor) -> Tensor:
+    def own_rows(self, local: Tensor) -> Tensor:
         """Return a shard as ``[samples, own positions, classes]``."""
         assert self.slices is not None
         return local.reshape(self.num_samples, self.slices.num_own, local.shape[-1])
@@ -138,31 +138,31 @@ def _check_all_read(group: Group, mesh: Mesh, reader: str) -> None:
 
 
 class ShardedLogits(Deferred):
-    """Logits of which this rank stores a shard. Created by :func:`split_logits`.
+    """Logits of which this rank stores a shard. Created by :func:`as_sharded_logits`.
 
     Attributes:
-        split_as: the sharding.
-        part: this rank's shard.
+        sharding: the sharding.
+        shard: this rank's shard.
         changed_by: the in-place functions that have changed the shard's memory; tensors that share memory share the
             list.
     """
 
-    split_as: Split
-    part: Tensor
+    sharding: LogitsSharding
+    shard: Tensor
     changed_by: list[str]
     _memory: Tensor | None  # the full logits, kept alive after `data_ptr` has returned their address
 
     def compute(self, reader: str) -> Tensor:
         """All-gather the full logits."""
-        return self.split_as.whole(self.part, reader)
+        return self.sharding.whole(self.shard, reader)
 
     @property
     def setting(self) -> str:
         return " and ".join(
             text
             for axis, text in (
-                (self.split_as.vocabulary, "parallel.tensor_rules of the output layer to 'whole'"),
-                (self.split_as.slices, "parallel.sequence to 1"),
+                (self.sharding.vocabulary, "parallel.tensor_rules of the output layer to 'whole'"),
+                (self.sharding.slices, "parallel.sequence to 1"),
             )
             if axis is not None
         )
@@ -183,7 +183,7 @@ class ShardedLogits(Deferred):
                     return func(*args, **kwargs)
                 name = attribute
             if len(found) == 1 and not first.is_watched and (on_shard := _ON_SHARDS.get(name)) is not None:
-                result = on_shard(_Call(func, args, kwargs, first, first.part))
+                result = on_shard(_Call(func, args, kwargs, first, first.shard))
                 if result is not NotImplemented:
                     first.is_used |= torch.is_grad_enabled()
                     return result
@@ -195,13 +195,13 @@ class ShardedLogits(Deferred):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.part.shape)}; functions that read "
+            f"{type(self).__name__}(shape {tuple(self.shape)}, shard {tuple(self.shard.shape)}; functions that read "
             "all values, such as clone().sum(), all-gather them on all ranks)"
         )
 
 
 @eager
-def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = None) -> ShardedLogits:
+def as_sharded_logits(local: Tensor, split: LogitsSharding, changed_by: list[str] | None = None) -> ShardedLogits:
     """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
@@ -209,22 +209,24 @@ def split_logits(local: Tensor, split: Split, changed_by: list[str] | None = Non
         changed_by: see :class:`ShardedLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by
-    shape = split.whole_shape(local.shape)
+    shape = split.full_shape(local.shape)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     made = ShardedLogits.place(
         shape, strides, local, partial(_gradient_of_shard, split, local.shape[:-1], changed_by), local
     )
-    made.split_as = split
-    made.part = local
+    made.sharding = split
+    made.shard = local
     made.sources = (local,)
     made.changed_by = changed_by
     made._memory = None
     return made
 
 
-def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str], gradient: Tensor) -> tuple[Tensor]:
+def _gradient_of_shard(
+    split: LogitsSharding, rows: Sequence[int], changed_by: list[str], gradient: Tensor
+) -> tuple[Tensor]:
     """Return the gradient of this rank's shard, given the gradient of the full logits.
 
     Args:
@@ -240,21 +242,21 @@ def _gradient_of_shard(split: Split, rows: Sequence[int], changed_by: list[str],
             "change a copy (logits * 2 instead of logits.mul_(2))"
         )
     if (slices := split.slices) is not None:
-        rows_by_sample = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
-        gradient = gradient_of_slice(rows_by_sample, 1, slices).reshape(*rows, gradient.shape[-1])
+        own_rows = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
+        gradient = gradient_of_slice(own_rows, 1, slices).reshape(*rows, gradient.shape[-1])
     if (vocabulary := split.vocabulary) is not None:
-        gradient = own_slice(gradient, vocabulary.group, vocabulary.sizes)
+        gradient = scatter_to_ranks(gradient, vocabulary.group, vocabulary.sizes)
     return (gradient,)
 
 
-def slice_of(logits: Tensor, slices: Slices) -> ShardedLogits:
+def as_sequence_slice(logits: Tensor, slices: Slices) -> ShardedLogits:
     """Return logits ``[samples, own positions, classes]`` as this rank's slice of the logits of all positions. The
     vocabulary may also be split.
     """
-    split, local = Split(), logits
+    split, local = LogitsSharding(), logits
     if isinstance(logits, ShardedLogits):
-        split, local = logits.split_as, logits.part
-    return split_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
+        split, local = logits.sharding, logits.shard
+    return as_sharded_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -268,18 +270,18 @@ class _Call:
     local: Tensor
 
     @property
-    def split(self) -> Split:
-        return self.logits.split_as
+    def split(self) -> LogitsSharding:
+        return self.logits.sharding
 
     def on(self, tensor: Tensor) -> Any:
         """Call the function with ``tensor`` in place of the logits."""
         args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
         return self.func(*args, **kwargs)
 
-    def part(self, local: Tensor, **changed: Any) -> ShardedLogits:
+    def sharded(self, local: Tensor, **changed: Any) -> ShardedLogits:
         """Return sharded logits with the shard ``local``; ``changed`` are the fields of the sharding that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        return split_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
+        return as_sharded_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
 
 
 def _elementwise(call: _Call) -> Any:
@@ -291,7 +293,7 @@ def _elementwise(call: _Call) -> Any:
         return NotImplemented
     if call.func.__name__ in _IN_PLACE:
         call.logits.changed_by.append(call.func.__name__)
-    return call.part(call.on(call.local))
+    return call.sharded(call.on(call.local))
 
 
 def _select(call: _Call) -> Any:
@@ -310,7 +312,7 @@ def _select(call: _Call) -> Any:
     reaches_last = num_used == call.local.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
     if reaches_last and index[-1] != slice(None):
         return NotImplemented
-    return call.part(call.local[call.args[1]])
+    return call.sharded(call.local[call.args[1]])
 
 
 def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
@@ -328,7 +330,7 @@ def _range_of_positions(call: _Call, slices: Slices, index: list[Any]) -> Any:
         return NotImplemented
     shown = slices.within(start, stop)
     first = shown.own.start + start - slices.own.start if shown.num_own else 0
-    return call.part(call.local.narrow(1, first, shown.num_own), slices=shown)
+    return call.sharded(call.local.narrow(1, first, shown.num_own), slices=shown)
 
 
 def _reshape(call: _Call) -> Any:
@@ -344,11 +346,11 @@ def _reshape(call: _Call) -> Any:
         return NotImplemented
     if (slices := call.split.slices) is not None:
         samples, own = call.split.num_samples, slices.num_own
-        held = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
-        if tuple(rows) not in held:
+        shard_shapes = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
+        if tuple(rows) not in shard_shapes:
             return NotImplemented
-        rows = held[tuple(rows)]
-    return call.part(call.local.reshape(*rows, call.local.shape[-1]))
+        rows = shard_shapes[tuple(rows)]
+    return call.sharded(call.local.reshape(*rows, call.local.shape[-1]))
 
 
 _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -371,13 +373,15 @@ def _cross_entropy(call: _Call) -> Any:
         own = slices.take(target.view(call.split.num_samples, slices.length), 1).flatten()
     if vocabulary is None:
         smoothing = given["label_smoothing"]
-        part = F.cross_entropy(local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
+        partial_loss = F.cross_entropy(
+            local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+        )
     else:
         losses = cross_entropy(local.float(), own, vocabulary.sizes, ignored, vocabulary.group).to(local.dtype)
         if reduction == "none":
             return losses
-        part = losses.sum()
-    total = part if slices is None else sum_of_parts(part, slices)
+        partial_loss = losses.sum()
+    total = partial_loss if slices is None else sum_over_slices(partial_loss, slices)
     if reduction == "sum":
         return total
     counted = target != ignored

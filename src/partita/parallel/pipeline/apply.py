@@ -15,7 +15,7 @@ from partita.layout.off_stage import is_off_stage
 from partita.layout.parameters import find_all_parameters
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import cut
-from partita.parallel.pipeline.off_stage import forget, mark_off_stage, restore
+from partita.parallel.pipeline.off_stage import discard, mark_off_stage, restore
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
 from partita.table.place import Place
 from partita.table.residence import BF16, FP16
@@ -53,7 +53,7 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Applie
         elif len(ranks) > 1:
             place = Place(tuple(entry.param.shape))
             parallel.shares[id(entry.param)] = Share(place, averaged=("tensor",), stages=ranks)
-    weakref.finalize(model, forget, [id(param) for param in off_stage_params])
+    weakref.finalize(model, discard, [id(param) for param in off_stage_params])
     for stage in range(len(found.block_bounds) - 1):
         blocks = found.blocks_of(stage)
         block_names = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"

@@ -190,12 +190,12 @@ def defer_weight_gradients(model: nn.Module, changes: Level) -> WeightGradients:
     for module in chosen.values():
         if any(id(param) in others or is_off_stage(param) for param in _own_params(module)):
             continue
-        deferring = DeferredWeightGradients(module, weights)
+        wrapper = DeferredWeightGradients(module, weights)
         if (linear := find(module, LinearForward)) is not None:
             changes.on_undo(partial(setattr, linear, "product", linear.product))
-            linear.product = partial(deferring, linear.product)
+            linear.product = partial(wrapper, linear.product)
         else:
-            changes.wrap_forward(module, deferring)
+            changes.wrap_forward(module, wrapper)
     return weights
 
 

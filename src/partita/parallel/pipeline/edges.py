@@ -24,7 +24,7 @@ PURPOSE = "pipeline"
 
 
 @dataclass
-class Arrival:
+class ReceivedInput:
     """Metadata and gradient of a received floating-point value. The value itself is only referenced by its graph."""
 
     shape: torch.Size
@@ -38,17 +38,17 @@ class Arrival:
         return self.gradient
 
 
-class _Arrive(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     """Graph node of a received value: the value may be changed in place, and its gradient is stored for the sender."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, passed: list[Tensor], arrival: Arrival) -> Tensor:
-        ctx.arrival = arrival
+    def forward(ctx: Any, anchor: Tensor, passed: list[Tensor], received: ReceivedInput) -> Tensor:
+        ctx.received = received
         return passed.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.arrival.gradient = gradient
+        ctx.received.gradient = gradient
         return None, None, None
 
 
@@ -104,7 +104,7 @@ class Edges:
 
     def receive(
         self, arguments: Arguments, missing: Sequence[int], training: bool
-    ) -> tuple[list[Tensor], list[Arrival]]:
+    ) -> tuple[list[Tensor], list[ReceivedInput]]:
         """Receive the missing arguments.
 
         Returns:
@@ -133,24 +133,24 @@ class Edges:
         values = [_strided_as(value, shape) for value, shape in zip(values, shapes, strict=True)]
         if not torch.is_grad_enabled():
             return values, []
-        arrivals, anchor = list[Arrival](), torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
+        received, anchor = list[ReceivedInput](), torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         for at, value in enumerate(values):
             if value.is_floating_point():
-                arrivals.append(Arrival(value.shape, value.dtype, value.device))
-                values[at] = _Arrive.apply(anchor, [value], arrivals[-1])  # type: ignore[no-untyped-call]
-        return values, arrivals
+                received.append(ReceivedInput(value.shape, value.dtype, value.device))
+                values[at] = _Receive.apply(anchor, [value], received[-1])  # type: ignore[no-untyped-call]
+        return values, received
 
     # ------------------------------------------------------------------------ backward
 
-    def send_back(self, arrivals: Sequence[Arrival]) -> None:
+    def send_gradients(self, received: Sequence[ReceivedInput]) -> None:
         """Send the previous stage the gradients of the values that it sent; zeros for unused values."""
-        gradients = [arrival.gradient_or_zeros() for arrival in arrivals]
-        for arrival in arrivals:
-            arrival.gradient = None  # deferred weight gradients keep the graph, and so the record, alive
+        gradients = [each.gradient_or_zeros() for each in received]
+        for each in received:
+            each.gradient = None  # deferred weight gradients keep the graph, and so the record, alive
         handles = self.group.send(gradients, self._before, "backward", PURPOSE) if gradients else []
         self._sent_back.append(list(handles))
 
-    def receive_back(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def receive_gradients(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Receive the gradients of the floating-point values that were sent, and wait for the send of these values."""
         gradients = [torch.empty(value.shape, dtype=value.dtype, device=self.device) for value in values]
         _wait(self.group.receive(gradients, self._behind, "backward", PURPOSE), "backward")

@@ -203,7 +203,7 @@ class _Known:
         device: its device on the stages that store it.
         dtype: its dtype on the stages that store it.
         is_half: under autocast it is read like an fp32 parameter (:mod:`partita.sharding.half`).
-        note: called with the parameter when it is read.
+        on_read: called with the parameter when it is read.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def restore(param: nn.Parameter) -> None:
     param.__class__ = _known.pop(id(param)).kind
 
 
-def forget(params: Iterable[int]) -> None:
+def discard(params: Iterable[int]) -> None:
     """Drop the metadata of the off-stage parameters with these ids, when their model has been freed."""
     for key in params:
         _known.pop(key, None)

@@ -12,7 +12,7 @@ from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor,
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
 
-Plain = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
+Suspend = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]
 
 
 class PlaceholderOutput:
@@ -24,14 +24,14 @@ class PlaceholderOutput:
     auxiliary loss) are placeholders, too.
 
     Args:
-        plain: a context manager that suspends the changes of other axes to the given modules.
+        suspended: a context manager that suspends the changes of other axes to the given modules.
     """
 
-    def __init__(self, module: nn.Module, name: str, device: torch.device, plain: Plain) -> None:
+    def __init__(self, module: nn.Module, name: str, device: torch.device, suspended: Suspend) -> None:
         self._module = module
         self._name = name
         self._device = device
-        self._plain = plain
+        self._suspended = suspended
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -77,7 +77,7 @@ class PlaceholderOutput:
             with (
                 torch.no_grad(),
                 generators_kept(self._device),
-                self._plain([self._module]),
+                self._suspended([self._module]),
                 all_off_stage(self._module, self._device),
                 buffers_kept(self._module),
             ):

@@ -15,7 +15,7 @@ from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import modules_outside_blocks
 from partita.parallel.pipeline.deferred_gradients import WeightGradients
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
-from partita.parallel.pipeline.edges import Arrival, Edges
+from partita.parallel.pipeline.edges import Edges, ReceivedInput
 from partita.parallel.pipeline.off_stage import OffStageTensor, is_missing
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, make_schedule
@@ -30,7 +30,7 @@ class _Kept:
     """The results of a forward that its backward needs: the values that it sent, and records of those it received."""
 
     sent: list[Tensor] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
+    received: list[ReceivedInput] = field(default_factory=list)
 
 
 class Pipeline:
@@ -109,7 +109,7 @@ class Pipeline:
         start, stop = self._cut.block_bounds[edges.stage : edges.stage + 2]
 
         def receive(arguments: Arguments, missing: Sequence[int]) -> list[Tensor]:
-            values, kept.arrivals = edges.receive(arguments, missing, training)
+            values, kept.received = edges.receive(arguments, missing, training)
             if torch.is_grad_enabled():
                 edges.wait_for_gradients(self._gradients_before[action])
             return values
@@ -148,11 +148,11 @@ class Pipeline:
             return
         edges = self._edges[action.chunk]
         if loss is None:
-            pairs = zip(kept.sent, edges.receive_back(kept.sent), strict=True)
+            pairs = zip(kept.sent, edges.receive_gradients(kept.sent), strict=True)
             trained = [(value, gradient) for value, gradient in pairs if value.requires_grad]
             kept.sent.clear()
             run([value for value, _ in trained], [gradient for _, gradient in trained])
-        edges.send_back(kept.arrivals)
+        edges.send_gradients(kept.received)
 
     def wait_for_sent(self) -> None:
         """Limit the unfinished sends of each stage to the number of ranks, because the receivers may be slower."""

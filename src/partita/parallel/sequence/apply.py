@@ -10,11 +10,11 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import find_blocks
-from partita.parallel.sequence.attention import KINDS, offer_to_transformers
-from partita.parallel.sequence.biases import follow_biases
+from partita.parallel.sequence.attention import IMPLEMENTATIONS, register_in_transformers
+from partita.parallel.sequence.biases import use_full_biases
 from partita.parallel.sequence.blocks import Blocks
-from partita.parallel.sequence.exchange import enter, forward_begins, forward_ends
-from partita.parallel.sharded_logits import slice_of
+from partita.parallel.sequence.exchange import forward_begins, forward_ends, slice_for_rank
+from partita.parallel.sharded_logits import as_sequence_slice
 from partita.sharding.compiler import eager
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import Level
@@ -55,7 +55,7 @@ class SequenceParallel:
             f"{name}: a slice of the sequence, attention by {implementations}" for blocks in stacks for name in blocks
         ]
         if (head := _output_layer(model, stacks)) is not None:
-            changes.wrap_forward(head[1], HeadOfSlices(self.stacks[-1]))
+            changes.wrap_forward(head[1], SlicedOutputLayer(self.stacks[-1]))
             self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
 
     @eager
@@ -76,7 +76,7 @@ class SequenceParallel:
                 )
 
 
-class HeadOfSlices:
+class SlicedOutputLayer:
     """Wrapper that runs the output layer, which computes the logits, on the positions of this rank."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -84,11 +84,11 @@ class HeadOfSlices:
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden, slices = args[0] if args else None, self.blocks.slices
-        if not self.blocks.are_on or slices is None or not isinstance(hidden, Tensor):
+        if not self.blocks.enabled or slices is None or not isinstance(hidden, Tensor):
             return forward(*args, **kwargs)
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return forward(*args, **kwargs)
-        return slice_of(forward(enter(hidden, 1, slices), *args[1:], **kwargs), slices)
+        return as_sequence_slice(forward(slice_for_rank(hidden, 1, slices), *args[1:], **kwargs), slices)
 
 
 def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
@@ -100,16 +100,16 @@ def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
     found = {id(config): config for module in model.modules() if (config := _attention_config(module)) is not None}
     kinds = {id(config): str(config._attn_implementation) for config in found.values()}
     for kind in kinds.values():
-        if kind not in KINDS:
+        if kind not in IMPLEMENTATIONS:
             raise ConfigError(
-                f"{KEY}: expected an attention implementation with a dense mask ({', '.join(KINDS)}); got '{kind}': "
-                f"load the model with attn_implementation='{KINDS[0]}'"
+                f"{KEY}: expected an attention implementation with a dense mask "
+                f"({', '.join(IMPLEMENTATIONS)}); got '{kind}': load the model with "
             )
     for key, config in found.items():
-        config._attn_implementation = offer_to_transformers(kinds[key])
+        config._attn_implementation = register_in_transformers(kinds[key])
         changes.on_undo(partial(setattr, config, "_attn_implementation", kinds[key]))
     if found:
-        follow_biases(model, changes)
+        use_full_biases(model, changes)
     return set(kinds.values())
 
 

@@ -16,23 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partita.errors import PartitaError
-from partita.parallel.dot_product import DotProduct, InPlaceOfDotProducts
+from partita.parallel.dot_product import DotProduct, ReplaceSdpa
 from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, Sizes, choose
 from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
 
 # The slices of the running block; global, because transformers' registry of attention functions is global.
-_running: ContextVar[Slices | None] = ContextVar("_running", default=None)
+_current_slices: ContextVar[Slices | None] = ContextVar("_current_slices", default=None)
 # True if the running attention module is cross-attention: the keys of an encoder are not split.
-looks_across: ContextVar[bool] = ContextVar("looks_across", default=False)
+is_cross_attention: ContextVar[bool] = ContextVar("is_cross_attention", default=False)
 _PREFIX = "partita_"
 # The attention implementations of transformers that accept a dense mask.
-KINDS = ("sdpa", "eager")
+IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of an attention function.
 
     Attributes:
@@ -57,16 +57,21 @@ class Call:
         return self.query.shape[1] // self.key.shape[1]
 
 
-Attend = Callable[[Call], Tensor]
+AttentionFunction = Callable[[AttentionCall], Tensor]
 
 
-def running() -> Slices | None:
+def current_slices() -> Slices | None:
     """Return the slices of the running block; None outside a block, or if the block has all positions."""
-    return _running.get()
+    return _current_slices.get()
 
 
-def attend(
-    call: Call, slices: Slices, own: Attend, *, needs_all_heads: bool = False, scale: float | None = None
+def sequence_attention(
+    call: AttentionCall,
+    slices: Slices,
+    own: AttentionFunction,
+    *,
+    needs_all_heads: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Compute attention for a call whose tensors have this rank's positions: ``[batch, heads, own positions, size]``.
 
@@ -90,7 +95,7 @@ def attend(
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
     method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)
     if method == ALL_TO_ALL:
-        return by_heads(call, slices, own, sizes)
+        return attention_by_heads(call, slices, own, sizes)
     if method == GATHER_KEYS:
         key, value = (gather(x, 2, slices) for x in (call.key, call.value))
         return own(_for_own_queries(replace(call, key=key, value=value), slices))
@@ -99,8 +104,8 @@ def attend(
     return ring_attention(call.query, call.key, call.value, _mask_of_queries(call, slices), slices, scale)
 
 
-def by_heads(call: Call, slices: Slices, own: Attend, sizes: Sizes) -> Tensor:
-    """Compute attention over full sequences for this rank's heads. Tensors are those of :func:`attend`."""
+def attention_by_heads(call: AttentionCall, slices: Slices, own: AttentionFunction, sizes: Sizes) -> Tensor:
+    """Compute attention over full sequences for this rank's heads. Tensors are those of :func:`sequence_attention`."""
     heads = sizes.own_heads
     query = heads_for_positions(call.query, heads, slices)
     key, value = (heads_for_positions(x, sizes.own_key_heads, slices) for x in (call.key, call.value))
@@ -115,12 +120,12 @@ def _of_heads(x: Tensor | None, heads: Sequence[int]) -> Tensor | None:
     return x[:, list(heads)] if x is not None and x.dim() == 4 and x.shape[1] > 1 else x
 
 
-def _for_own_queries(call: Call, slices: Slices) -> Call:
+def _for_own_queries(call: AttentionCall, slices: Slices) -> AttentionCall:
     """Return a call with the mask and bias of this rank's queries over all keys."""
     return replace(call, mask=_mask_of_queries(call, slices), causal=False, bias=_rows(call.bias, slices))
 
 
-def _mask_of_queries(call: Call, slices: Slices) -> Tensor | None:
+def _mask_of_queries(call: AttentionCall, slices: Slices) -> Tensor | None:
     """Return the mask of this rank's queries over all keys; None if every query sees every key."""
     if call.mask is None and call.causal:
         position = torch.arange(slices.length, device=call.query.device)
@@ -133,25 +138,25 @@ def _rows(x: Tensor | None, slices: Slices) -> Tensor | None:
 
 
 @contextmanager
-def seen(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
+def on_slices(slices: Slices | None, *, intercept: bool) -> Iterator[None]:
     """Run attention in the ``with`` block on this rank's slices (None: on all positions).
 
     Args:
         intercept: the model calls ``F.scaled_dot_product_attention`` directly, not transformers' interface.
     """
-    token = _running.set(slices)
+    token = _current_slices.set(slices)
     try:
         if intercept and slices is not None:
-            with InPlaceOfDotProducts(partial(_sdpa_on_slices, slices)):
+            with ReplaceSdpa(partial(_sdpa_on_slices, slices)):
                 yield
         else:
             yield
     finally:
-        _running.reset(token)
+        _current_slices.reset(token)
 
 
 def _sdpa_on_slices(slices: Slices, asked: DotProduct) -> Tensor:
-    def own(call: Call) -> Tensor:
+    def own(call: AttentionCall) -> Tensor:
         return F.scaled_dot_product_attention(
             call.query,
             call.key,
@@ -164,14 +169,14 @@ def _sdpa_on_slices(slices: Slices, asked: DotProduct) -> Tensor:
         )
 
     scale = asked.scale or asked.query.shape[-1] ** -0.5
-    call = Call(asked.query, asked.key, asked.value, asked.attn_mask, asked.is_causal)
-    return attend(call, slices, own, scale=None if asked.dropout_p else scale)
+    call = AttentionCall(asked.query, asked.key, asked.value, asked.attn_mask, asked.is_causal)
+    return sequence_attention(call, slices, own, scale=None if asked.dropout_p else scale)
 
 
 # ------------------------------------------------------------------ transformers
 
 
-def offer_to_transformers(kind: str) -> str:
+def register_in_transformers(kind: str) -> str:
     """Register a variant of a transformers attention function that works on slices; return its name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -192,11 +197,11 @@ class _TransformersAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
     ) -> tuple[Tensor, Tensor | None]:
-        own, slices = self._own(module), _running.get()
+        own, slices = self._own(module), _current_slices.get()
         if slices is None:
             result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **others)
             return result
-        bias, across = others.pop("position_bias", None), looks_across.get()
+        bias, across = others.pop("position_bias", None), is_cross_attention.get()
         num_keys = key.shape[2] if across else slices.length
         if bias is not None and (bias.shape[-2] not in (1, slices.length) or bias.shape[-1] not in (1, num_keys)):
             raise PartitaError(
@@ -209,21 +214,23 @@ class _TransformersAttention:
         causal = causal and attention_mask is None and self._kind == "sdpa"  # `eager` ignores is_causal
         causal = causal and not across
 
-        def attention(call: Call) -> Tensor:
-            seen_as = _ModuleView(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
+        def attention(call: AttentionCall) -> Tensor:
+            view = _ModuleView(module, num_key_value_groups=call.num_groups, is_causal=call.causal)
             biased = others if call.bias is None else others | {"position_bias": call.bias}
-            found, _ = own(seen_as, call.query, call.key, call.value, call.mask, is_causal=call.causal, **biased)
+            found, _ = own(view, call.query, call.key, call.value, call.mask, is_causal=call.causal, **biased)
             transposed: Tensor = found.transpose(1, 2)
             return transposed
 
         plain = self._kind == "sdpa" and not others.get("dropout")
         scaling = others.get("scaling")
         scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) if plain else None
-        call = Call(query, key, value, attention_mask, causal, bias)
+        call = AttentionCall(query, key, value, attention_mask, causal, bias)
         if across:
             return attention(_for_own_queries(call, slices)).transpose(1, 2).contiguous(), None
         more = any(isinstance(other, Tensor) for other in others.values()) or hasattr(module, "sinks")
-        mixed = attend(call, slices, attention, needs_all_heads=more, scale=None if more or bias is not None else scale)
+        mixed = sequence_attention(
+            call, slices, attention, needs_all_heads=more, scale=None if more or bias is not None else scale
+        )
         return mixed.transpose(1, 2).contiguous(), None
 
     def _own(self, module: nn.Module) -> Callable[..., Any]:

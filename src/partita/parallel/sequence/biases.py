@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.sequence.attention import looks_across, running
+from partita.parallel.sequence.attention import current_slices, is_cross_attention
 from partita.sharding.hooks import Hook
 from partita.transforms.modules import Level
 
@@ -22,14 +22,14 @@ _COMPUTE_BIAS, _HAS_OWN, _BIAS, _ENCODER_STATES = (
 )
 
 
-def follow_biases(model: nn.Module, changes: Level) -> None:
+def use_full_biases(model: nn.Module, changes: Level) -> None:
     """Make the attention modules of a transformers model compute biases of the full sequence, and record whether the
     running module is cross-attention.
     """
     for module in model.modules():
         names = inspect.signature(type(module).forward).parameters
         if hasattr(type(module), _COMPUTE_BIAS):
-            changes.set_attribute(module, _COMPUTE_BIAS, WholeBias(module))
+            changes.set_attribute(module, _COMPUTE_BIAS, FullBias(module))
         if _BIAS in names and hasattr(module, _HAS_OWN):
             changes.on_undo(module.register_forward_pre_hook(Hook(_without_bias), with_kwargs=True).remove)
         if _ENCODER_STATES in names:
@@ -41,7 +41,7 @@ def follow_biases(model: nn.Module, changes: Level) -> None:
             changes.on_undo(module.register_forward_hook(end, with_kwargs=True, always_call=True).remove)
 
 
-class WholeBias:
+class FullBias:
     """Replacement for a module's ``compute_bias(queries, keys)``: it computes the bias of all positions, also on
     slices.
     """
@@ -51,7 +51,7 @@ class WholeBias:
         self._own = getattr(module, _COMPUTE_BIAS)
 
     def __call__(self, num_queries: int, num_keys: int, *args: Any, **kwargs: Any) -> Tensor:
-        if (slices := running()) is not None:
+        if (slices := current_slices()) is not None:
             num_queries = num_keys = slices.length
         bias: Tensor = self._own(num_queries, num_keys, *args, **kwargs)
         return bias
@@ -64,7 +64,7 @@ def _without_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Pass a broadcastable zero bias to a module that has no bias of its own. Otherwise it would create zeros for this
     rank's positions only, and pass them to the next blocks.
     """
-    if running() is None or kwargs.get(_BIAS) is not None or getattr(module, _HAS_OWN):
+    if current_slices() is None or kwargs.get(_BIAS) is not None or getattr(module, _HAS_OWN):
         return None
     encoder_states = kwargs.get(_ENCODER_STATES)
     hidden = args[0] if args else kwargs["hidden_states"]
@@ -74,4 +74,4 @@ def _without_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def _set_cross_attention(
     module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any = None, *, begins: bool
 ) -> None:
-    looks_across.set(begins and kwargs.get(_ENCODER_STATES) is not None)
+    is_cross_attention.set(begins and kwargs.get(_ENCODER_STATES) is not None)

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
-from partita.parallel.sequence.attention import seen
-from partita.parallel.sequence.exchange import enter, gather
+from partita.parallel.sequence.attention import on_slices
+from partita.parallel.sequence.exchange import gather, slice_for_rank
 from partita.parallel.sequence.slices import Slices
 from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
@@ -63,7 +63,7 @@ class Blocks:
         changes.on_undo(self._last.register_forward_hook(Hook(self._leave), with_kwargs=True).remove)
 
     @property
-    def are_on(self) -> bool:
+    def enabled(self) -> bool:
         """True if blocks run on slices. Otherwise every rank computes all positions, like the unmodified model."""
         return hasattr(self._first, _ON)
 
@@ -71,7 +71,7 @@ class Blocks:
         return self._names[id(block)]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not self.are_on:
+        if not self.enabled:
             return None
         hidden = hidden_in((args, kwargs))
         name = self.name(module)
@@ -86,9 +86,9 @@ class Blocks:
             if self.on_first_call is not None:
                 self.on_first_call(self, module, args, kwargs)
                 self._sliced.clear()  # slices made by the check have no gradient
-        return self.cut(module, (args, kwargs), slices)
+        return self.slice_arguments(module, (args, kwargs), slices)
 
-    def cut(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
+    def slice_arguments(self, module: nn.Module, arguments: tuple[Any, Any], slices: Slices) -> tuple[Any, Any]:
         """Return the arguments of a block's forward, sliced where they have all positions, with ``slices`` as an
         additional keyword.
         """
@@ -133,7 +133,7 @@ class Blocks:
             return tensor
         key = id(tensor), slices.length
         if key not in self._sliced:
-            self._sliced[key] = tensor, enter(tensor, dim, slices)
+            self._sliced[key] = tensor, slice_for_rank(tensor, dim, slices)
         return self._sliced[key][1]
 
     def placeholder_output(self, block: nn.Module, placeholder: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class Blocks:
         after the last block.
         """
         hidden = hidden_in((args, kwargs))
-        if not self.are_on or hidden is None:
+        if not self.enabled or hidden is None:
             return placeholder(args, kwargs)
         slices = self._slices_of_call(block, hidden, self.name(block))
 
@@ -239,5 +239,5 @@ class SlicedForward:
             setattr(self._block, _CHECKPOINT, checkpoint)
 
     def _run_on_slices(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with seen(slices, intercept=self._intercept):
+        with on_slices(slices, intercept=self._intercept):
             return forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Exchange of slices of a sequence between the ranks in forward, and of their gradients in backward.
 
 Parameter gradients are averaged over the sequence ranks, as over data-parallel ranks. Each rank computes the loss of
-its slice, and the gradient must be the sum over the slices. So :func:`sum_of_parts`, which sums the losses of the
+its slice, and the gradient must be the sum over the slices. So :func:`sum_over_slices`, which sums the losses of the
 slices, multiplies the gradient by the number of ranks. Code that runs on all positions has the same gradient on every
 rank, and averaging does not change it.
 """
@@ -71,7 +71,7 @@ def check_backward(slices: Slices) -> None:
         )
 
 
-def enter(whole: Tensor, dim: int, slices: Slices) -> Tensor:
+def slice_for_rank(whole: Tensor, dim: int, slices: Slices) -> Tensor:
     """Return this rank's slice along ``dim`` of a tensor that all ranks have. The gradient is 0 outside the slice."""
     result: Tensor = _SliceForRank.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
     return result
@@ -93,12 +93,12 @@ def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
         whole: this rank's gradient for all positions.
     """
     check_backward(slices)
-    parts = slices.cut(whole, dim)
-    own = parts[slices.group.index]
-    received = slices.group.all_to_all(parts, [own.shape] * len(parts), PURPOSE)
+    all_slices = slices.split(whole, dim)
+    own = all_slices[slices.group.index]
+    received = slices.group.all_to_all(all_slices, [own.shape] * len(all_slices), PURPOSE)
     total = received[0]
-    for part in received[1:]:
-        total = total.add_(part)
+    for gradient in received[1:]:
+        total = total.add_(gradient)
     return total
 
 
@@ -120,9 +120,7 @@ def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     return result
 
 
-def rows_that_are_read(
-    x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices
-) -> Tensor:
+def exchange_rows(x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices) -> Tensor:
     """Exchange rows between the ranks: send each rank the rows that it reads, and return those that this rank reads.
 
     The gradient of a row is the sum of its readers' gradients, in rank order.
@@ -140,12 +138,12 @@ def rows_that_are_read(
     return result
 
 
-def sum_of_parts(part: Tensor, slices: Slices) -> Tensor:
+def sum_over_slices(value: Tensor, slices: Slices) -> Tensor:
     """Sum the values that the ranks have computed from their slices.
 
     The gradient is multiplied by the number of ranks, because gradients are averaged over them (see the module).
     """
-    result: Tensor = _SumOverSlices.apply(part, slices)  # type: ignore[no-untyped-call]
+    result: Tensor = _SumOverSlices.apply(value, slices)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -193,13 +191,13 @@ class _HeadsForPositions(torch.autograd.Function):
         slices, gradient = ctx.slices, gradients[0]
         batch, _, _, size = gradient.shape
         shapes = [[batch, len(taken), slices.num_own, size] for taken in ctx.heads]
-        received = slices.group.all_to_all(slices.cut(gradient, 2), shapes, PURPOSE)
+        received = slices.group.all_to_all(slices.split(gradient, 2), shapes, PURPOSE)
         if sum(map(len, ctx.heads)) == ctx.num_heads:  # each is taken once
             return torch.cat(received, 1), None, None
         total = gradient.new_zeros(batch, ctx.num_heads, slices.num_own, size)
-        for taken, part in zip(ctx.heads, received, strict=True):
+        for taken, received_slice in zip(ctx.heads, received, strict=True):
             for at, head in enumerate(taken):  # in rank order, and one at a time: the same bits in every run
-                total[:, head] += part[:, at]
+                total[:, head] += received_slice[:, at]
         return total, None, None
 
 
@@ -210,7 +208,7 @@ class _PositionsForHeads(torch.autograd.Function):
         ctx.slices = slices
         batch, _, _, size = x.shape
         shapes = [[batch, len(taken), slices.num_own, size] for taken in heads]
-        return torch.cat(slices.group.all_to_all(slices.cut(x, 2), shapes, PURPOSE), 1)
+        return torch.cat(slices.group.all_to_all(slices.split(x, 2), shapes, PURPOSE), 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
@@ -234,8 +232,8 @@ class _ExchangeRows(torch.autograd.Function):
         shapes = [[len(place), *x.shape[1:]] for place in places]
         received = slices.group.all_to_all([x.index_select(0, rows) for rows in sent], shapes, PURPOSE)
         read = x.new_zeros(num_read, *x.shape[1:])
-        for place, part in zip(places, received, strict=True):
-            read[place] = part
+        for place, received_slice in zip(places, received, strict=True):
+            read[place] = received_slice
         return read
 
     @staticmethod
@@ -243,18 +241,18 @@ class _ExchangeRows(torch.autograd.Function):
         check_backward(ctx.slices)
         gradient, slices = gradients[0], ctx.slices
         shapes = [[len(rows), *gradient.shape[1:]] for rows in ctx.sent]
-        parts = [gradient.index_select(0, place) for place in ctx.places]
+        sent = [gradient.index_select(0, place) for place in ctx.places]
         total = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
-        for rows, part in zip(ctx.sent, slices.group.all_to_all(parts, shapes, PURPOSE), strict=True):
-            total[rows] += part  # the rows have no duplicates
+        for rows, received_slice in zip(ctx.sent, slices.group.all_to_all(sent, shapes, PURPOSE), strict=True):
+            total[rows] += received_slice  # the rows have no duplicates
         return total, None, None, None, None
 
 
 class _SumOverSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, slices: Slices) -> Tensor:
+    def forward(ctx: Any, value: Tensor, slices: Slices) -> Tensor:
         ctx.size = slices.group.size
-        return slices.group.sum(part.clone(), PURPOSE)
+        return slices.group.sum(value.clone(), PURPOSE)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:

@@ -127,7 +127,7 @@ def _compare_gradients(
 
 def _on_slices(blocks: Blocks, block: nn.Module, sample: Any, slices: Slices, name: str) -> Tensor | None:
     try:
-        args, kwargs = blocks.cut(block, sample, slices)
+        args, kwargs = blocks.slice_arguments(block, sample, slices)
         return hidden_in(block.forward(*args, **kwargs))
     except PartitaError:
         raise

@@ -64,6 +64,6 @@ class Slices:
         """Return this rank's slice of a tensor that has all positions along ``dim``."""
         return whole.narrow(dim, self.own.start, self.num_own)
 
-    def cut(self, whole: Tensor, dim: int) -> list[Tensor]:
+    def split(self, whole: Tensor, dim: int) -> list[Tensor]:
         """Return each rank's slice of a tensor that has all positions along ``dim``."""
         return [whole.narrow(dim, start, stop - start) for start, stop in self.ranges]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.tensor.dropout import DropsParts
+from partita.parallel.tensor.dropout import SplitDropout
 from partita.parallel.tensor.heads import Heads
 from partita.parallel.tensor.linear import Ranges, is_linear, num_inputs, num_outputs
 from partita.parallel.tensor.splitter import Splitter, length, scaled
@@ -30,16 +30,16 @@ _BIAS_BY_HEAD = "relative_attention_bias"
 
 
 @dataclass(frozen=True)
-class Refused:
+class NotSplit:
     """The reason why an attention is not split by heads."""
 
     reason: str
 
 
-Way = Callable[[Splitter, nn.Module, str], Refused | None]
+SplitRule = Callable[[Splitter, nn.Module, str], NotSplit | None]
 
 
-def separate(module: nn.Module) -> tuple[str, str, str, str] | None:
+def separate_projections(module: nn.Module) -> tuple[str, str, str, str] | None:
     """Return the names of a module's query, key, value and output projections; None if it lacks one."""
     for names in SEPARATE:
         if all(is_linear(getattr(module, name, None)) for name in names):
@@ -52,24 +52,24 @@ def head_width(module: nn.Module) -> int | None:
     return _number(module, _WIDTH)
 
 
-def split_separate(splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
+def split_separate(splitter: Splitter, module: nn.Module, rule_name: str) -> NotSplit | None:
     """Split attention with separate query, key and value projections; return the reason if it cannot be split."""
-    names, width = separate(module), head_width(module)
+    names, width = separate_projections(module), head_width(module)
     if names is None or width is None:
-        return Refused("its projections are not known")
+        return NotSplit("its projections are not known")
     query, key, value, out = (module.get_submodule(name) for name in names)
     numbers = (num_outputs(query), num_outputs(key), num_outputs(value), num_inputs(out))
     if any(number % width for number in numbers) or numbers[0] != numbers[3] or numbers[1] != numbers[2]:
-        return Refused(f"the sizes of its projections are not multiples of the head width {width}")
+        return NotSplit(f"the sizes of its projections are not multiples of the head width {width}")
     heads = Heads(numbers[0] // width, numbers[1] // width, splitter.size)
     if not_split := _check(splitter, module, heads, [query, key, value, out], width):
         return not_split
     ranks = range(heads.size)
-    splitter.column(query, by, [scaled(heads.queries_of(rank), width) for rank in ranks], gathers=False)
+    splitter.column(query, rule_name, [scaled(heads.queries_of(rank), width) for rank in ranks], gathers=False)
     for each in (key, value):
-        splitter.column(each, by, [scaled(heads.keys_of(rank)[0], width) for rank in ranks], gathers=False)
-    splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
-    _set_numbers(splitter, module, heads, by, width)
+        splitter.column(each, rule_name, [scaled(heads.keys_of(rank)[0], width) for rank in ranks], gathers=False)
+    splitter.row(out, rule_name, [scaled(heads.queries_of(rank), width) for rank in ranks])
+    _set_numbers(splitter, module, heads, rule_name, width)
     return None
 
 
@@ -82,36 +82,36 @@ class Fused:
         out: the name of the output projection.
         by_head: with several key heads, outputs are ordered by head (query, key and value of each). Otherwise all
             queries come first, then all keys, then all values.
-        slopes: the forward may get the linear position biases (ALiBi) of all heads.
+        alibi: the forward may get the linear position biases (ALiBi) of all heads.
         reads_config: the forward reads the number of query heads from the module's config.
     """
 
     qkv: str
     out: str
     by_head: bool = False
-    slopes: bool = False
+    alibi: bool = False
     reads_config: bool = False
 
-    def __call__(self, splitter: Splitter, module: nn.Module, by: str) -> Refused | None:
+    def __call__(self, splitter: Splitter, module: nn.Module, rule_name: str) -> NotSplit | None:
         """Split the module, as :func:`split_separate` does."""
         qkv, out = getattr(module, self.qkv, None), getattr(module, self.out, None)
         width = head_width(module)
         if width is None or not is_linear(qkv) or not is_linear(out):
-            return Refused("its projections are not known")
+            return NotSplit("its projections are not known")
         queries = num_inputs(out) // width
         keys = (num_outputs(qkv) // width - queries) // 2
         if num_outputs(qkv) != (queries + 2 * keys) * width or (self.by_head and keys not in (1, queries)):
-            return Refused(f"its fused projection of {num_outputs(qkv)} outputs has an unknown order of heads")
+            return NotSplit(f"its fused projection of {num_outputs(qkv)} outputs has an unknown order of heads")
         heads = Heads(queries, keys, splitter.size)
         if not_split := _check(splitter, module, heads, [qkv, out], width):
             return not_split
         ranks = range(heads.size)
-        splitter.column(qkv, by, [self._outputs(heads, rank, width) for rank in ranks], gathers=False)
-        splitter.row(out, by, [scaled(heads.queries_of(rank), width) for rank in ranks])
-        _set_numbers(splitter, module, heads, by, width)
+        splitter.column(qkv, rule_name, [self._outputs(heads, rank, width) for rank in ranks], gathers=False)
+        splitter.row(out, rule_name, [scaled(heads.queries_of(rank), width) for rank in ranks])
+        _set_numbers(splitter, module, heads, rule_name, width)
         changes = splitter.changes
-        if self.slopes:
-            changes.wrap_forward(module, OwnSlopes(heads, splitter.rank))
+        if self.alibi:
+            changes.wrap_forward(module, AlibiSlice(heads, splitter.rank))
         if self.reads_config:
             changes.set_attribute(module, "config", own := copy.copy(module.config))
             own.num_attention_heads = length(heads.queries_of(splitter.rank))  # type: ignore[union-attr]
@@ -137,24 +137,24 @@ def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
 
 def _check(
     splitter: Splitter, module: nn.Module, heads: Heads, projections: list[nn.Module], width: int
-) -> Refused | None:
+) -> NotSplit | None:
     """Return the reason if heads cannot be divided over the ranks, or the module has unknown parameters; else None."""
     if heads.queries < heads.size:
-        return Refused(f"{heads.queries} query heads are fewer than {heads.size} tensor ranks")
+        return NotSplit(f"{heads.queries} query heads are fewer than {heads.size} tensor ranks")
     if heads.keys < 1 or heads.queries % heads.keys:
-        return Refused(f"{heads.queries} query heads do not share {heads.keys} key heads evenly")
+        return NotSplit(f"{heads.queries} query heads do not share {heads.keys} key heads evenly")
     if not all(map(splitter.is_free, projections)):
-        return Refused("an earlier rule has already split one of its projections, or its weight is shared")
+        return NotSplit("an earlier rule has already split one of its projections, or its weight is shared")
     for name, child in module.named_modules():
         if child in projections or not any(True for _ in child.parameters(recurse=False)):
             continue
         if name == _BIAS_BY_HEAD or all(param.shape == (width,) for param in child.parameters(recurse=False)):
             continue
-        return Refused(f"its '{name or 'own'}' parameters do not have the size of one head")
+        return NotSplit(f"its '{name or 'own'}' parameters do not have the size of one head")
     return None
 
 
-def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, width: int) -> None:
+def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, rule_name: str, width: int) -> None:
     """Set the module's numbers of heads to those of this rank, and split its other parameters and dropout by head."""
     changes, rank = splitter.changes, splitter.rank
     ranges, share = heads.keys_of(rank)
@@ -166,31 +166,31 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, by: str, w
             changes.set_attribute(module, name, number)
     for name, child in module.named_children():
         if name == _BIAS_BY_HEAD:
-            splitter.cut(child.get_parameter("weight"), 1, [heads.queries_of(each) for each in range(heads.size)])
-            changes.wrap_forward(child, splitter.own_parts(child))
-            splitter.decide(child, f"heads {queries} of {heads.queries}", by)
+            splitter.shard(child.get_parameter("weight"), 1, [heads.queries_of(each) for each in range(heads.size)])
+            changes.wrap_forward(child, splitter.use_local_shards(child))
+            splitter.record(child, f"heads {queries} of {heads.queries}", rule_name)
         elif splitter.name(child) not in splitter.decisions:
             for owner in child.modules():
                 _use_copies(splitter, owner)
             if any(True for _ in child.parameters()):
-                splitter.decide(child, "copies, on own heads; gradients summed", by)
+                splitter.record(child, "copies, on own heads; gradients summed", rule_name)
     _use_copies(splitter, module)
     own = heads.queries_of(rank)
-    changes.wrap_forward(module, DropsParts(module, splitter.copy_input, own, heads.queries, heads=True))
+    changes.wrap_forward(module, SplitDropout(module, splitter.copy_input, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
-    splitter.decide(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", by)
+    splitter.record(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", rule_name)
 
 
 def _use_copies(splitter: Splitter, module: nn.Module) -> None:
     """Keep a copy of a module's own parameters on every rank, and apply it to this rank's heads."""
     params = [param for param in module.parameters(recurse=False) if id(param) not in splitter.parallel.parts]
     for param in params:
-        splitter.sum_copies(param)
+        splitter.replicate(param)
     if params:
-        splitter.changes.wrap_forward(module, splitter.own_parts(module))
+        splitter.changes.wrap_forward(module, splitter.use_local_shards(module))
 
 
-class OwnSlopes:
+class AlibiSlice:
     """Wrapper of attention with linear position biases per head (ALiBi: Press et al., "Train Short, Test Long", section
     3). It passes only the biases of this rank's heads to the forward.
 
@@ -212,11 +212,11 @@ class OwnSlopes:
 
 
 # The rule for each attention class. Ambiguous class names include the module.
-BY_CLASS: dict[str, Way] = {
+BY_CLASS: dict[str, SplitRule] = {
     "GPT2Attention": Fused("c_attn", "c_proj"),
     "GPTNeoXAttention": Fused("query_key_value", "dense", by_head=True),
-    "BloomAttention": Fused("query_key_value", "dense", by_head=True, slopes=True),
-    "FalconAttention": Fused("query_key_value", "dense", by_head=True, slopes=True),
+    "BloomAttention": Fused("query_key_value", "dense", by_head=True, alibi=True),
+    "FalconAttention": Fused("query_key_value", "dense", by_head=True, alibi=True),
     "Phi3Attention": Fused("qkv_proj", "o_proj", reads_config=True),
     "partita.train.decoder.Attention": Fused("qkv", "out"),
     "partita.prediction.gpt.Attention": Fused("qkv", "out"),

@@ -20,7 +20,7 @@ from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.linear import Ranges
 
 
-class DropsParts:
+class SplitDropout:
     """Wrapper that runs a split module's forward with this rank's slice of the dropout masks.
 
     Args:
@@ -43,19 +43,19 @@ class DropsParts:
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Apply ``F.dropout`` to a full tensor, or to this rank's slice of one."""
-        if not (training and p > 0 and self._copy_input.in_part):
+        if not (training and p > 0 and self._copy_input.inside_split):
             return F.dropout(x, p, training, inplace)
         dim = 1 if self._heads else x.dim() - 1
         is_split = x.dim() == 4 or not self._heads
         if not is_split or x.shape[dim] != self._stop - self._start:  # only some of this rank's heads
-            with self.own_rng(x.device):
+            with self.rank_rng(x.device):
                 return F.dropout(x, p, training, inplace)
         shape = [*x.shape[:dim], self._num, *x.shape[dim + 1 :]]
         full_mask = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
         mask = full_mask.narrow(dim, self._start, self._stop - self._start).contiguous()  # frees the full mask
         return x.mul_(mask) if inplace else x * mask
 
-    def own_rng(self, device: torch.device) -> AbstractContextManager[None]:
+    def rank_rng(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which each tensor rank draws different random numbers."""
         return rank_specific_rng(f"tensor {self._copy_input.group.index}", device)
 
@@ -69,7 +69,7 @@ def _probability_names(module: nn.Module) -> list[str]:
 class _SplitDropoutMode(TorchFunctionMode):
     """Mode in which ``F.dropout`` and the dropout of attention kernels are those of a split module."""
 
-    def __init__(self, split: DropsParts) -> None:
+    def __init__(self, split: SplitDropout) -> None:
         super().__init__()
         self._split = split
 
@@ -81,6 +81,6 @@ class _SplitDropoutMode(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return self._split.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5] > (0.0,)):
-            with self._split.own_rng(args[0].device):
+            with self._split.rank_rng(args[0].device):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

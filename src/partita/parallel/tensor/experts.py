@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partita.parallel.tensor.functions import CopyToTensorRanks, enter, leave
-from partita.parallel.tensor.parameter import OwnParts
+from partita.parallel.tensor.functions import CopyToTensorRanks, copy_to_ranks, sum_over_ranks
+from partita.parallel.tensor.parameter import UseLocalShards
 from partita.parallel.tensor.splitter import Splitter
 from partita.table.place import even
 
@@ -31,7 +31,7 @@ def are_experts(module: nn.Module) -> bool:
     return gate_up.shape == (num, 2 * width, hidden) and not getattr(module, "is_transposed", False)
 
 
-def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
+def split_experts(splitter: Splitter, module: nn.Module, rule_name: str) -> bool:
     """Split the features of every expert over the ranks. Return False if there are fewer features than ranks."""
     gate_up, down = (module.get_parameter(name) for name in _NAMES)
     width = down.shape[2]
@@ -39,28 +39,28 @@ def split_experts(splitter: Splitter, module: nn.Module, by: str) -> bool:
         return False
     cuts = even(width, splitter.size)
     low, high = cuts[splitter.rank]
-    splitter.cut(gate_up, 1, [((low, high), (width + low, width + high)) for low, high in cuts])
-    splitter.cut(down, 2, [(cut,) for cut in cuts])
+    splitter.shard(gate_up, 1, [((low, high), (width + low, width + high)) for low, high in cuts])
+    splitter.shard(down, 2, [(cut,) for cut in cuts])
     for name in _WIDTH:
         if getattr(module, name, None) == width:
             splitter.changes.set_attribute(module, name, high - low)
-    splitter.changes.wrap_forward(module, Experts(splitter.copy_input, splitter.own_parts(module)))
+    splitter.changes.wrap_forward(module, ExpertsSplit(splitter.copy_input, splitter.use_local_shards(module)))
     sizes = "+".join(str(stop - start) for start, stop in cuts)
-    splitter.decide(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", by)
+    splitter.record(module, f"features {sizes} of {width} of each of {len(down)} experts, outputs summed", rule_name)
     return True
 
 
-class Experts:
+class ExpertsSplit:
     """Wrapper of ``forward(hidden, chosen experts, their weights)`` that sums the partial outputs of the ranks."""
 
-    def __init__(self, copy_input: CopyToTensorRanks, own: OwnParts) -> None:
+    def __init__(self, copy_input: CopyToTensorRanks, own: UseLocalShards) -> None:
         self._group = copy_input.group
         self._own = own
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         args = tuple(self._entered(value) for value in args)
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
-        return leave(self._own(forward, *args, **kwargs), self._group)
+        return sum_over_ranks(self._own(forward, *args, **kwargs), self._group)
 
     def _entered(self, value: Any) -> Any:
-        return enter(value, self._group) if isinstance(value, Tensor) else value
+        return copy_to_ranks(value, self._group) if isinstance(value, Tensor) else value

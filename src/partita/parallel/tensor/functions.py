@@ -1,9 +1,9 @@
 """Collectives of the tensor ranks inside forward and backward, as autograd functions.
 
 M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3: f
-(:func:`enter`) is the identity, and sums gradients over the ranks in backward. g (:func:`leave`) is the sum over the
-ranks, and the identity in backward. Sums are in rank order, so that all ranks have the same bits. Between a g and the
-next f every rank computes the same values, in forward and in backward.
+(:func:`copy_to_ranks`) is the identity, and sums gradients over the ranks in backward. g (:func:`sum_over_ranks`) is
+the sum over the ranks, and the identity in backward. Sums are in rank order, so that all ranks have the same bits.
+Between a g and the next f every rank computes the same values, in forward and in backward.
 
 Each backward calls the conjugate function, so that gradients are differentiable to any order.
 """
@@ -29,7 +29,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return leave(gradients[0], ctx.group), None
+        return sum_over_ranks(gradients[0], ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return enter(gradients[0], ctx.group), None
+        return copy_to_ranks(gradients[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0]
         if gradient.requires_grad:
-            return own_slice(gradient, ctx.group, ctx.sizes), None, None
+            return scatter_to_ranks(gradient, ctx.group, ctx.sizes), None, None
         return gradient.split(ctx.sizes, -1)[ctx.group.index], None, None
 
 
@@ -68,7 +68,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gathered(gradients[0], ctx.group, ctx.sizes), None, None
+        return gather_from_ranks(gradients[0], ctx.group, ctx.sizes), None, None
 
 
 def _all_gather(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
@@ -76,21 +76,21 @@ def _all_gather(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
 
 
 @eager
-def enter(x: Tensor, group: Group) -> Tensor:
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """Apply f: return ``x``, which all ranks have. In backward, sum the ranks' partial gradients."""
     out: Tensor = _Copy.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
-def leave(x: Tensor, group: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     """Apply g: return the sum of the ranks' ``x``, which have one shape. In backward, pass the gradient through."""
     out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 @eager
-def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+def gather_from_ranks(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """All-gather the ranks' slices ``[..., sizes[rank]]`` along the last dim. All ranks must compute the same values
     from the result. In backward, return this rank's slice of the gradient.
     """
@@ -99,7 +99,7 @@ def gathered(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
 
 
 @eager
-def own_slice(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+def scatter_to_ranks(x: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
     """Return this rank's slice ``[..., sizes[rank]]`` of ``x`` ``[..., sum(sizes)]``, which all ranks have. In
     backward, all-gather the gradient.
     """
@@ -117,7 +117,7 @@ class CopyToTensorRanks:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.in_part = False
+        self.inside_split = False
         self._last: weakref.ref[Tensor] | None = None
         self._entered: tuple[int, Tensor] | None = None  # the input's version, and f's result
 
@@ -129,7 +129,7 @@ class CopyToTensorRanks:
             version, entered = self._entered
             if version == x._version:
                 return entered
-        entered = enter(x, self.group)
+        entered = copy_to_ranks(x, self.group)
         self._last = weakref.ref(x, self._forget)
         self._entered = (x._version, entered)
         return entered

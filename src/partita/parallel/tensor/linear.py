@@ -9,8 +9,8 @@ from typing import TypeGuard
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partita.parallel.tensor.functions import CopyToTensorRanks, gathered, leave, own_slice
-from partita.parallel.tensor.parameter import OwnParts
+from partita.parallel.tensor.functions import CopyToTensorRanks, gather_from_ranks, scatter_to_ranks, sum_over_ranks
+from partita.parallel.tensor.parameter import UseLocalShards
 
 Forward = Callable[..., Tensor]
 # Ranges [start, stop) of a dim.
@@ -59,7 +59,9 @@ class Product:
         biased: add the layer's bias.
     """
 
-    def __init__(self, module: nn.Module, own: OwnParts, chosen: Tensor | None = None, *, biased: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, own: UseLocalShards, chosen: Tensor | None = None, *, biased: bool = True
+    ) -> None:
         self._module = module
         self._own = own
         self._chosen = chosen
@@ -81,13 +83,13 @@ class Product:
 class LinearForward:
     """Replacement for the forward of a linear layer. Its ``product`` reads the weight, inside the context ``own``."""
 
-    def __init__(self, module: nn.Module, own: OwnParts, product: Product) -> None:
+    def __init__(self, module: nn.Module, own: UseLocalShards, product: Product) -> None:
         self.module = module
         self.own = own
         self.product: Callable[[Tensor], Tensor] = product
 
 
-class Column(LinearForward):
+class ColumnSplit(LinearForward):
     """Column-parallel forward: each rank computes its own outputs.
 
     Args:
@@ -99,7 +101,7 @@ class Column(LinearForward):
         self,
         module: nn.Module,
         copy_input: CopyToTensorRanks,
-        own: OwnParts,
+        own: UseLocalShards,
         sizes: tuple[int, ...] | None = None,
         chosen: Tensor | None = None,
     ) -> None:
@@ -109,11 +111,11 @@ class Column(LinearForward):
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
         y = self.product(self._copy_input(x))
-        self._copy_input.in_part = self._sizes is None
-        return y if self._sizes is None else gathered(y, self._copy_input.group, self._sizes)
+        self._copy_input.inside_split = self._sizes is None
+        return y if self._sizes is None else gather_from_ranks(y, self._copy_input.group, self._sizes)
 
 
-class Row(LinearForward):
+class RowSplit(LinearForward):
     """Row-parallel forward: each rank has its own inputs, and the products are summed.
 
     Args:
@@ -122,7 +124,13 @@ class Row(LinearForward):
     """
 
     def __init__(
-        self, module: nn.Module, copy_input: CopyToTensorRanks, own: OwnParts, sizes: tuple[int, ...], *, splits: bool
+        self,
+        module: nn.Module,
+        copy_input: CopyToTensorRanks,
+        own: UseLocalShards,
+        sizes: tuple[int, ...],
+        *,
+        splits: bool,
     ) -> None:
         super().__init__(module, own, Product(module, own, biased=False))
         self._copy_input = copy_input
@@ -130,9 +138,9 @@ class Row(LinearForward):
         self._splits = splits
 
     def __call__(self, forward: Forward, x: Tensor) -> Tensor:
-        group, self._copy_input.in_part = self._copy_input.group, False
+        group, self._copy_input.inside_split = self._copy_input.group, False
         if self._splits:
-            x = own_slice(x, group, self._sizes)
-        y = leave(self.product(x), group)
+            x = scatter_to_ranks(x, group, self._sizes)
+        y = sum_over_ranks(self.product(x), group)
         bias = bias_of(self.module)
         return y if bias is None else y + bias

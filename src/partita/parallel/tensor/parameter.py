@@ -1,8 +1,8 @@
 """Parameters that are sharded over the tensor ranks. Code outside their module's forward sees the full parameters.
 
 Once the engine is initialized, the data of such a parameter is this rank's shard. Its module's split forward computes
-with that shard (:class:`OwnParts`). Any other operation on the parameter all-gathers the full parameter first, on all
-tensor ranks. The all-gather is differentiable: the shard gets its slice of the gradient.
+with that shard (:class:`UseLocalShards`). Any other operation on the parameter all-gathers the full parameter first, on
+all tensor ranks. The all-gather is differentiable: the shard gets its slice of the gradient.
 """
 
 import sys
@@ -22,7 +22,7 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
 from partita.errors import ConfigError, PartitaError
-from partita.parallel.tensor.functions import PURPOSE, enter, leave
+from partita.parallel.tensor.functions import PURPOSE, copy_to_ranks, sum_over_ranks
 from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.parameter import Member
 from partita.sharding.placeholder import METADATA, ShardedParameter, asked_for, is_access, is_sharded, touch
@@ -63,13 +63,13 @@ class TensorSharding:
         (for copies: sum the gradients).
         """
         if self.places is None:
-            return enter(whole, self.group)
+            return copy_to_ranks(whole, self.group)
         out: Tensor = _TakeShard.apply(whole, self)  # type: ignore[no-untyped-call]
         return out
 
     def whole_gradient(self, gradient: Tensor) -> Tensor:
         """Return the full gradient, given this rank's shard of it (for copies: its partial gradient)."""
-        return leave(gradient, self.group) if self.places is None else self.whole(gradient)
+        return sum_over_ranks(gradient, self.group) if self.places is None else self.whole(gradient)
 
     def own_gradient(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a full gradient: the inverse of :meth:`whole_gradient`."""
@@ -84,31 +84,31 @@ class TensorSharding:
 
 class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, part: TensorSharding) -> Tensor:
-        ctx.part, places, group = part, part.places, part.group
+    def forward(ctx: Any, local: Tensor, sharding: TensorSharding) -> Tensor:
+        ctx.sharding, places, group = sharding, sharding.places, sharding.group
         assert places is not None
         whole = torch.empty(places[0].shape, dtype=local.dtype, device=local.device)
         # `data` has a version of its own: a gather copies each rank's part onto itself.
-        parts = group.gather(local.data, [place.sizes for place in places], PURPOSE)
-        for place, of_rank in zip(places, parts, strict=True):
+        shards = group.gather(local.data, [place.sizes for place in places], PURPOSE)
+        for place, of_rank in zip(places, shards, strict=True):
             place.put(of_rank, whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.part.own(gradients[0]), None
+        return ctx.sharding.own(gradients[0]), None
 
 
 class _TakeShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, part: TensorSharding) -> Tensor:
-        ctx.part = part
-        assert part.places is not None
-        return part.places[part.group.index].take(whole)
+    def forward(ctx: Any, whole: Tensor, sharding: TensorSharding) -> Tensor:
+        ctx.sharding = sharding
+        assert sharding.places is not None
+        return sharding.places[sharding.group.index].take(whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.part.whole(gradients[0]), None
+        return ctx.sharding.whole(gradients[0]), None
 
 
 class _ViewOfFull(torch.autograd.Function):
@@ -117,19 +117,19 @@ class _ViewOfFull(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, part: TensorSharding) -> Tensor:
-        ctx.part = part
+    def forward(ctx: Any, param: Tensor, sharding: TensorSharding) -> Tensor:
+        ctx.sharding = sharding
         return param.view_as(param)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.part.own(gradients[0]), None
+        return ctx.sharding.own(gradients[0]), None
 
 
 class _FromCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, part: TensorSharding) -> Tensor:
-        ctx.group = part.group
+    def forward(ctx: Any, local: Tensor, sharding: TensorSharding) -> Tensor:
+        ctx.group = sharding.group
         return local.view_as(local)
 
     @staticmethod
@@ -145,7 +145,7 @@ class _FirstOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return leave(_first_only(gradients[0], ctx.group), ctx.group), None
+        return sum_over_ranks(_first_only(gradients[0], ctx.group), ctx.group), None
 
 
 def _first_only(x: Tensor, group: Group) -> Tensor:
@@ -163,7 +163,7 @@ class _Known:
 
     name: str
     kind: type[nn.Parameter]
-    part: TensorSharding
+    sharding: TensorSharding
     mesh: Mesh
     closed: bool = False
 
@@ -174,41 +174,41 @@ class _Known:
             PartitaError: the engine is closed, not every rank reads the parameter, or an autograd.Function was given a
                 copy.
         """
-        if self.part.places is None:
+        if self.sharding.places is None:
             if not torch.is_grad_enabled() and (function := _function_of(param)):
                 raise PartitaError(
                     f"the autograd.Function '{function}' got parameter '{self.name}', of which each of the "
-                    f"{self.part.group.size} tensor ranks has a copy: gradients of copies are summed, and this one "
-                    f"would count {self.part.group.size} times; pass the parameter's .clone() to it"
+                    f"{self.sharding.group.size} tensor ranks has a copy: gradients of copies are summed, and this one "
+                    f"would count {self.sharding.group.size} times; pass the parameter's .clone() to it"
                 )
-            return self.part.whole(param)
+            return self.sharding.whole(param)
         if self.closed:
             raise PartitaError(
                 f"parameter '{self.name}' is only this rank's shard: its engine was closed under parallel.tensor "
                 f"('{reader}' reads it); save, export, or take engine.state_dict() before engine.close()"
             )
         try:
-            check_synchronized(self.part.group, self.mesh.watchdog, _CALL)
+            check_synchronized(self.sharding.group, self.mesh.watchdog, _CALL)
         except PartitaError as error:
             raise PartitaError(
                 f"rank {self.mesh.rank}: '{reader}' reads parameter '{self.name}', which is split over "
-                f"{self.part.group.size} tensor ranks, and not all of them do: read it on every rank, or inside "
+                f"{self.sharding.group.size} tensor ranks, and not all of them do: read it on every rank, or inside "
                 f"`with engine.gathered(...)`. {error}"
             ) from error
-        return self.part.whole(param)
+        return self.sharding.whole(param)
 
     def hooked(self, hook: Gradient) -> Gradient:
         """Return a hook for this rank's shard of the gradient that calls the user's ``hook`` with the full gradient."""
 
-        def on_part(gradient: Tensor) -> Tensor | None:
-            whole = self.part.whole_gradient(gradient)
+        def on_shard(gradient: Tensor) -> Tensor | None:
+            whole = self.sharding.whole_gradient(gradient)
             version = whole._version
             changed = hook(whole)
             if changed is None and whole._version != version:
                 changed = whole
-            return None if changed is None else self.part.own_gradient(changed)
+            return None if changed is None else self.sharding.own_gradient(changed)
 
-        return on_part
+        return on_shard
 
 
 def _function_of(param: Tensor) -> str:
@@ -239,7 +239,7 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     name, first = asked_for(func), args[0] if args else None
     known: _Known | None = _known.get(first) if isinstance(first, Tensor) else None
     if known is not None and isinstance(first, Tensor):
-        places = known.part.places
+        places = known.sharding.places
         if name in _SHAPE and places is not None:
             whole = Place(places[0].shape)
             if name == "stride":
@@ -291,7 +291,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor 
                 f"torch.autograd.grad(is_grads_batched=True) for parameter '{known.name}', which is split over the "
                 "tensor ranks: compute one gradient at a time, or set 'whole' for its module in parallel.tensor_rules"
             )
-        result[at] = known.part.whole_gradient(gradient)
+        result[at] = known.sharding.whole_gradient(gradient)
     return tuple(result)
 
 
@@ -346,7 +346,7 @@ class ShardedSplit(ShardedParameter):
         return super().__torch_function__(func, types, args, kwargs) if answer is NotImplemented else answer
 
 
-class WholeParameter(nn.Parameter):
+class GatheredParameter(nn.Parameter):
     """The class of a split parameter inside ``engine.gathered``, where its data is the full tensor.
 
     In backward its ``.grad`` gets this rank's shard of the gradient. ``torch.autograd.grad`` and hooks get full
@@ -371,9 +371,9 @@ class WholeParameter(nn.Parameter):
             if not torch.is_grad_enabled() or writes or is_access(func) or name in METADATA or name in _MEMORY:
                 return func(*args, **kwargs)
             wholes = {
-                id(leaf): _ViewOfFull.apply(leaf, _known[leaf].part)  # type: ignore[no-untyped-call]
+                id(leaf): _ViewOfFull.apply(leaf, _known[leaf].sharding)  # type: ignore[no-untyped-call]
                 for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, WholeParameter) and leaf.requires_grad
+                if isinstance(leaf, GatheredParameter) and leaf.requires_grad
             }
         args, kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -404,15 +404,15 @@ def check_hooks(param: nn.Parameter, name: str) -> None:
 class SplitParameters:
     """The parameters that are split over the tensor ranks. Their classes are replaced until the engine is closed."""
 
-    def __init__(self, members: Iterable[Member], parts: Mapping[int, TensorSharding], mesh: Mesh) -> None:
-        self._members = [member for member in members if id(member.param) in parts]
+    def __init__(self, members: Iterable[Member], shardings: Mapping[int, TensorSharding], mesh: Mesh) -> None:
+        self._members = [member for member in members if id(member.param) in shardings]
         for member in self._members:
             param = member.param
-            known = _known[param] = _Known(member.fqn, member.kind, parts[id(param)], mesh)
+            known = _known[param] = _Known(member.fqn, member.kind, shardings[id(param)], mesh)
             member.unsharded_kind = _split_class(member.kind)
             member.sharded_kind = ShardedSplit
-            if known.part.places is not None:
-                member.global_kind = WholeParameter
+            if known.sharding.places is not None:
+                member.global_kind = GatheredParameter
             with torch._C.DisableTorchFunctionSubclass():
                 param.__class__ = ShardedSplit if is_sharded(param) else member.unsharded_kind
                 hooks = param._backward_hooks or {}
@@ -434,28 +434,28 @@ class SplitParameters:
         """Close: copies become ordinary parameters again, and reading a shard raises an error."""
         for member in self._members:
             _known[member.param].closed = True
-        self._members = [member for member in self._members if _known[member.param].part.places is None]
+        self._members = [member for member in self._members if _known[member.param].sharding.places is None]
         self.remove()
 
 
-class OwnParts(AbstractContextManager[None]):
+class UseLocalShards(AbstractContextManager[None]):
     """Context in which a module computes with this rank's shards of its own parameters.
 
     Called as a wrapper, it runs the forward inside that context. Tensors that replace the parameters
     (``torch.func.functional_call``) may be full; then this rank's shards are taken from them.
 
     Args:
-        parts: by the names of the parameters in the module.
+        shardings: by the names of the parameters in the module.
     """
 
-    def __init__(self, module: nn.Module, parts: Mapping[str, TensorSharding]) -> None:
+    def __init__(self, module: nn.Module, shardings: Mapping[str, TensorSharding]) -> None:
         self._params = module._parameters
-        self._parts = parts
+        self._shardings = shardings
         self._replaced = list[list[tuple[str, Tensor, type]]]()
 
     def __enter__(self) -> None:
         replaced = list[tuple[str, Tensor, type]]()
-        for name, part in self._parts.items():
+        for name, sharding in self._shardings.items():
             value = self._params.get(name)
             if value is None:
                 continue
@@ -464,9 +464,9 @@ class OwnParts(AbstractContextManager[None]):
             if isinstance(value, SplitParameter):
                 replaced.append((name, value, type(value)))
                 value.__class__ = _known[value].kind
-            elif part.is_whole(value):
+            elif sharding.is_whole(value):
                 replaced.append((name, value, type(value)))
-                self._params[name] = part.own(value)  # type: ignore[assignment]
+                self._params[name] = sharding.own(value)  # type: ignore[assignment]
         self._replaced.append(replaced)
 
     def __exit__(self, *error: object) -> None:

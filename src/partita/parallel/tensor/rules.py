@@ -15,11 +15,11 @@ from partita.comm.mesh import Mesh
 from partita.config.schema import TensorRule
 from partita.errors import ConfigError
 from partita.layout.units import modules_like
-from partita.parallel.tensor.attention import BY_CLASS, Way, head_width, separate, split_separate
+from partita.parallel.tensor.attention import BY_CLASS, SplitRule, head_width, separate_projections, split_separate
 from partita.parallel.tensor.experts import are_experts, split_experts
-from partita.parallel.tensor.feed_forward import drop_parts, known_feed_forward, like_feed_forward
+from partita.parallel.tensor.feed_forward import feed_forward_by_class, feed_forwards_by_shape, split_dropout
 from partita.parallel.tensor.linear import is_linear, num_inputs, num_outputs
-from partita.parallel.tensor.split_check import stands_proof
+from partita.parallel.tensor.split_check import is_equivalent
 from partita.parallel.tensor.splitter import Splitter
 from partita.parallel.tensor.vocabulary import find_vocabulary, is_embedding, split_vocabulary
 
@@ -42,26 +42,26 @@ def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str
             _keep_copies(splitter, module, f"{type(module).__name__} reads the weights inside it")
     _by_class(splitter, mesh)
     _by_metadata(splitter)
-    _by_proof(splitter)
+    _by_check(splitter)
     for module in splitter.model.modules():
         if is_linear(module) and splitter.is_free(module) and num_outputs(module) >= splitter.size:
             splitter.column(module, "any linear layer", gathers=True)
     for module in splitter.model.modules():
         if any(True for _ in module.parameters(recurse=False)) and splitter.name(module) not in splitter.decisions:
-            splitter.decide(module, "copies", "no rule splits it")
+            splitter.record(module, "copies", "no rule splits it")
 
 
-def _keep_copies(splitter: Splitter, module: nn.Module, by: str) -> None:
+def _keep_copies(splitter: Splitter, module: nn.Module, rule_name: str) -> None:
     for inner in module.modules():
         if splitter.name(inner) not in splitter.decisions:
-            splitter.decide(inner, "copies", by)
+            splitter.record(inner, "copies", rule_name)
 
 
 def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -> None:
-    by = f"{KEY}: '{pattern}'"
+    rule_name = f"{KEY}: '{pattern}'"
     for module in modules_like(splitter.model, pattern, KEY):
         if rule == "whole":
-            _keep_copies(splitter, module, by)
+            _keep_copies(splitter, module, rule_name)
             continue
         if splitter.name(module) in splitter.decisions:
             continue  # an earlier rule decided
@@ -74,11 +74,11 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
         if rule == "vocabulary":
             weight = module.get_parameter("weight")
             owners = [m for m in splitter.model.modules() if m._parameters.get("weight") is weight]
-            split_vocabulary(splitter, mesh, owners, by)
+            split_vocabulary(splitter, mesh, owners, rule_name)
         elif rule in ("column", "column_gathered"):
-            splitter.column(module, by, gathers=rule == "column_gathered")
+            splitter.column(module, rule_name, gathers=rule == "column_gathered")
         else:
-            splitter.row(module, by, splits=rule == "row_split")
+            splitter.row(module, rule_name, splits=rule == "row_split")
 
 
 def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | None:
@@ -104,20 +104,20 @@ def _by_class(splitter: Splitter, mesh: Mesh) -> None:
         split_vocabulary(splitter, mesh, vocabulary, "vocabulary of the model")
     for module in splitter.model.modules():
         kind = type(module)
-        way = BY_CLASS.get(kind.__name__) or BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if way is not None:
-            _by_heads(splitter, module, way, f"class {kind.__name__}")
-        elif (layer := known_feed_forward(module, splitter.size)) is not None:
+        split_rule = BY_CLASS.get(kind.__name__) or BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if split_rule is not None:
+            _by_heads(splitter, module, split_rule, f"class {kind.__name__}")
+        elif (layer := feed_forward_by_class(module, splitter.size)) is not None:
             if all(map(splitter.is_free, module.children())) and splitter.is_free(module):
                 layer.split(splitter, module, f"class {kind.__name__}")
         elif are_experts(module) and "Experts" in kind.__name__ and splitter.is_free(module):
             split_experts(splitter, module, f"class {kind.__name__}")
 
 
-def _by_heads(splitter: Splitter, module: nn.Module, way: Way, by: str) -> None:
+def _by_heads(splitter: Splitter, module: nn.Module, split_rule: SplitRule, rule_name: str) -> None:
     if splitter.name(module) in splitter.decisions:
         return
-    not_split = way(splitter, module, by)
+    not_split = split_rule(splitter, module, rule_name)
     if not_split is not None:
         _add_notice(splitter, type(module).__name__, not_split.reason)
 
@@ -133,20 +133,22 @@ def _add_notice(splitter: Splitter, kind: str, reason: str) -> None:
 
 def _by_metadata(splitter: Splitter) -> None:
     plan = getattr(splitter.model, "tp_plan", None) or {}
-    by = f"tp_plan of {type(splitter.model).__name__}"
+    rule_name = f"tp_plan of {type(splitter.model).__name__}"
     styles = {name: style for name in splitter.names.values() if (style := _style(plan, name)) is not None}
     for module in list(splitter.model.modules()):
         name = splitter.name(module)
         if styles.get(name) == "moe_tp_experts" and are_experts(module) and splitter.is_free(module):
-            split_experts(splitter, module, by)
+            split_experts(splitter, module, rule_name)
         given = {child: styles.get(f"{name}.{key}" if name else key) for key, child in module.named_children()}
         layers = {
             child: style for child, style in given.items() if style in ("colwise", "rowwise") and is_linear(child)
         }
-        if (names := separate(module)) is not None and {module.get_submodule(each) for each in names} <= layers.keys():
-            _by_heads(splitter, module, split_separate, by)
+        if (names := separate_projections(module)) is not None and {
+            module.get_submodule(each) for each in names
+        } <= layers.keys():
+            _by_heads(splitter, module, split_separate, rule_name)
         elif layers and "ttention" not in type(module).__name__ and all(map(splitter.is_free, layers)):
-            _split_layers(splitter, module, layers, by)
+            _split_layers(splitter, module, layers, rule_name)
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -154,7 +156,7 @@ def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], by: str) -> None:
+def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], rule_name: str) -> None:
     """Split the linear layers of a module if their sizes match: the column-parallel layers have as many outputs as the
     row-parallel layers have inputs.
     """
@@ -164,37 +166,37 @@ def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Modu
     if not (columns and rows) or len(widths) != 1 or (width := widths.pop()) < splitter.size:
         return
     for layer in columns:
-        splitter.column(layer, by, gathers=False)
+        splitter.column(layer, rule_name, gathers=False)
     for layer in rows:
-        splitter.row(layer, by)
-    drop_parts(splitter, module, width)
+        splitter.row(layer, rule_name)
+    split_dropout(splitter, module, width)
 
 
-def _by_proof(splitter: Splitter) -> None:
-    checked = dict[object, Way | None]()
+def _by_check(splitter: Splitter) -> None:
+    checked = dict[object, SplitRule | None]()
     for module in list(splitter.model.modules()):
         layers = [child for child in module.children() if any(True for _ in child.parameters())]
         if splitter.name(module) in splitter.decisions or not layers or not all(map(splitter.is_free, layers)):
             continue
         kind = _key(module)
         if kind not in checked:
-            checked[kind] = _checked_split(module, splitter.size)
-        way = checked[kind]
-        if way is not None:
-            way(splitter, module, f"found in {type(module).__name__}, proven on its slices")
+            checked[kind] = _checked_rule(module, splitter.size)
+        split_rule = checked[kind]
+        if split_rule is not None:
+            split_rule(splitter, module, f"found in {type(module).__name__}, proven on its slices")
 
 
-def _checked_split(module: nn.Module, size: int) -> Way | None:
+def _checked_rule(module: nn.Module, size: int) -> SplitRule | None:
     """Return a split, which has passed the check, of a module that no earlier rule matches; None if there is none.
 
     The module is split as attention with separate query, key and value projections, or as a feed-forward layer.
     """
-    names, width = separate(module), head_width(module)
+    names, width = separate_projections(module), head_width(module)
     if names is not None and width is not None:
         hidden = num_inputs(module.get_submodule(names[0]))
-        return split_separate if stands_proof(module, split_separate, size, hidden, width) else None
-    layers = like_feed_forward(module, size)
-    return next((layer.split for layer in layers if stands_proof(module, layer.split, size, layer.hidden)), None)
+        return split_separate if is_equivalent(module, split_separate, size, hidden, width) else None
+    layers = feed_forwards_by_shape(module, size)
+    return next((layer.split for layer in layers if is_equivalent(module, layer.split, size, layer.hidden)), None)
 
 
 def _key(module: nn.Module) -> object:

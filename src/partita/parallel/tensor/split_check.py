@@ -23,7 +23,7 @@ _NOT_CALLABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeErro
 
 
 # Splits a module; the last argument is the rule's name. Returns None if it has split the module.
-Way = Callable[[Splitter, nn.Module, str], object]
+SplitRule = Callable[[Splitter, nn.Module, str], object]
 
 
 class _Ranks:
@@ -39,7 +39,7 @@ class _Ranks:
         return self._total
 
 
-def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: int = 1) -> bool:
+def is_equivalent(module: nn.Module, split: SplitRule, size: int, hidden: int, width: int = 1) -> bool:
     """Return whether a split over ``size`` ranks preserves a module's output for random weights and inputs of
     ``hidden`` features. The module and its parameters are left unchanged.
 
@@ -69,7 +69,7 @@ def stands_proof(module: nn.Module, split: Way, size: int, hidden: int, width: i
 
 def _on_slices(
     module: nn.Module,
-    split: Way,
+    split: SplitRule,
     ranks: Any,
     values: Mapping[str, Tensor],
     inputs: dict[str, Any],

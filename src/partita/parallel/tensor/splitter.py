@@ -9,8 +9,8 @@ from torch import nn
 
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.tensor.functions import CopyToTensorRanks
-from partita.parallel.tensor.linear import Column, Ranges, Row, num_inputs, num_outputs, output_dim
-from partita.parallel.tensor.parameter import OwnParts, TensorSharding
+from partita.parallel.tensor.linear import ColumnSplit, Ranges, RowSplit, num_inputs, num_outputs, output_dim
+from partita.parallel.tensor.parameter import TensorSharding, UseLocalShards
 from partita.table.place import Place, even
 from partita.table.share import Share
 from partita.transforms.modules import Order
@@ -20,10 +20,12 @@ TENSOR = "tensor"
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about a module: a description of its split, and the name of the rule that decided it (``by``)."""
+    """The decision about a module: a description of its split, and the name of the rule that decided it
+    (``rule_name``).
+    """
 
     split: str
-    by: str
+    rule_name: str
 
 
 class Splitter:
@@ -57,33 +59,33 @@ class Splitter:
         name: str = self.names[id(module)]
         return name
 
-    def decide(self, module: nn.Module, split: str, by: str) -> None:
-        self.decisions[self.name(module)] = Decision(split, by)
+    def record(self, module: nn.Module, split: str, rule_name: str) -> None:
+        self.decisions[self.name(module)] = Decision(split, rule_name)
 
     def lines(self) -> list[str]:
         """Return a line for each module that has a decision, in the model's order."""
         decided = [(name, self.decisions[name]) for name in self.names.values() if name in self.decisions]
         width = max((len(name) for name, _ in decided), default=0)
-        return [f"{name:<{width}}  {decision.split} ({decision.by})" for name, decision in decided]
+        return [f"{name:<{width}}  {decision.split} ({decision.rule_name})" for name, decision in decided]
 
     # ------------------------------------------------------------------- parameters
 
-    def cut(self, param: nn.Parameter, dim: int, ranges: Sequence[Ranges]) -> None:
+    def shard(self, param: nn.Parameter, dim: int, ranges: Sequence[Ranges]) -> None:
         """Shard a parameter: rank ``r`` gets the ranges ``ranges[r]`` of ``dim``."""
         places = tuple(Place(tuple(param.shape), dim, of_rank) for of_rank in ranges)
         self._share(param, place=places[self.rank], averaged=())
         self.parallel.parts[id(param)] = TensorSharding(self.copy_input.group, places)
 
-    def sum_copies(self, param: nn.Parameter) -> None:
+    def replicate(self, param: nn.Parameter) -> None:
         """Keep a copy of a parameter on every rank. Its gradient is the sum of the ranks' partial gradients."""
         self._share(param, averaged=(), summed=(TENSOR,))
         self.parallel.parts[id(param)] = TensorSharding(self.copy_input.group)
 
-    def own_parts(self, module: nn.Module) -> OwnParts:
+    def use_local_shards(self, module: nn.Module) -> UseLocalShards:
         """Return the context in which the module computes with this rank's shards of its parameters."""
         parts = self.parallel.parts
         own = {name: parts.get(id(param)) for name, param in module._parameters.items()}
-        return OwnParts(module, {name: part for name, part in own.items() if part is not None})
+        return UseLocalShards(module, {name: each for name, each in own.items() if each is not None})
 
     def _share(self, param: nn.Parameter, **changed: Any) -> None:
         """Set fields of this rank's share of a parameter. It already has one if other pipeline stages have a copy."""
@@ -92,7 +94,9 @@ class Splitter:
 
     # ---------------------------------------------------------------------- layers
 
-    def column(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, gathers: bool) -> None:
+    def column(
+        self, module: nn.Module, rule_name: str, ranges: Sequence[Ranges] | None = None, *, gathers: bool
+    ) -> None:
         """Split the outputs of a linear layer: each rank computes ``ranges[rank]`` (None: equal ranges).
 
         If several ranks need an output, every rank has a copy of the layer's parameters.
@@ -101,25 +105,29 @@ class Splitter:
             gathers: the outputs are all-gathered.
         """
         num = num_outputs(module)
-        given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
+        given = [(each,) for each in even(num, self.size)] if ranges is None else list(ranges)
         bias = module._parameters.get("bias")
-        sizes = tuple(length(part) for part in given)
+        sizes = tuple(length(each) for each in given)
         chosen = None
-        if sum(sizes) == num and len({place for part in given for place in indices(part)}) == num:
-            self.cut(module.get_parameter("weight"), output_dim(module), given)
+        if sum(sizes) == num and len({place for each in given for place in indices(each)}) == num:
+            self.shard(module.get_parameter("weight"), output_dim(module), given)
             if bias is not None:
-                self.cut(bias, 0, given)
+                self.shard(bias, 0, given)
             split = f"outputs {'+'.join(map(str, sizes))} of {num}"
         else:
             chosen = torch.tensor(indices(given[self.rank]), device=module.get_parameter("weight").device)
             for param in module.parameters(recurse=False):
-                self.sum_copies(param)
+                self.replicate(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"
-        forward = Column(module, self.copy_input, self.own_parts(module), sizes if gathers else None, chosen)
+        forward = ColumnSplit(
+            module, self.copy_input, self.use_local_shards(module), sizes if gathers else None, chosen
+        )
         self.changes.wrap_forward(module, forward)
-        self.decide(module, split + ", gathered" * gathers, by)
+        self.record(module, split + ", gathered" * gathers, rule_name)
 
-    def row(self, module: nn.Module, by: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False) -> None:
+    def row(
+        self, module: nn.Module, rule_name: str, ranges: Sequence[Ranges] | None = None, *, splits: bool = False
+    ) -> None:
         """Split the inputs of a linear layer: each rank has ``ranges[rank]`` (None: equal ranges), and the products are
         summed.
 
@@ -127,11 +135,13 @@ class Splitter:
             splits: the layer gets all inputs, and takes this rank's.
         """
         num = num_inputs(module)
-        given = [(part,) for part in even(num, self.size)] if ranges is None else list(ranges)
-        sizes = tuple(length(part) for part in given)
-        self.cut(module.get_parameter("weight"), 1 - output_dim(module), given)
-        self.changes.wrap_forward(module, Row(module, self.copy_input, self.own_parts(module), sizes, splits=splits))
-        self.decide(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", by)
+        given = [(each,) for each in even(num, self.size)] if ranges is None else list(ranges)
+        sizes = tuple(length(each) for each in given)
+        self.shard(module.get_parameter("weight"), 1 - output_dim(module), given)
+        self.changes.wrap_forward(
+            module, RowSplit(module, self.copy_input, self.use_local_shards(module), sizes, splits=splits)
+        )
+        self.record(module, f"inputs {'+'.join(map(str, sizes))} of {num}, outputs summed", rule_name)
 
 
 def _count_owners(model: nn.Module) -> dict[int, int]:

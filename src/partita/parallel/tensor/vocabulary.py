@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from partita.comm.mesh import Mesh
-from partita.parallel.sharded_logits import ShardedLogits, Split, Vocabulary, split_logits
-from partita.parallel.tensor.functions import CopyToTensorRanks, leave
+from partita.parallel.sharded_logits import LogitsSharding, ShardedLogits, Vocabulary, as_sharded_logits
+from partita.parallel.tensor.functions import CopyToTensorRanks, sum_over_ranks
 from partita.parallel.tensor.linear import Forward, LinearForward, Product, is_linear, num_inputs, num_outputs
-from partita.parallel.tensor.parameter import OwnParts
+from partita.parallel.tensor.parameter import UseLocalShards
 from partita.parallel.tensor.splitter import Splitter
 from partita.table.place import even
 
@@ -60,14 +60,14 @@ def _named(model: nn.Module) -> list[nn.Module | None]:
     return found
 
 
-def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], by: str) -> None:
+def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], rule_name: str) -> None:
     """Split the vocabulary of these modules, which may share one weight, over the ranks."""
     for module in modules:
         num = len(module.get_parameter("weight"))
         cuts = even(num, splitter.size)
         start, stop = cuts[splitter.rank]
         ranges = [(cut,) for cut in cuts]
-        splitter.cut(module.get_parameter("weight"), 0, ranges)
+        splitter.shard(module.get_parameter("weight"), 0, ranges)
         sizes = tuple(stop - start for start, stop in cuts)
         split = f"vocabulary {'+'.join(map(str, sizes))} of {num}"
         if isinstance(module, nn.Embedding):
@@ -75,30 +75,32 @@ def split_vocabulary(splitter: Splitter, mesh: Mesh, modules: list[nn.Module], b
             if padding is not None:
                 here = start <= padding < stop
                 splitter.changes.set_attribute(module, "padding_idx", padding - start if here else None)
-            forward: Embedding | Head = Embedding(splitter.copy_input, splitter.own_parts(module), (start, stop), num)
+            forward: EmbeddingSplit | OutputLayerSplit = EmbeddingSplit(
+                splitter.copy_input, splitter.use_local_shards(module), (start, stop), num
+            )
             split += ", outputs summed"
         else:
             if (bias := module._parameters.get("bias")) is not None:
-                splitter.cut(bias, 0, ranges)
-            forward = Head(
+                splitter.shard(bias, 0, ranges)
+            forward = OutputLayerSplit(
                 module,
                 splitter.copy_input,
-                splitter.own_parts(module),
+                splitter.use_local_shards(module),
                 Vocabulary(splitter.copy_input.group, mesh, sizes),
             )
             split += ", loss computed from slices"
         splitter.changes.wrap_forward(module, forward)
-        splitter.decide(module, split, by)
+        splitter.record(module, split, rule_name)
 
 
-class Embedding:
+class EmbeddingSplit:
     """Forward of a split embedding: each rank looks up the tokens ``[start, stop)`` of ``num``.
 
     Tokens of other ranks give zeros, and the ranks' results are summed. A token outside the vocabulary is an error on
     every rank.
     """
 
-    def __init__(self, copy_input: CopyToTensorRanks, own: OwnParts, rows: tuple[int, int], num: int) -> None:
+    def __init__(self, copy_input: CopyToTensorRanks, own: UseLocalShards, rows: tuple[int, int], num: int) -> None:
         self._group = copy_input.group
         self._own = own
         (self._start, self._stop) = rows
@@ -108,16 +110,18 @@ class Embedding:
         before = (tokens >= 0) & (tokens < self._start)
         of_others = before | ((tokens >= self._stop) & (tokens < self._num))
         found = self._own(forward, (tokens - self._start).masked_fill(of_others, 0), *args, **kwargs)
-        return leave(found.masked_fill(of_others[..., None], 0.0), self._group)
+        return sum_over_ranks(found.masked_fill(of_others[..., None], 0.0), self._group)
 
 
-class Head(LinearForward):
+class OutputLayerSplit(LinearForward):
     """Forward of a split output layer: each rank computes the logits of its part of the vocabulary."""
 
-    def __init__(self, module: nn.Module, copy_input: CopyToTensorRanks, own: OwnParts, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, module: nn.Module, copy_input: CopyToTensorRanks, own: UseLocalShards, vocabulary: Vocabulary
+    ) -> None:
         super().__init__(module, own, Product(module, own))
         self._copy_input = copy_input
-        self.split = Split(vocabulary)
+        self.split = LogitsSharding(vocabulary)
 
     def __call__(self, forward: Forward, x: Tensor) -> ShardedLogits:
-        return split_logits(self.product(self._copy_input(x)), self.split)
+        return as_sharded_logits(self.product(self._copy_input(x)), self.split)

@@ -102,9 +102,9 @@ class LogitsSharding:
         Raises:
             PartitaError: a rank does not.
         """
-        for split in (self.vocabulary, self.slices):
-            if split is not None:
-                _check_all_read(split.group, split.mesh, reader)
+        for axis in (self.vocabulary, self.slices):
+            if axis is not None:
+                _check_all_read(axis.group, axis.mesh, reader)
         if (vocabulary := self.vocabulary) is not None:
             if reader not in vocabulary.logged_readers and vocabulary.group.index == 0:
                 vocabulary.logged_readers.add(reader)
@@ -201,7 +201,7 @@ class ShardedLogits(Deferred):
 
 
 @eager
-def as_sharded_logits(local: Tensor, split: LogitsSharding, changed_by: list[str] | None = None) -> ShardedLogits:
+def as_sharded_logits(local: Tensor, sharding: LogitsSharding, changed_by: list[str] | None = None) -> ShardedLogits:
     """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
@@ -209,14 +209,14 @@ def as_sharded_logits(local: Tensor, split: LogitsSharding, changed_by: list[str
         changed_by: see :class:`ShardedLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by
-    shape = split.full_shape(local.shape)
+    shape = sharding.full_shape(local.shape)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     made = ShardedLogits.place(
-        shape, strides, local, partial(_gradient_of_shard, split, local.shape[:-1], changed_by), local
+        shape, strides, local, partial(_gradient_of_shard, sharding, local.shape[:-1], changed_by), local
     )
-    made.sharding = split
+    made.sharding = sharding
     made.shard = local
     made.sources = (local,)
     made.changed_by = changed_by
@@ -225,7 +225,7 @@ def as_sharded_logits(local: Tensor, split: LogitsSharding, changed_by: list[str
 
 
 def _gradient_of_shard(
-    split: LogitsSharding, rows: Sequence[int], changed_by: list[str], gradient: Tensor
+    sharding: LogitsSharding, rows: Sequence[int], changed_by: list[str], gradient: Tensor
 ) -> tuple[Tensor]:
     """Return the gradient of this rank's shard, given the gradient of the full logits.
 
@@ -241,10 +241,10 @@ def _gradient_of_shard(
             "computed in a way that partita cannot intercept (an autograd.Function, a reentrant checkpoint, vmap): "
             "change a copy (logits * 2 instead of logits.mul_(2))"
         )
-    if (slices := split.slices) is not None:
-        own_rows = gradient.reshape(split.num_samples, slices.length, gradient.shape[-1])
+    if (slices := sharding.slices) is not None:
+        own_rows = gradient.reshape(sharding.num_samples, slices.length, gradient.shape[-1])
         gradient = gradient_of_slice(own_rows, 1, slices).reshape(*rows, gradient.shape[-1])
-    if (vocabulary := split.vocabulary) is not None:
+    if (vocabulary := sharding.vocabulary) is not None:
         gradient = scatter_to_ranks(gradient, vocabulary.group, vocabulary.sizes)
     return (gradient,)
 
@@ -253,10 +253,10 @@ def as_sequence_slice(logits: Tensor, slices: Slices) -> ShardedLogits:
     """Return logits ``[samples, own positions, classes]`` as this rank's slice of the logits of all positions. The
     vocabulary may also be split.
     """
-    split, local = LogitsSharding(), logits
+    sharding, local = LogitsSharding(), logits
     if isinstance(logits, ShardedLogits):
-        split, local = logits.sharding, logits.shard
-    return as_sharded_logits(local, replace(split, slices=slices, num_samples=local.shape[0]))
+        sharding, local = logits.sharding, logits.shard
+    return as_sharded_logits(local, replace(sharding, slices=slices, num_samples=local.shape[0]))
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class _Call:
     local: Tensor
 
     @property
-    def split(self) -> LogitsSharding:
+    def sharding(self) -> LogitsSharding:
         return self.logits.sharding
 
     def on(self, tensor: Tensor) -> Any:
@@ -281,7 +281,9 @@ class _Call:
     def sharded(self, local: Tensor, **changed: Any) -> ShardedLogits:
         """Return sharded logits with the shard ``local``; ``changed`` are the fields of the sharding that differ."""
         is_shared = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        return as_sharded_logits(local, replace(self.split, **changed), self.logits.changed_by if is_shared else None)
+        return as_sharded_logits(
+            local, replace(self.sharding, **changed), self.logits.changed_by if is_shared else None
+        )
 
 
 def _elementwise(call: _Call) -> Any:
@@ -306,8 +308,8 @@ def _select(call: _Call) -> Any:
         for place in index
     ):
         return NotImplemented
-    if call.split.slices is not None:
-        return _range_of_positions(call, call.split.slices, list(index))
+    if call.sharding.slices is not None:
+        return _range_of_positions(call, call.sharding.slices, list(index))
     num_used = sum(place is not None and place is not Ellipsis for place in index)
     reaches_last = num_used == call.local.dim() or (Ellipsis in index and index[-1] is not Ellipsis)
     if reaches_last and index[-1] != slice(None):
@@ -344,8 +346,8 @@ def _reshape(call: _Call) -> Any:
     *rows, classes = found.shape
     if classes != whole.shape[-1] or found.dtype is not whole.dtype or not rows:
         return NotImplemented
-    if (slices := call.split.slices) is not None:
-        samples, own = call.split.num_samples, slices.num_own
+    if (slices := call.sharding.slices) is not None:
+        samples, own = call.sharding.num_samples, slices.num_own
         shard_shapes = {(samples, slices.length): [samples, own], (samples * slices.length,): [samples * own]}
         if tuple(rows) not in shard_shapes:
             return NotImplemented
@@ -365,12 +367,12 @@ def _cross_entropy(call: _Call) -> Any:
         return NotImplemented
     if call.local.dim() != 2 or target.is_floating_point() or reduction not in ("none", "sum", "mean"):
         return NotImplemented
-    slices, vocabulary, local = call.split.slices, call.split.vocabulary, call.local
+    slices, vocabulary, local = call.sharding.slices, call.sharding.vocabulary, call.local
     if (slices is not None and reduction == "none") or (vocabulary is not None and _needs_full_vocabulary(given)):
         return NotImplemented
     own = target
     if slices is not None:
-        own = slices.take(target.view(call.split.num_samples, slices.length), 1).flatten()
+        own = slices.take(target.view(call.sharding.num_samples, slices.length), 1).flatten()
     if vocabulary is None:
         smoothing = given["label_smoothing"]
         partial_loss = F.cross_entropy(

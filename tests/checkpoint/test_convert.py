@@ -263,7 +263,7 @@ def converts_and_goes_on(folder: str) -> None:
 
     torch.manual_seed(1)
     engine = deepspeed.initialize(model=Model(), config=deepspeed_config())[0]
-    with pytest.raises(PartitaError, match="partita convert checkpoint .*run .*run-partita makes one"):
+    with pytest.raises(PartitaError, match="convert it with 'partita convert checkpoint .*run .*run-partita"):
         engine.load_checkpoint(f"{folder}/run")
     path, client_state = engine.load_checkpoint(f"{folder}/out")
     assert (path, client_state) == (f"{folder}/out/step-3", {"epoch": 7})

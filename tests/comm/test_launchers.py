@@ -120,5 +120,5 @@ def test_one_process(started: str) -> None:
 def test_what_is_missing_is_named() -> None:
     with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
         os.environ.pop("MASTER_ADDR", None)
-        with pytest.raises(ConfigError, match="environment variable MASTER_ADDR is missing: 2 ranks meet"):
+        with pytest.raises(ConfigError, match="environment variable MASTER_ADDR is missing: 2 ranks connect"):
             partita.initialize(Stack(1))

@@ -17,10 +17,10 @@ from partita.table.residence import BLOCK
 def lossless(name: str) -> Iterator[None]:
     """The codec called ``name`` keeps all bits, and nothing is held back. No other codec may be used inside."""
 
-    def encode(codec: Codec, values: Tensor, codes: Tensor, *, held: Tensor | None = None, **how: Any) -> None:
-        codes.copy_((values.float() + (0 if held is None else held)).contiguous().view(torch.uint8))
-        if held is not None:
-            held.zero_()
+    def encode(codec: Codec, values: Tensor, codes: Tensor, *, residual: Tensor | None = None, **how: Any) -> None:
+        codes.copy_((values.float() + (0 if residual is None else residual)).contiguous().view(torch.uint8))
+        if residual is not None:
+            residual.zero_()
 
     def decode(codec: Codec, codes: Tensor, out: Tensor, *, add: bool = False, **how: Any) -> None:
         values = codes.view(torch.float32)

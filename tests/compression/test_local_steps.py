@@ -238,7 +238,7 @@ def test_a_step_is_left_out_by_all() -> None:
         ({"communication": {"every": 2, "parameters": "int8"}, "zero": {"stage": 3}}, "sends quantized parameters"),
         ({"communication": {"every": 2}, "precision": {"gradients": "in_backward"}}, "before it is known whether all"),
         ({"communication": {"every": 2}, "zero": {"offload": {"optimizer": "disk"}}}, "on the device or on the host"),
-        ({"communication": {"every": 2, "replicas": 3}}, "no 3 groups of one size"),
+        ({"communication": {"every": 2, "replicas": 3}}, "cannot form 3 groups of equal size"),
     ],
     ids=str,
 )

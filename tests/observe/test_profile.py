@@ -11,7 +11,7 @@ import pytest
 
 import partita
 from partita import PartitaError
-from partita.memory.step_events import Watcher, sent, span, told, watched_by
+from partita.memory.step_events import Watcher, sent, span, in_span, watched_by
 from partita.table.traffic import TrafficKey
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks
@@ -92,7 +92,7 @@ def test_nothing_is_wrapped_while_nobody_watches() -> None:
     def work() -> None:
         pass
 
-    assert told(work, "gather", "a unit") is work
+    assert in_span(work, "gather", "a unit") is work
     assert span("gather") is span("reduce")
 
 

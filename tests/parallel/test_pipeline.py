@@ -269,7 +269,7 @@ WRONG = [
     ({"parallel": {"pipeline": 2, "schedule": "interleaved"}}, "Fix: set parallel.chunks: 2"),
     (
         {"parallel": {"pipeline": 3}},
-        r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which 2 ranks",
+        r"(?s)2 ranks cannot be divided by .*; or set pipeline 2 or pipeline 1, which divides 2 ranks",
     ),
     (
         {"parallel": {"pipeline": 2, "chunks": 3, "schedule": "interleaved"}},

@@ -128,7 +128,7 @@ def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, chec
 
 
 def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose.choose, "__kwdefaults__", choose.choose.__kwdefaults__ | {"most_gathered_bytes": 0})
+    monkeypatch.setattr(choose.choose, "__kwdefaults__", choose.choose.__kwdefaults__ | {"max_gathered_bytes": 0})
     source = read_source("layers=4,hidden=64,heads=2,context=48")
     block = estimate_config(source, {"parallel": {"sequence": 4}, "batch": {"micro": MICRO}}, 4).trace.blocks[1]
     keys_and_values = 2 * MICRO * 12 * 64 * 4  # of a rank

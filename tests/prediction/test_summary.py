@@ -90,7 +90,7 @@ def test_a_trace_has_the_predicted_step_and_each_call_in_its_order(tmp_path: Pat
     [
         (["--trace", "step.json"], "expected a name that ends in"),
         (["--trace=step.json"], "expected a name that ends in"),
-        (["--trace", "step.trace.json", "--device", "cpu"], "--device cpu is no machine"),
+        (["--trace", "step.trace.json", "--device", "cpu"], "--device cpu is not a machine"),
         (["--trace", "none/step.trace.json"], "cannot be written"),
         (["--device", "h1000.yaml"], "cannot be read"),
     ],

@@ -221,7 +221,7 @@ def refused(what: str) -> str:
         ("schedule", "a LambdaLR, but the config also has a schedule (constant): leave one of the two out"),
         ("no optimizer", "the prepared Sequential has no optimizer yet"),
         ("not elementwise", "optimizer LBFGS evaluates the loss in its step"),
-        ("part", "got some without '2.weight'"),
+        ("part", "'2.weight' is missing"),
         ("value", "use clip_grad_norm_"),
         ("norm", "expected norm_type 2"),
     ],

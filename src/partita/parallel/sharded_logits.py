@@ -205,7 +205,7 @@ def as_sharded_logits(local: Tensor, sharding: LogitsSharding, changed_by: list[
     """Return the shard ``local`` as a tensor with the shape of the full logits.
 
     Args:
-        split: the sharding.
+        sharding: the sharding.
         changed_by: see :class:`ShardedLogits`; None: ``local`` shares memory with no other sharded logits.
     """
     changed_by = [] if changed_by is None else changed_by

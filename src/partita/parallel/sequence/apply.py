@@ -104,6 +104,7 @@ def _offer_attention(model: nn.Module, changes: Level) -> set[str]:
             raise ConfigError(
                 f"{KEY}: expected an attention implementation with a dense mask "
                 f"({', '.join(IMPLEMENTATIONS)}); got '{kind}': load the model with "
+                f"attn_implementation='{IMPLEMENTATIONS[0]}'"
             )
     for key, config in found.items():
         config._attn_implementation = register_in_transformers(kinds[key])

@@ -79,7 +79,7 @@ FAILING: dict[str, tuple[Failing, str]] = {
     ),
     "files are limited": (
         small_files,
-        r"\(\d+ bytes are free\): reserving \d{5,} bytes failed: File too large; raise the largest size of a file",
+        r"\(\d+ bytes are free\): reserving \d{5,} bytes failed: File too large; raise the limit of the file size",
     ),
     "not writable": (
         partial(replaced, "open", failure(errno.EACCES)),

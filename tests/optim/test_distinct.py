@@ -213,7 +213,7 @@ def refused(extension: type[RunExtension], config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("extension", "config", "said"),
     [
-        (ExpertParallel, {"zero": {"stage": 3}}, "name a module that contains one of them alone in zero.units"),
+        (ExpertParallel, {"zero": {"stage": 3}}, "name a module that contains only one of them in zero.units"),
         (ExpertsInCodes, {"communication": {"gradients": "int8"}}, "leave out communication.gradients"),
     ],
     ids=["unit", "codes"],

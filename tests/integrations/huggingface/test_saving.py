@@ -263,7 +263,7 @@ def saves_alone(folder: Path) -> tuple[str, float]:
 def test_saving_on_one_rank_alone_is_named_within_seconds(tmp_path: Path) -> None:
     (said, waited), _ = on_ranks(2, saves_alone, tmp_path, timeout=120)
     assert "rank 0 is at engine.state_dict, but rank 1 waits in another collective" in said
-    assert "must be called on every rank" in said
+    assert "call engine.state_dict on every rank" in said
     assert "in saves_alone" in said
     assert waited < 15
 

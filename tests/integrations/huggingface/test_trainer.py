@@ -159,7 +159,7 @@ def one_after_the_other(runs: list[Run]) -> Rows:
 def test_a_model_goes_from_one_trainer_to_the_next() -> None:
     plain = on_ranks(2, one_after_the_other, [Run(), Run()], timeout=120)[0]
     assert_close(on_ranks(2, one_after_the_other, [Run(at(3)), Run(at(1))], timeout=120)[0], plain)
-    with pytest.raises(ConfigError, match=r"in torch.bfloat16 with master weights \('.*' came in torch.float32\)"):
+    with pytest.raises(ConfigError, match=r"in torch.bfloat16 with master weights \('.*' was torch.float32\)"):
         on_ranks(2, one_after_the_other, [Run(at(3), BF16 | {"max_steps": 1})] * 2, timeout=120)
 
 

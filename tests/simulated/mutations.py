@@ -151,11 +151,11 @@ MUTATIONS = (
     ),
     Mutation(
         "inspection/full_tensors.py",
-        "Interpreter(self._collectives).run(ops, part, whole)",
-        "Interpreter(self._collectives).begin(ops, part, whole)",
+        "Interpreter(self._collectives).run(ops, shard, full)",
+        "Interpreter(self._collectives).begin(ops, shard, full)",
         "bf16, optimizer on host",
     ),
-    Mutation("sharding/interpreter.py", "running.wait()  # for what is gathered further\n", "pass\n", "changes"),
+    Mutation("sharding/interpreter.py", "running.wait()  # the previous gather is the source of this one\n", "pass\n", "changes"),
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import partita
 from partita import PartitaError
-from partita.memory.step_events import Watcher, sent, span, in_span, watched_by
+from partita.memory.step_events import Watcher, in_span, sent, span, watched_by
 from partita.table.traffic import TrafficKey
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks

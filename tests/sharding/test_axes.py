@@ -202,7 +202,9 @@ def test_a_share_of_another_shape_is_refused() -> None:
         model.shares[id(model.first.weight)] = Share(Place((3, 3)))
         return model
 
-    with pytest.raises(ConfigError, match=r"'first.weight' has the shape \(16, 16\), but its share is for shape \(3, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"'first.weight' has the shape \(16, 16\), but its share is for shape \(3, 3\)"
+    ):
         train(MeshShape(), Recipe(build=halved))
 
 

@@ -155,7 +155,12 @@ MUTATIONS = (
         "Interpreter(self._collectives).begin(ops, shard, full)",
         "bf16, optimizer on host",
     ),
-    Mutation("sharding/interpreter.py", "running.wait()  # the previous gather is the source of this one\n", "pass\n", "changes"),
+    Mutation(
+        "sharding/interpreter.py",
+        "running.wait()  # the previous gather is the source of this one\n",
+        "pass\n",
+        "changes",
+    ),
 )
 
 

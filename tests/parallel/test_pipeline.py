@@ -393,3 +393,22 @@ def test_hooks_of_blocks_of_other_stages(way: str) -> None:
         assert not error
         assert loss == pytest.approx(expected, abs=1e-6)
     assert sum(logged for _, _, logged in of_ranks) == logs  # each rank those of its own blocks
+
+
+def counts_forwards(config: dict[str, Any]) -> tuple[int, list[bool]]:
+    """Return the forwards of a batch of three micro-batches, and whether each step of a loop updated."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    num, loss_fn = [0], lambda output, batch: output.square().mean()
+    model.register_forward_hook(lambda *_: num.__setitem__(0, num[0] + 1))
+    with partita.initialize(model, config, loss_fn=loss_fn) as engine:
+        engine.train_batch(iter([torch.randn(2, 4)] * 3))
+        stepped = []
+        for _ in range(3):
+            engine.backward(engine(torch.randn(2, 4)).square().mean())
+            stepped.append(engine.step().stepped)
+    return num[0] - 3, stepped
+
+
+def test_without_a_pipeline_chunks_are_ignored() -> None:
+    config = {"parallel": {"schedule": "interleaved", "chunks": 2}, "batch": {"accumulate": 3}}
+    assert counts_forwards(config) == (3, [False, False, True])

@@ -66,6 +66,11 @@ class Parallel(Section):
         (), description="how modules are split over the tensor ranks, by class name or name pattern; takes precedence"
     )
 
+    @property
+    def num_chunks(self) -> int:
+        """Groups of layers that a rank runs one after another: ``chunks``, or 1 without a pipeline."""
+        return self.chunks if self.pipeline > 1 else 1
+
 
 class Offload(Section):
     """Memory tier of each state: the device, the host's memory, or the disk."""

@@ -187,9 +187,7 @@ def estimate_config(
     batch = resolved.batch
     rank_model = trace_rank(source, specs, resolved, (checkpoint,), batch.micro, kind=kind)
     tiers = resolve_tiers(settings.zero.offload, Tiers())
-    stages = tuple(
-        rank_model.stages(resolved.mesh.pipeline, settings.parallel.chunks if resolved.mesh.pipeline > 1 else 1)
-    )
+    stages = tuple(rank_model.stages(resolved.mesh.pipeline, settings.parallel.num_chunks))
     units = {stage: rank_model.planned(resolved, tiers, stage) for stage in stages}
     tier = inputs_tier(settings.activations, torch.device(kind)) if checkpoint != "none" else Tier.DEVICE
     return Estimate(resolved, rank_model, stages, units, offload_tier=tier)

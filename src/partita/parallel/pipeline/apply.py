@@ -26,7 +26,7 @@ from partita.transforms.modules import ModuleTransforms, Order
 def schedule_of(resolved: Resolved) -> Schedule:
     """Return the schedule that the config asks for."""
     parallel = resolved.config.parallel
-    return make_schedule(parallel.schedule, Shape(parallel.pipeline, resolved.batch.accumulate, parallel.chunks))
+    return make_schedule(parallel.schedule, Shape(parallel.pipeline, resolved.batch.accumulate, parallel.num_chunks))
 
 
 def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: AppliedParallelism) -> None:

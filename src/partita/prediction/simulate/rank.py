@@ -127,7 +127,7 @@ def _train(engine: Engine, simulated_model: SimulatedModel) -> None:
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, calls: list[Collective]) -> RankReport:
     resolved = engine.blueprint.resolved
-    shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.chunks)
+    shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.num_chunks)
     exchanges_unit_ids = not accelerator.is_host(engine.mesh.device)
     return RankReport(
         role,

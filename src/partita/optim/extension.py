@@ -1,4 +1,4 @@
-"""Run-time interface of optional packages: optimizers, and listeners that are called at updates."""
+"""Run-time interface of optimizers that communicate, and of optional packages."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -15,6 +15,24 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.table.mesh_shape import MeshShape
 from partita.table.share import NO_SHARES, Shares
+
+
+class CollectiveOptimizer(Optimizer):
+    """An optimizer whose step is a collective, for example because it reads full matrices.
+
+    Its gradients are reduced and clipped. They and its parameters are flat slices, or full if master weights are not
+    sharded. A rank without a slice of a parameter does not have it in its groups.
+    """
+
+    @abstractmethod
+    def connect(self, runtime: Runtime, views: Views) -> None:
+        """Take the ranks' slices of all parameters. Called once, on all ranks, before the first step.
+
+        A step on other parameters (a trial, see :mod:`partita.optim.traits`) must call no collective.
+
+        Raises:
+            ConfigError: the optimizer cannot run on these slices.
+        """
 
 
 @dataclass(frozen=True)

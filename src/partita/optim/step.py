@@ -24,7 +24,7 @@ from partita.layout.off_stage import is_off_stage
 from partita.layout.parameters import find_all_parameters, find_quantized_params, is_quantized
 from partita.memory.streams import Event
 from partita.optim.consensus import Agreed, Consensus, LossScale
-from partita.optim.extension import ComingUpdate, UpdateListener
+from partita.optim.extension import CollectiveOptimizer, ComingUpdate, UpdateListener
 from partita.optim.fused import rule_for
 from partita.optim.optimizer import Guard, carry_overrides, copies
 from partita.optim.states import OptimizerStates, Views
@@ -90,6 +90,8 @@ class Updater(ABC):
         others = [info for info in everywhere if is_off_stage(info.param) or is_quantized(info.param)]
         self.views = Views(runtime.units, runtime.memory, others)
         self.views.attach(optimizer)
+        if isinstance(optimizer, CollectiveOptimizer):
+            optimizer.connect(runtime, self.views)
         self._take_back_overrides = carry_overrides(optimizer, self.views)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         context = Context(

@@ -88,7 +88,10 @@ def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
             stage.model.zero_grad()
             outputs.append(stage.forward(batch, outputs[-1] if outputs else None))
         found = stages.loss_of(outputs[-1])
-        assert torch.equal(found, loss)
+        if name == "t5":  # a kernel of attention rounds by the alignment of the bias, which another stage computes
+            torch.testing.assert_close(found, loss, rtol=ROUNDING, atol=0)
+        else:
+            assert torch.equal(found, loss)
         found.backward()
         for later, sent in zip(reversed(whole[1:]), reversed(outputs[:-1]), strict=True):
             values = [received_value(sent.leaves[at]) for at in later.places]

@@ -20,12 +20,13 @@ from partita.config.resolve import resolve
 from partita.layout.blueprint import make_blueprint
 from partita.layout.state_bytes import model_state_bytes
 from partita.layout.working_bytes import working_bytes
-from partita.prediction.communication_settings import HIERARCHICAL, STAGE_DEFAULT
+from partita.prediction.communication_settings import HIERARCHICAL, STAGE_DEFAULT, CommunicationSettings
 from partita.prediction.communication_variants import MIN_GAIN
+from partita.prediction.given_config import estimate_config
 from partita.prediction.machine import machine_named, machines
 from partita.prediction.model_source import presets, read_source
 from partita.prediction.plan import Plan
-from partita.prediction.plan_settings import StateSettings
+from partita.prediction.plan_settings import PlanSettings, StatePrecision, StateSettings
 from partita.prediction.search import Search
 from partita.prediction.simulate.cluster import Cluster, simulate
 from partita.prediction.simulate.rank import SimulatedModel
@@ -155,6 +156,19 @@ def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
     (rank,) = simulate(simulated_model, config, Cluster(1, "cuda", 1)).ranks
     assert rank.memory.peak["activations", "host"] == best.held["activations", "host"]
     assert rank.activation_bytes == pytest.approx(best.held["activations", "device"], rel=0.02)
+
+
+@pytest.mark.parametrize("communication", [{"gradients": "int8"}, {"gradients": "int4", "parameters": "int8"}])
+def test_quantized_plans_send_what_their_config_sends(communication: dict[str, str]) -> None:
+    source = read_source(SMALL)
+    search = Search(source, replace(machine_named("h100"), gpus=2), 4, 8)
+    settings = CommunicationSettings("quantized", communication_keys=tuple(communication.items()))
+    states = StateSettings(2, precision=StatePrecision("half", (("gradients", "bf16"),)), communication=settings)
+    planned = PlanSettings(MeshShape(data=4), states, micro=2, accumulate=1, checkpoint="none")
+    config = {**planned.sections(), "precision": {"gradients": "bf16", "compute": "bf16"}}
+    estimate = estimate_config(source, config, 4, "cuda", 2)
+    (stage,) = estimate.stages
+    assert sum(search.forecast(planned).sent.values()) == sum(estimate.sent(stage).values())
 
 
 def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from partita.config.extension import installed
 from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
 from partita.layout.budget import MemoryBudget
@@ -225,7 +226,8 @@ class Search:
         if states not in self._configs:
             self._configs[states] = self.merged(states.sections())
         batch = ResolvedBatch(1, 1, mesh.data)
-        return Resolved(self._configs[states], mesh, batch, self.dtype, self.machine.one_memory)
+        config, on_host = self._configs[states], self.machine.one_memory
+        return Resolved(config, mesh, batch, self.dtype, on_host, extension=installed())
 
     def merged(self, sections: Sections) -> Config:
         """Return ``config`` with these sections added."""

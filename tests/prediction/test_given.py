@@ -8,6 +8,8 @@ import pytest
 
 import partita
 from partita import ConfigError
+from partita.layout.blueprint import make_blueprint
+from partita.layout.state_bytes import model_state_bytes
 from partita.prediction.given_config import estimate_config
 from partita.prediction.machine import machine_named
 from partita.prediction.model_source import read_source
@@ -125,3 +127,21 @@ def test_what_a_device_holds_is_the_engine_s(ranks: int, config: dict[str, Any])
     given = estimate_config(source, given_config, ranks, "cuda", 8)
     held = sum(num for (_, tier), num in given.held(given.stages[0]).items() if tier == "device")
     assert held == pytest.approx(rank.bytes_by_tier[Tier.DEVICE], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero": {"stage": 3, "units": ["blocks.2"]}},
+        {"precision": {"compute": "bf16", "keep_fp32": ["blocks.2.*"]}},
+        {"parallel": {"tensor": 2, "tensor_rules": {"blocks.2.ffn.up": "whole"}}},
+    ],
+)
+def test_one_of_equal_blocks_may_be_named(config: dict[str, Any]) -> None:
+    """A trace runs a few of equal blocks only; a module that the config names is not left out."""
+    named = estimate_config(read_source(MODEL), settings(config), 2)
+    (stage,) = named.stages
+    states = sum(num for (what, _), num in named.held(stage).items() if what == "parameters")
+    rows = make_blueprint(read_source(MODEL).model, named.resolved).units
+    if "tensor" not in config.get("parallel", {}):
+        assert states == sum(num for (what, _), num in model_state_bytes(rows, None).items() if what == "parameters")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from partita.activation.apply import SelectedModules
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
@@ -219,11 +221,19 @@ def _blocks(source: ModelSource, resolved: Resolved, choices: Sequence[Checkpoin
             return
     named = bool(resolved.config.tiled.mlp) or not all(isinstance(choice, str) for choice in choices)
     # A named module may be one of several equal blocks.
-    if named or not isinstance(resolved.config.attention.layers, str):
+    if named or _names_modules(model, resolved.config) or not isinstance(resolved.config.attention.layers, str):
         yield blocks
         return
     with fewer_blocks(model, keep_last=mesh.sequence > 1 or mesh.pipeline > 1) as block_map:
         yield block_map
+
+
+def _names_modules(model: nn.Module, config: Config) -> bool:
+    """Return whether units, full precision or tensor rules are given for modules by name, not only by class."""
+    units = () if isinstance(config.zero.units, str) else config.zero.units
+    rules = (pattern for pattern, _ in config.parallel.tensor_rules)
+    classes = {type(module).__name__ for module in model.modules()}
+    return not classes.issuperset([*units, *config.precision.keep_fp32, *rules])
 
 
 def _representative_unit(unit: str, representatives: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from partita.errors import ConfigError, PartitaError
 from partita.observe import sinks
@@ -210,6 +211,18 @@ def test_a_service_that_is_down_is_left_out_with_a_warning(tmp_path: Path, monke
     writer.rewind(2)
     writer.close()
     assert read_metrics(tmp_path / METRICS_FILE)[0] == TRAIN[:2]
+    assert scalars(tmp_path, "loss/train") == LOSSES[:2]
+
+
+@pytest.mark.parametrize("number", [9, 99])
+def test_rewinding_at_once_leaves_out_later_steps(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of one second have numbers, and 10 is before 9 where readers sort their names."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(number))
+    writer = MetricsWriter(Run(tmp_path), ["tensorboard"])
+    for row in TRAIN[:3]:
+        writer.write(row)
+    writer.rewind(2)
+    writer.close()
     assert scalars(tmp_path, "loss/train") == LOSSES[:2]
 
 

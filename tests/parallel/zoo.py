@@ -50,7 +50,8 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "mixtral": _tiny("mixtral", **_GROUPED),
     "gpt2": _tiny("gpt2", **_GPT2),
     "bloom": _causal("Bloom", hidden_size=WIDTH, n_layer=2, n_head=6, vocab_size=VOCAB, **_NO_DROPOUT, use_cache=False),
-    "t5": _tiny("t5", **_T5, num_heads=6, num_decoder_layers=2, use_cache=True),
+    # GELU: ReLU amplifies rounding where an input is close to 0.
+    "t5": _tiny("t5", **_T5, num_heads=6, num_decoder_layers=2, use_cache=True, feed_forward_proj="gelu"),
     "vit": Family("ViT", "ViTForImageClassification", _VIT),
     "decoder": lambda: Decoder(DecoderShape(layers=2, width=WIDTH, heads=6, kv_heads=2, ffn_width=96, vocab=VOCAB)),
     "neox": _causal("GPTNeoX", **_DECODER, **_NO_DROPOUT),

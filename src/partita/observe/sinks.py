@@ -5,6 +5,7 @@ Each library is imported when it is selected. It takes its own settings from the
 """
 
 import importlib.util
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,13 +40,16 @@ class MetricsSink(ABC):
         """Finish after all figures are written."""
 
 
+_EVENT_FILES = "events.out.tfevents.*"
+
+
 class TensorBoard(MetricsSink):
     """Event files in the folder ``tensorboard`` of the run."""
 
     def __init__(self, run: Run) -> None:
         self._events = run.folder / "tensorboard"
         if not run.after:
-            for earlier in self._events.glob("events.out.tfevents.*"):  # otherwise both runs would be drawn as one
+            for earlier in self._events.glob(_EVENT_FILES):  # otherwise both runs would be drawn as one
                 earlier.unlink()
         self._open(run.after + 1 if run.after else None)
 
@@ -60,6 +64,10 @@ class TensorBoard(MetricsSink):
 
     def rewind(self, step: int) -> None:
         self._board.close()
+        # Readers order files by name. It has the second, and then a number whose text has no fixed length.
+        newest = max(int(path.name.split(".")[3]) for path in self._events.glob(_EVENT_FILES))
+        while time.time() < newest + 1:
+            time.sleep(0.05)
         self._open(step + 1)
 
     def close(self) -> None:

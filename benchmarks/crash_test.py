@@ -5,7 +5,7 @@
     python -m benchmarks.crash_test --save     # into benchmarks/results/crash_test.md
 
 It ends with status 1 if a checkpoint that a kill leaves does not verify, or does not resume with losses bitwise equal
-to those of a run without kills. The runs are those of tests/local/crashes.py.
+to those of a run without kills. The runs are those of tests/checkpoint/crashes.py.
 """
 
 import random

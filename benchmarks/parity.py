@@ -4,7 +4,7 @@
     python -m benchmarks.parity --quick    # one model, 1 and 2 ranks
     python -m benchmarks.parity --save     # the whole matrix, into benchmarks/results/parity.md
 
-It ends with status 1 if a target is missed. The runs, and the checks of them, are those of tests/local/parity.py.
+It ends with status 1 if a target is missed. The runs, and the checks of them, are those of tests/features/parity.py.
 """
 
 import argparse

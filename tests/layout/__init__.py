@@ -1,1 +1,1 @@
-"""Tests of partita.planner."""
+"""Tests of partita.layout."""

@@ -219,7 +219,7 @@ class StepCost:
         """Return the bubble of a stage under its schedule, relative to the stage's own work."""
         name, shape = self.settings.parallel.schedule, Shape(mesh.pipeline, num_micros, len(stage.chunks))
         backward = BACKWARD
-        if make_schedule(name, Shape(mesh.pipeline, 1)).splits_weights:  # no other stage waits for the weight gradients
+        if make_schedule(name, Shape(mesh.pipeline, 1)).splits_weights:  # other bubbles do not depend on it
             middle = replace(stage, chunks=((1, 2),)) if len(trace.blocks) > 2 else stage
             forward_s, backward_s = self._pass_s(trace, middle, mesh)
             backward = max(BACKWARD, round(backward_s / forward_s, 1)) if forward_s else BACKWARD

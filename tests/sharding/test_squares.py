@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from partita.kernels.chunks import chunks
 from partita.sharding.squared_norm import square, total_squared_norm
 
 
@@ -13,6 +14,14 @@ def test_the_sum_of_squares(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = square(grad)
     assert found.dtype == torch.float64
     assert found.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("over", [-256, 0, 77, 256])
+def test_16_bits_have_the_bits_of_a_conversion(dtype: torch.dtype, over: int) -> None:
+    """Gradients in 16 bits are converted in chunks: the last one may be a block, or less."""
+    grad = torch.randn(2 * next(chunks(torch.empty(1 << 24))).stop + over).to(dtype)
+    assert square(grad) == square(grad.float())
 
 
 def test_cuts_between_blocks_change_nothing() -> None:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from partita.kernels.chunks import chunks
+from partita.memory.accelerator import is_host
 from partita.table.flat_range import memory_order
 from partita.table.span import QUANTUM
 
@@ -31,7 +33,11 @@ def total_squared_norm(grads: Iterable[Tensor], *, dtype: torch.dtype = torch.fl
 def _block_norms(grad: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     flat = grad.view(-1) if grad.is_contiguous() else grad.permute(memory_order(grad.stride())).reshape(-1)
     remainder = flat.numel() % QUANTUM
-    yield torch.linalg.vector_norm(flat[: flat.numel() - remainder].view(-1, QUANTUM), dim=1, dtype=dtype)
+    blocks = flat[: flat.numel() - remainder]
+    # On the host, torch converts its whole input before it sums: a chunk stays in the cache.
+    converts = is_host(flat.device) and flat.dtype != dtype and blocks.numel() > 0
+    for chunk in chunks(blocks) if converts else [slice(None)]:
+        yield torch.linalg.vector_norm(blocks[chunk].view(-1, QUANTUM), dim=1, dtype=dtype)
     if remainder:  # padded, as in a shard: the kernel sums rows of another length in another order
         yield torch.linalg.vector_norm(
             F.pad(flat[-remainder:], (0, QUANTUM - remainder)).view(1, QUANTUM), dim=1, dtype=dtype

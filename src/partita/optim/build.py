@@ -96,7 +96,9 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     section = config.optimizer
     if section.name == "sgd":
         sgd = {"lr": section.lr, "momentum": section.momentum, "weight_decay": section.weight_decay}
-        return FusedSGD(params, **sgd) if kernels else torch.optim.SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
+        # torch's fused kernel refuses momentum of which some parameters' first gradient comes later.
+        fused = not section.momentum
+        return FusedSGD(params, **sgd) if kernels else torch.optim.SGD(params, **sgd, fused=fused)  # type: ignore[arg-type]
     betas = tuple(section.betas)
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)

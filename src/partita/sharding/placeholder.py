@@ -206,7 +206,7 @@ class ShardedValues(Tensor):
         if (name := asked_for(func)) in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _DETACHED and func.__name__ != "__set__" or changes_nothing(func, args, kwargs):
+        if (name in _DETACHED and func.__name__ != "__set__") or changes_nothing(func, args, kwargs):
             return args[0]
         described = read_as_metadata(name, args)
 

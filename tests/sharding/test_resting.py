@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import partita
 from partita import PartitaError
@@ -202,6 +203,9 @@ def reads() -> dict[str, str]:
 MODEL_READS: dict[str, Callable[[Any], object]] = {
     "state_dict": lambda model: torch.save(model.state_dict(), "/dev/null"),
     "deepcopy": copy.deepcopy,
+    "averaged": AveragedModel,
+    "averages": lambda model: [param.clone().detach() for param in model.parameters()],
+    "pickle": pickle.dumps,
     "double": lambda model: model.double(),
     "half": lambda model: model.half(),
     "load_state_dict": lambda model: model.load_state_dict(Stack().state_dict()),
@@ -220,6 +224,24 @@ def model_reads() -> dict[str, str]:
             else:
                 said[name] = "nothing was raised"
     return said
+
+
+def copies() -> None:
+    """Copies and averages of a model are made inside `engine.gathered`, also of parameters that tensor ranks split."""
+    case = CASES["gpt2"]
+    plain = case.build()
+    for config in (SHARDED, {"parallel": {"tensor": 2}}):
+        with partita.initialize(case.build(), config) as engine:
+            with engine.gathered():
+                states = [
+                    copy.deepcopy(engine.module).state_dict(),
+                    AveragedModel(engine.module).module.state_dict(),
+                    pickle.loads(pickle.dumps(engine.module)).state_dict(),
+                    {name: param.clone().detach() for name, param in engine.module.named_parameters()},
+                ]
+            for state in states:
+                for name, param in plain.named_parameters():
+                    assert torch.equal(state[name], param), name
 
 
 def _double(model: Any) -> None:
@@ -461,8 +483,12 @@ def test_reading_names_the_parameter_and_the_remedy() -> None:
 
 def test_reading_through_the_model() -> None:
     for said in on_ranks(2, model_reads):
-        wrong = {name: text for name, text in said.items() if not ("is sharded" in text and "gathered" in text)}
+        wrong = {name: text for name, text in said.items() if "is sharded" not in text or "gathered(" not in text}
         assert not wrong, wrong
+
+
+def test_copies_of_the_model() -> None:
+    on_ranks(2, copies)
 
 
 @pytest.mark.parametrize("name", CHANGES)

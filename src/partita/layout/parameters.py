@@ -88,8 +88,8 @@ def check_modules(model: nn.Module) -> None:
             raise ConfigError(f"{title} is a {min(kinds)}, which distributes it by itself: {remedy}")
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"{title} is a TorchScript module, whose parameters, buffers and calls cannot be observed: pass the model before "
-                "torch.jit.script or torch.jit.trace (timm: scriptable=False); torch.compile is supported"
+                f"{title} is a TorchScript module, whose parameters, buffers and calls cannot be observed: pass the "
+                "model before torch.jit.script or torch.jit.trace (timm: scriptable=False); torch.compile is supported"
             )
 
 

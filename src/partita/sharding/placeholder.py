@@ -56,7 +56,7 @@ def asked_for(func: Callable[..., Any]) -> str:
 
 
 def read_as_metadata(name: str, args: Sequence[Any]) -> Any:
-    """Return the argument of the function called ``name`` that is read for its dtype, device and shape; None if none."""
+    """Return the argument of a function that is read for its dtype, device and shape only; None if none is."""
     if name in _MADE_LIKE_FIRST:
         return args[0] if args else None
     if name in _MADE_LIKE_OTHER:

@@ -73,7 +73,7 @@ class Inputs:
 
 
 def levels(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor inside transforms of ``torch.func`` (vmap, jvp, grad) and those that it wraps, the plain one last."""
+    """Yield a tensor, and those that it wraps inside transforms of ``torch.func``; the plain one is last."""
     yield tensor
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

@@ -180,7 +180,7 @@ class Unsharder:
         if not self.in_forward:
             raise PartitaError(
                 f"parameter '{fqn}' is sharded: its data is split over the ranks between uses ({what} needs it); "
-                f"read or write it inside `with engine.gathered(...)`"
+                "read, copy or write it inside `with engine.gathered(...)`, or take engine.state_dict()"
             )
         if unit.title not in self._warned:
             self._warned.add(unit.title)

@@ -125,7 +125,10 @@ class Adjoint(torch.autograd.Function):
                 of_y, *found = torch.autograd.grad(change, (y, *params), adjoint, allow_unused=True)
             y = y.detach() - change.detach()
             adjoint = adjoint + of_y
-            sums = [total + (torch.zeros_like(p) if g is None else g) for total, p, g in zip(sums, params, found)]
+            sums = [
+                total + (torch.zeros_like(p) if g is None else g)
+                for total, p, g in zip(sums, params, found, strict=True)
+            ]
         return None, adjoint, None, *sums
 
 

@@ -186,7 +186,8 @@ class _RefusesGradScaler:
     def __bool__(self) -> bool:
         raise PartitaError(
             "GradScaler.step(engine.optimizer) finds no gradients, which are in buffers, and the engine scales losses "
-            "by itself (precision.loss_scale): leave the GradScaler out, and call engine.backward(loss) and engine.step()"
+            "by itself (precision.loss_scale): leave the GradScaler out, and call engine.backward(loss) and "
+            "engine.step()"
         )
 
 

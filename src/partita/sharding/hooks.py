@@ -296,7 +296,8 @@ class UnitHooks:
 def _storage_of(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, also inside the transforms of ``torch.func``."""
     *_, plain = levels(tensor)
-    return plain.untyped_storage()._cdata
+    identity: int = plain.untyped_storage()._cdata
+    return identity
 
 
 class UnitEvents:

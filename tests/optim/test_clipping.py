@@ -184,11 +184,18 @@ def all_inner_losses(create_graph: bool) -> None:
         torch.testing.assert_close(first, other)
 
 
+def _step_by_grad_scaler(engine: partita.Engine) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(engine.optimizer)
+
+
 def loops_of_others(zero: Mapping[str, Any]) -> None:
     """What a loop without an engine calls between backward and step finds no gradients, and says so."""
     refused: dict[str, Callable[[partita.Engine], object]] = {
         r"optimizer.step\(\) between backward and engine.step\(\)": lambda engine: engine.optimizer.step(),
         r"optimizer.zero_grad\(\) between .* call engine.zero_grad": lambda engine: engine.optimizer.zero_grad(),
+        r"GradScaler.step\(engine.optimizer\) finds no .*leave the GradScaler out": _step_by_grad_scaler,
     }
     model = Stack(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -204,13 +211,14 @@ def loops_of_others(zero: Mapping[str, Any]) -> None:
             for call in (engine.step, lambda: engine.backward(square_loss(engine, rank(), 0))):
                 engine.backward(square_loss(engine, rank(), 0))
                 model.zero_grad()
-                with pytest.raises(PartitaError, match=r"was set to None .* call engine.zero_grad\(\)"):
+                with pytest.raises(PartitaError, match=r"was set to None .* call engine.zero_grad\(\); .* freeze it"):
                     call()
                 engine.zero_grad()
         engine.backward(square_loss(engine, rank(), 0))
     optimizer.zero_grad()
     assert "zero_grad" not in vars(optimizer)
     assert not optimizer._optimizer_step_pre_hooks
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @matrix(config=CONFIGS, world=[1, 2])

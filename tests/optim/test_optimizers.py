@@ -229,6 +229,39 @@ def momentum_added_later() -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-3, msg=name)
 
 
+class Alternates(nn.Module):
+    """Uses another layer in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        return self.layers[used](x)
+
+
+def first_gradient_later() -> None:
+    """The config's SGD with momentum, where each layer gets its first gradient in another step."""
+    batches = [torch.randn(4, WIDTH, generator=seeds.generator(step)) for step in range(6)]
+    seeds.start()
+    plain = Alternates()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step, x in enumerate(batches):
+        optimizer.zero_grad()
+        plain(x, step % 3).square().mean().backward()
+        optimizer.step()
+    config = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}}
+    for name, zero in ZERO.items():
+        seeds.start()
+        with partita.initialize(Alternates(), {**config, "zero": zero}) as engine:
+            for step, x in enumerate(batches):
+                engine.backward(engine(x, step % 3).square().mean())
+                engine.step()
+            found = whole_weights(engine)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(found[key], value, msg=f"plan {name}: {key}")
+
+
 def amsgrad_added_later(offload: str) -> None:
     config = {"zero": {"offload": {"optimizer": offload}}}
     with pytest.raises(PartitaError, match="optimizer Adam: its step found no state 'max_exp_avg_sq'"):
@@ -737,6 +770,10 @@ def test_attributes_that_cannot_be_carried_over() -> None:
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0)])
 def test_states_with_shapes_of_their_own(world: int, stage: int, tmp_path: Path) -> None:
     on_ranks(world, adafactor, tmp_path, stage)
+
+
+def test_momentum_of_parameters_with_a_later_first_gradient() -> None:
+    on_ranks(2, first_gradient_later)
 
 
 def test_momentum_that_is_set_later() -> None:

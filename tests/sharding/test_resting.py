@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import partita
 from partita import PartitaError
 from partita.memory import buffer_pool
 from partita.sharding.placeholder import ShardedParameter, is_sharded
 from tests.kit import seeds
-from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.models import CASES, WIDTH, Case, Stack, inputs, square_loss
 from tests.kit.plans import ZERO
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, check, quiet, rank, train_recipe
@@ -60,13 +61,106 @@ def metadata() -> None:
         assert len(optimizer.param_groups[0]["params"]) == len(list(plain.parameters()))
 
 
+MADE: dict[str, Callable[[Any], Tensor]] = {
+    "new_zeros": lambda p: p.new_zeros(1, 2),
+    "new_empty": lambda p: p.new_empty(2),
+    "new_full": lambda p: p.new_full((2,), 1.0),
+    "new_tensor": lambda p: p.new_tensor([1.0]),
+    "zeros_like": torch.zeros_like,
+    "empty_like": torch.empty_like,
+    "randn_like": lambda p: torch.randn_like(p, dtype=torch.float64),
+    "to": lambda p: torch.ones(2, dtype=torch.float64).to(p),
+    "type_as": lambda p: torch.ones(2, dtype=torch.float64).type_as(p),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "like data": lambda p: torch.zeros_like(p.data),
+    "to data": lambda p: torch.ones(2).to(p.detach()),
+    "no change": lambda p: p.to("cpu"),
+    "no change of data": lambda p: p.data.float(),
+}
+
+
+def made() -> None:
+    """A tensor that is made by a parameter's metadata, and conversions that change nothing, read no values."""
+    configs = [SHARDED, {"zero": {"stage": 3}, "parallel": {"tensor": 2}}, {"parallel": {"tensor": 2}}]
+    plain = CASES["gpt2"].build()
+    for config in configs:
+        model = CASES["gpt2"].build()
+        with partita.initialize(model, config) as engine:
+            for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                for what, make in MADE.items():
+                    if "parallel" in config and what in ("data", "like data", "no change of data"):
+                        continue
+                    made, wanted = make(param), make(expected)
+                    assert (made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, wanted.device), what
+                    assert made.stride() == wanted.stride() or "parallel" in config, (name, what)
+            assert model.to("cpu") is model.float() is model
+            if rank() == 0:  # without the other ranks
+                torch.zeros_like(next(engine.module.parameters()))
+            engine.backward(Case.loss(engine(**CASES["gpt2"].batch(2))))
+            assert model.to("cpu") is model
+            engine.step()
+
+
+class Adjoint(torch.autograd.Function):
+    """Integrates ``dy/dt = func(y)``; backward integrates the adjoint state, without the graph of forward."""
+
+    @staticmethod
+    def forward(ctx: Any, func: nn.Module, y: Tensor, steps: int, *params: Tensor) -> Tensor:
+        ctx.func, ctx.steps = func, steps
+        with torch.no_grad():
+            for _ in range(steps):
+                y = y + func(y) / steps
+        ctx.save_for_backward(y, *params)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        y, *params = ctx.saved_tensors
+        (adjoint,), sums = gradients, [torch.zeros_like(param) for param in params]
+        for _ in range(ctx.steps):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_(True)
+                change = ctx.func(y) / ctx.steps
+                of_y, *found = torch.autograd.grad(change, (y, *params), adjoint, allow_unused=True)
+            y = y.detach() - change.detach()
+            adjoint = adjoint + of_y
+            sums = [
+                total + (torch.zeros_like(p) if g is None else g)
+                for total, p, g in zip(sums, params, found, strict=True)
+            ]
+        return None, adjoint, None, *sums
+
+
+class Integrated(nn.Module):
+    """A neural differential equation, as torchdiffeq's ``odeint_adjoint`` trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.func = nn.Linear(WIDTH, WIDTH), Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = [param for param in self.func.parameters() if param.requires_grad]
+        return Adjoint.apply(self.func, self.first(x), 2, *params)  # type: ignore[no-any-return]
+
+
+def integrated() -> None:
+    check(Recipe(Integrated, ignored="parameter .* is read outside|'buffer_pool' .* grows"))
+
+
 READS: dict[str, Callable[[Any], object]] = {
     "add": lambda p: p + 1,
     "item": lambda p: p.sum().item(),
     "norm": lambda p: torch.linalg.vector_norm(p),
     "clone": lambda p: p.clone(),
-    "detach": lambda p: p.detach(),
-    "data": lambda p: p.data,
+    "detach": lambda p: p.detach() + 1,
+    "data": lambda p: p.data + 1,
+    "data of data": lambda p: p.data.data.norm(),
+    "write data": lambda p: p.data.copy_(torch.ones(WIDTH, WIDTH)),
+    "data to": lambda p: p.data.to(torch.float64),
+    "data item": lambda p: p.data.__setitem__(0, 1.0),
+    "data deepcopy": lambda p: copy.deepcopy(p.data),
+    "data of shape": lambda p: torch.zeros_like(p) + p.detach(),
     "tolist": lambda p: p.tolist(),
     "numpy": lambda p: p.detach().numpy(),
     "index": lambda p: p[0],
@@ -75,7 +169,6 @@ READS: dict[str, Callable[[Any], object]] = {
     "transpose": lambda p: p.t(),
     "T": lambda p: p.T,
     "to": lambda p: p.to(torch.float64),
-    "cpu": lambda p: p.cpu(),
     "float": lambda p: p.double(),
     "linear": lambda p: F.linear(torch.ones(1, WIDTH), p),
     "in a list": lambda p: torch.stack([p, p]),
@@ -113,6 +206,9 @@ def reads() -> dict[str, str]:
 MODEL_READS: dict[str, Callable[[Any], object]] = {
     "state_dict": lambda model: torch.save(model.state_dict(), "/dev/null"),
     "deepcopy": copy.deepcopy,
+    "averaged": AveragedModel,
+    "averages": lambda model: [param.clone().detach() for param in model.parameters()],
+    "pickle": pickle.dumps,
     "double": lambda model: model.double(),
     "half": lambda model: model.half(),
     "load_state_dict": lambda model: model.load_state_dict(Stack().state_dict()),
@@ -131,6 +227,24 @@ def model_reads() -> dict[str, str]:
             else:
                 said[name] = "nothing was raised"
     return said
+
+
+def copies() -> None:
+    """Copies and averages of a model are made inside `engine.gathered`, also of parameters that tensor ranks split."""
+    case = CASES["gpt2"]
+    plain = case.build()
+    for config in (SHARDED, {"parallel": {"tensor": 2}}):
+        with partita.initialize(case.build(), config) as engine:
+            with engine.gathered():
+                states = [
+                    copy.deepcopy(engine.module).state_dict(),
+                    AveragedModel(engine.module).module.state_dict(),
+                    pickle.loads(pickle.dumps(engine.module)).state_dict(),
+                    {name: param.clone().detach() for name, param in engine.module.named_parameters()},
+                ]
+            for state in states:
+                for name, param in plain.named_parameters():
+                    assert torch.equal(state[name], param), name
 
 
 def _double(model: Any) -> None:
@@ -352,6 +466,14 @@ def test_metadata_answers() -> None:
     on_ranks(2, metadata)
 
 
+def test_metadata_makes_tensors() -> None:
+    on_ranks(4, made)
+
+
+def test_adjoint_integration() -> None:
+    on_ranks(2, integrated)
+
+
 def test_reading_names_the_parameter_and_the_remedy() -> None:
     for said in on_ranks(2, reads):
         wrong = {
@@ -364,8 +486,12 @@ def test_reading_names_the_parameter_and_the_remedy() -> None:
 
 def test_reading_through_the_model() -> None:
     for said in on_ranks(2, model_reads):
-        wrong = {name: text for name, text in said.items() if not ("is sharded" in text and "gathered" in text)}
+        wrong = {name: text for name, text in said.items() if "is sharded" not in text or "gathered(" not in text}
         assert not wrong, wrong
+
+
+def test_copies_of_the_model() -> None:
+    on_ranks(2, copies)
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import partita
 from partita.errors import ConfigError
+from tests.kit.ranks import on_ranks
 
 
 def _pair(change: Callable[[nn.Linear, nn.Linear], None] = lambda a, b: None) -> nn.ModuleDict:
@@ -95,3 +98,32 @@ def test_float64_buffers_stay() -> None:
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
     with partita.initialize(model):
         assert model.table.dtype == torch.float64
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_torchscript(stage: int) -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.script"):
+        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match=r"module '1' is a TorchScript module.*before torch.jit.script"):
+        partita.initialize(model, {"zero": {"stage": stage}})
+
+
+def test_model_that_is_distributed_already() -> None:
+    model = nn.Sequential(nn.DataParallel(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match=r"module '0' is a DataParallel, .* pass the module inside it: 0.module"):
+        partita.initialize(model, {})
+    with pytest.raises(ConfigError, match=r"the model is a DataParallel, .* pass the module inside it: model.module"):
+        partita.initialize(model[0], {})
+
+
+def _wrapped() -> None:
+    with pytest.raises(ConfigError, match=r"the model is a DistributedDataParallel, .*: model.module"):
+        partita.initialize(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), {})
+    sharded = nn.Linear(4, 4)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match=r"the model is a FSDPModule, .*: pass the model before it is sharded"):
+        partita.initialize(sharded, {})
+
+
+def test_model_in_torchs_wrappers() -> None:
+    on_ranks(2, _wrapped)

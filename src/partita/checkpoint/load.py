@@ -72,6 +72,7 @@ class Restored:
 
 
 @collector_paused()
+@torch.inference_mode(False)  # states that are allocated in inference mode could not be updated
 def load(content: Content, training: TrainingState, backend: Backend, folder: Path, options: LoadOptions) -> Restored:
     """Load an engine's states from one checkpoint. Every rank reads its shards. A collective.
 

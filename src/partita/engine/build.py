@@ -28,7 +28,7 @@ from partita.huggingface.weights import Weights
 from partita.inspection.full_tensors import FullTensors
 from partita.inspection.gathered import Gathered
 from partita.layout.blueprint import Blueprint, make_blueprint
-from partita.layout.parameters import check_quantized, find_quantized_params
+from partita.layout.parameters import check_modules, check_quantized, find_quantized_params
 from partita.memory.accelerator import is_simulated
 from partita.memory.capacity_check import check_capacity, log_lower_stage
 from partita.memory.ledger import Ledger
@@ -109,6 +109,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments
     transforms = ModuleTransforms()
     with transforms.building():
         with shared_errors(all_ranks):
+            check_modules(model)
             check_not_off_stage(model)
             parallel = apply_axes(model, resolved, collectives, transforms, seed)
         for notice in parallel.notices if mesh.rank == 0 else ():

@@ -125,7 +125,9 @@ def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: in
 def _announce(resolved: Resolved) -> None:
     """Log the configuration to the logger ``partita``, or to standard error if logging is not configured."""
     if not (_log.hasHandlers() or _log.level):
-        _log.addHandler(logging.StreamHandler())
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: not logging.getLogger().handlers)  # if logging is configured later
+        _log.addHandler(handler)
         _log.setLevel(logging.INFO)
     _log.info("%s", describe(resolved))
     for warning in resolved.warnings:

@@ -68,6 +68,31 @@ def check_quantized(infos: Sequence[ParameterInfo], device: torch.device) -> Non
             )
 
 
+_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+_WRAPPERS = _SHARDED | {"DistributedDataParallel", "DataParallel"}
+
+
+def check_modules(model: nn.Module) -> None:
+    """Check that no module is distributed by a wrapper of torch's, or compiled by TorchScript.
+
+    Raises:
+        ConfigError: one is; the message names it.
+    """
+    for name, module in model.named_modules():
+        title = f"module '{name}'" if name else "the model"
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _WRAPPERS
+        if kinds:
+            remedy = "pass the module inside it: " + (f"{name}.module" if name else "model.module")
+            if kinds & _SHARDED:
+                remedy = "pass the model before it is sharded"
+            raise ConfigError(f"{title} is a {min(kinds)}, which distributes it by itself: {remedy}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{title} is a TorchScript module, whose parameters, buffers and calls cannot be observed: pass the "
+                "model before torch.jit.script or torch.jit.trace (timm: scriptable=False); torch.compile is supported"
+            )
+
+
 def _find_all(model: nn.Module) -> list[ParameterInfo]:
     found: dict[int, ParameterInfo] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from types import NoneType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -15,9 +16,24 @@ from partita.memory.accelerator import is_host
 from partita.optim.extension import RunExtension
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from partita.optim.schedule import Schedule
+from partita.optim.traits import runs_on_slices
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Scheduling = Callable[[Optimizer], LRScheduler]
+
+
+@runs_on_slices
+class SGD(torch.optim.SGD):
+    """torch's SGD. With ``fused=True``, parameters may get their first gradient in different steps."""
+
+    def _init_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor | None]
+    ) -> bool:
+        is_sparse: bool = super()._init_group(group, params, grads, momenta)  # type: ignore[no-untyped-call]
+        if any(momentum is not None for momentum in momenta):  # torch's kernel takes all of them or none
+            pairs = zip(momenta, grads, strict=True)
+            momenta[:] = [torch.zeros_like(grad) if momentum is None else momentum for momentum, grad in pairs]
+        return is_sparse
 
 
 def build_optimizer(
@@ -96,7 +112,7 @@ def _configured(params: list[nn.Parameter], config: schema.Config, kernels: bool
     section = config.optimizer
     if section.name == "sgd":
         sgd = {"lr": section.lr, "momentum": section.momentum, "weight_decay": section.weight_decay}
-        return FusedSGD(params, **sgd) if kernels else torch.optim.SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
+        return FusedSGD(params, **sgd) if kernels else SGD(params, **sgd, fused=True)  # type: ignore[arg-type]
     betas = tuple(section.betas)
     if section.name == "lion":
         return FusedLion(params, lr=section.lr, betas=betas, weight_decay=section.weight_decay)

@@ -177,11 +177,25 @@ def _same(one: object, other: object) -> bool:
     return one is other or bool(one == other)
 
 
+_SCALING = "_step_supports_amp_scaling"
+
+
+class _RefusesGradScaler:
+    """The value of the attribute that torch's ``GradScaler.step`` reads of an optimizer. Its truth is an error."""
+
+    def __bool__(self) -> bool:
+        raise PartitaError(
+            "GradScaler.step(engine.optimizer) finds no gradients, which are in buffers, and the engine scales losses "
+            "by itself (precision.loss_scale): leave the GradScaler out, and call engine.backward(loss) and "
+            "engine.step()"
+        )
+
+
 class Guard:
     """Wraps an optimizer's methods.
 
-    ``step`` and ``zero_grad`` raise an error while they would silently do nothing. Values that ``train`` and ``eval``
-    write into parameters (Schedule-Free's averages) are published.
+    ``step``, ``zero_grad`` and torch's ``GradScaler`` raise an error while they would silently do nothing. Values that
+    ``train`` and ``eval`` write into parameters (Schedule-Free's averages) are published.
 
     Args:
         waiting: returns True while a batch's gradients wait for the engine's step.
@@ -199,6 +213,8 @@ class Guard:
         self._modes = [name for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
         for name in self._modes:
             setattr(optimizer, name, self._published(getattr(optimizer, name), writes))
+        self._scaling = optimizer.__dict__.get(_SCALING, False)
+        setattr(optimizer, _SCALING, _RefusesGradScaler())
         self._steps = False  # True during the engine's own step
 
     def remove(self) -> None:
@@ -206,6 +222,7 @@ class Guard:
         self._hook.remove()
         for name in ("zero_grad", *self._modes):
             self._optimizer.__dict__.pop(name, None)
+        setattr(self._optimizer, _SCALING, self._scaling)
 
     @staticmethod
     def _published(

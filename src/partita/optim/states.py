@@ -199,7 +199,8 @@ def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
             if id(param) not in known:
                 raise ConfigError(
                     f"optimizer group {number} contains a tensor of shape {tuple(param.shape)} that is not a parameter "
-                    "of the model; build the optimizer on model.parameters()"
+                    "of the model; build the optimizer on model.parameters(). If it is a parameter of the loss, make "
+                    "the loss a submodule of the model that is passed to partita.initialize, which calls it in forward"
                 )
 
 

@@ -366,7 +366,8 @@ class StepUpdater(Updater):
         if gone is not None:
             raise PartitaError(
                 f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?), but "
-                "its gradient is in a buffer and is not dropped: to drop a batch call engine.zero_grad()"
+                "its gradient is in a buffer and is not dropped: to drop a batch call engine.zero_grad(); to leave one "
+                "parameter out of steps, freeze it before their forwards (requires_grad_(False))"
             )
 
     def loaded(self) -> None:

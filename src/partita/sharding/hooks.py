@@ -20,7 +20,7 @@ from partita.sharding.parameter import Member
 from partita.sharding.placeholder import is_sharded
 from partita.sharding.pytree import held_tensors, replace_held, replace_in_containers
 from partita.sharding.unit import Unit, UnitState
-from partita.sharding.unit_events import Backwards, FollowedUnit, Inputs, Subscriber, UnitCall, on_gradient
+from partita.sharding.unit_events import Backwards, FollowedUnit, Inputs, Subscriber, UnitCall, levels, on_gradient
 
 Call = Callable[[Tensor], None]
 _LAST = -1  # a key that no handle of torch's has
@@ -246,7 +246,7 @@ class UnitHooks:
         if not self._units:
             return []
         strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_sharded(tensor))
-        return [tensor for tensor in strided if tensor.untyped_storage()._cdata in self._units]
+        return [tensor for tensor in strided if _storage_of(tensor) in self._units]
 
     def _copy_views_on(self, modules: Iterable[nn.Module]) -> None:
         """Replace views of the unit's parameters that these modules keep as attributes, or in lists and dicts, by
@@ -272,7 +272,7 @@ class UnitHooks:
         return bool(self._views([tensor])) and self._unit_of(tensor).state is UnitState.UNSHARDED
 
     def _unit_of(self, view: Tensor) -> Unit:
-        return self._units[view.untyped_storage()._cdata]
+        return self._units[_storage_of(view)]
 
     def _keep_whole(self, output: object) -> None:
         """Have the unit's parameters stay whole until the step ends: an object that is returned holds one of them."""
@@ -291,6 +291,13 @@ class UnitHooks:
         visit = self._stack[-1]
         for tensor in held_tensors(output):
             on_gradient(tensor, visit.open_backward, visit.inputs)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, also inside the transforms of ``torch.func``."""
+    *_, plain = levels(tensor)
+    identity: int = plain.untyped_storage()._cdata
+    return identity
 
 
 class UnitEvents:

@@ -27,9 +27,19 @@ METADATA = frozenset(
     is_sparse is_quantized size dim numel stride is_floating_point requires_grad_ is_contiguous element_size
     nelement is_complex __hash__ __len__ register_hook register_post_accumulate_grad_hook storage_offset
     retains_grad itemsize nbytes _backward_hooks _post_accumulate_grad_hooks is_sparse_csr is_mkldnn is_nested
-    is_xla is_xpu is_mps
+    is_xla is_xpu is_mps _has_compatible_shallow_copy_type
     """.split()
 )
+# Functions that make a tensor from the dtype, device and shape of their first argument, and from those of another one.
+_MADE_LIKE_FIRST = frozenset(
+    """
+    new_zeros new_ones new_empty new_full new_tensor new_empty_strided
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like
+    """.split()
+)
+_MADE_LIKE_OTHER = frozenset(("to", "type_as"))
+_CONVERSIONS = frozenset("to type float double half bfloat16 cpu cuda".split())
+_DETACHED = frozenset(("data", "detach"))
 _ACCESS = ("__get__", "__set__")
 
 
@@ -43,6 +53,30 @@ def asked_for(func: Callable[..., Any]) -> str:
     if is_access(func):
         return str(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
     return str(getattr(func, "__name__", func))
+
+
+def read_as_metadata(name: str, args: Sequence[Any]) -> Any:
+    """Return the argument of a function that is read for its dtype, device and shape only; None if none is."""
+    if name in _MADE_LIKE_FIRST:
+        return args[0] if args else None
+    if name in _MADE_LIKE_OTHER:
+        return args[1] if len(args) > 1 else None
+    return None
+
+
+def changes_nothing(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call returns its first argument, or sets a parameter's data to the parameter itself.
+
+    ``module.to(device)`` makes such calls if all parameters are on the device.
+    """
+    name = asked_for(func)
+    if name == "data" and func.__name__ == "__set__":
+        return args[1] is args[0]
+    if name not in _CONVERSIONS or not args or "memory_format" in kwargs:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return func(empty, *args[1:], **kwargs) is empty
 
 
 _DATA = torch._C.TensorBase.data
@@ -79,6 +113,9 @@ class Guardian(Protocol):
     def touched(self, param: nn.Parameter, what: str) -> None:
         """Unshard a sharded ``param``, whose data ``what`` needs, or raise an error."""
 
+    def provides(self, param: nn.Parameter) -> bool:
+        """Return whether :meth:`touched` would unshard ``param`` now."""
+
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
         """Note that ``param.data`` was read and returned ``values``, through which ``param`` may be written."""
 
@@ -101,6 +138,10 @@ class _Claim:
             )
         guardian.touched(param, what)
 
+    def provides(self, param: nn.Parameter) -> bool:
+        guardian = self.guardian()
+        return guardian is not None and guardian.provides(param)
+
 
 _abandoned = WeakIdKeyDictionary()  # parameters with only this rank's shard, left by an engine that has ended
 _claims = WeakIdKeyDictionary()  # parameter of an engine -> _Claim; __torch_function__ gets only the tensor
@@ -117,20 +158,83 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if (name := asked_for(func)) not in METADATA:
+        kwargs = kwargs or {}
+        if (name := asked_for(func)) not in METADATA and not changes_nothing(func, args, kwargs):
+            described = read_as_metadata(name, args)
             for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, ShardedParameter):
+                if isinstance(leaf, ShardedParameter) and leaf is not described:
+                    if name in _DETACHED and func.__name__ != "__set__" and not _claims[leaf].provides(leaf):
+                        return ShardedValues(leaf)
                     _claims[leaf].touched(leaf, name)
                     if has_own_functions(leaf):
-                        return func(*args, **(kwargs or {}))
+                        return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Sharded parameter (its data is split over the ranks): {tuple(self.shape)}, {self.dtype}, {self.device}"
+
+
+class ShardedValues(Tensor):
+    """The result of ``param.data`` and ``param.detach()`` while ``param`` is sharded: its shape, dtype and device.
+
+    Functions that need values get those of the parameter, which raises its error as long as it is sharded.
+    """
+
+    param: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, param: nn.Parameter) -> "ShardedValues":
+        made: ShardedValues = Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        made.param = param
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (name := asked_for(func)) in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if (name in _DETACHED and func.__name__ != "__set__") or changes_nothing(func, args, kwargs):
+            return args[0]
+        described = read_as_metadata(name, args)
+
+        def values(leaf: Any) -> Any:
+            if not isinstance(leaf, ShardedValues):
+                return leaf
+            if leaf is described:
+                return leaf.param
+            if is_sharded(leaf.param):
+                touch(leaf.param, name)
+            return leaf.param.data
+
+        args, kwargs = torch.utils._pytree.tree_map(values, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        param = next(leaf.param for leaf in leaves if isinstance(leaf, ShardedValues))
+        raise PartitaError(
+            f"parameter '{_claims[param].name}' is sharded where its .data or .detach() was taken ({func} needs its "
+            "values): take it inside `with engine.gathered(...)`"
+        )
+
+    __repr__ = ShardedParameter.__repr__  # type: ignore[assignment]
+    __format__ = ShardedParameter.__format__
 
 
 def claim(param: nn.Parameter, name: str, guardian: Guardian) -> None:

@@ -288,6 +288,10 @@ class Runtime:
         else:
             self.unsharder.touched(param, what)
 
+    def provides(self, param: nn.Parameter) -> bool:
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
+        return self._members[id(param)][0].always_unsharded or self.unsharder.in_forward
+
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
         if id(param) in self._members:

@@ -5,12 +5,14 @@ and weights that forward normalizes. Written values are kept, as in one process.
 version counter.
 """
 
+import sys
 import warnings
 import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -293,7 +295,7 @@ class Structure:
                     if param.untyped_storage()._cdata != expected and id(param) not in self.relocated:
                         raise PartitaError(_MOVED.format(fqn))
                     for kind, params, name in owners:
-                        if params.get(name) is not param:
+                        if params.get(name) is not param and not _is_functional(params.get(name)):
                             raise PartitaError(_REPLACED.format(fqn, f"{kind}.{name}"))
             if any(now != then or len(params) != num for now, then, params, num in self._children):
                 self._check_parameters()
@@ -323,6 +325,20 @@ class Structure:
         for key, name in found.items():
             if key not in self._names and key not in self._others:
                 raise PartitaError(_ADDED.format(name))
+
+
+_FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+
+
+def _is_functional(value: Tensor | None) -> bool:
+    """Return whether ``value`` replaces a parameter for the duration of a running ``torch.func.functional_call``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame := frame.f_back if frame is not None else None:
+        if frame.f_code is _FUNCTIONAL_CALL:
+            passed = frame.f_locals["parameters_and_buffers"].values()
+            if any(each is value for each in passed):
+                return True
+    return False
 
 
 def _same(param: nn.Parameter, values: Tensor) -> bool:

@@ -6,12 +6,13 @@ of its base's. The view's old node, with its hooks, then leaves the graph, but t
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from partita.sharding.deferred import Deferred
 from partita.sharding.unit import Unit
@@ -71,6 +72,14 @@ class Inputs:
                     node.register_prehook(hook)
 
 
+def levels(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor, and those that it wraps inside transforms of ``torch.func``; the plain one is last."""
+    yield tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
+
+
 def on_gradient(tensor: Tensor, hook: GradientHook, inputs: Inputs) -> bool:
     """Call ``hook`` when the gradient of a forward's output arrives, also if the output is changed in place later.
 
@@ -79,6 +88,15 @@ def on_gradient(tensor: Tensor, hook: GradientHook, inputs: Inputs) -> bool:
     if isinstance(tensor, Deferred):
         are_computed = [on_gradient(source, hook, inputs) for source in tensor.sources]
         return any(are_computed)
+    if forward_ad._current_level >= 0 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
+        tensors = [*levels(tensor), *(() if tangent is None else levels(tangent))]
+        are_computed = [_on_own_gradient(each, hook, inputs) for each in tensors]
+        return any(are_computed)
+    return _on_own_gradient(tensor, hook, inputs)
+
+
+def _on_own_gradient(tensor: Tensor, hook: GradientHook, inputs: Inputs) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.requires_grad or tensor.is_leaf or inputs.has(tensor):
             return False

@@ -177,10 +177,10 @@ class Unsharder:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
         unit = self._owner[id(param)]
         fqn = next(member.fqn for member in unit.members if member.param is param)
-        if not self._forward_depth:
+        if not self.in_forward:
             raise PartitaError(
                 f"parameter '{fqn}' is sharded: its data is split over the ranks between uses ({what} needs it); "
-                f"read or write it inside `with engine.gathered(...)`"
+                "read, copy or write it inside `with engine.gathered(...)`, or take engine.state_dict()"
             )
         if unit.title not in self._warned:
             self._warned.add(unit.title)
@@ -254,6 +254,11 @@ class Unsharder:
     def forwards_under_way(self, num: int) -> None:
         """Set the number of running forwards of the model (which may call itself)."""
         self._forward_depth = num
+
+    @property
+    def in_forward(self) -> bool:
+        """True if a forward of the model is running."""
+        return self._forward_depth > 0
 
     def reset(self) -> None:
         """Close calls that an exception left open. Called when no forward and no backward is running."""

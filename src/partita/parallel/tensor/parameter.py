@@ -25,7 +25,16 @@ from partita.errors import ConfigError, PartitaError
 from partita.parallel.tensor.functions import PURPOSE, copy_to_ranks, sum_over_ranks
 from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import METADATA, ShardedParameter, asked_for, is_access, is_sharded, touch
+from partita.sharding.placeholder import (
+    METADATA,
+    ShardedParameter,
+    asked_for,
+    changes_nothing,
+    is_access,
+    is_sharded,
+    read_as_metadata,
+    touch,
+)
 from partita.table.place import Place
 
 Gradient = Callable[[Tensor], Tensor | None]
@@ -245,19 +254,25 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             if name == "stride":
                 dim = args[1] if len(args) > 1 else kwargs.get("dim")
                 return whole.stride if dim is None else whole.stride[dim]
-            # Expanded from no dims: a simulated device would count a full tensor.
-            form = torch.empty((), dtype=first.dtype, device="meta").expand(whole.shape)
-            return func(form, *args[1:], **kwargs)
+            return func(_form(first, known, "meta"), *args[1:], **kwargs)
         if name == "register_hook":
             return func(first, known.hooked(args[1] if len(args) > 1 else kwargs["hook"]))
         if name == "register_post_accumulate_grad_hook":
             raise PartitaError(_AFTER_ACCUMULATION.format(known.name))
         if name in _CONVERSIONS and not is_sharded(first) and func(*args, **kwargs) is first:
             return first
+        if name == "data" and changes_nothing(func, args, kwargs):
+            return None
         if name == "data" and (places is not None or func.__name__ == "__set__"):
             raise PartitaError(_WRITTEN.format(known.name, ".data"))
     if name in METADATA or name in _MEMORY:
         return func(*args, **kwargs)
+    described = read_as_metadata(name, args)
+    if isinstance(described, Tensor) and (known := _known.get(described)) is not None:
+        form = _form(described, known, described.device)
+        args, kwargs = tree_map(lambda leaf: form if leaf is described else leaf, (tuple(args), dict(kwargs)))
+        others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf in _known]
+        return NotImplemented if others else func(*args, **kwargs)
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         written = args[:1]
     else:
@@ -266,6 +281,13 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         if isinstance(leaf, Tensor) and (known := _known.get(leaf)) is not None:
             raise PartitaError(_WRITTEN.format(known.name, name))
     return NotImplemented
+
+
+def _form(param: Tensor, known: _Known, device: torch.device | str) -> Tensor:
+    """Return a tensor of the full parameter's shape and dtype."""
+    shape = param.shape if known.sharding.places is None else known.sharding.places[0].shape
+    # Expanded from no dims: a full one would take memory, which a simulated device counts, too.
+    return torch.empty((), dtype=param.dtype, device=device).expand(shape)
 
 
 _WRITTEN = (

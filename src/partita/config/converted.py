@@ -282,8 +282,8 @@ def _check_library(name: str, data: Mapping[str, object], rules: Collection[str]
     if foreign := [key for key in data if key not in known]:
         raise ConfigError(
             f"{name}: expected a configuration of DeepSpeed or accelerate; got the keys "
-            f"{', '.join(map(shown, foreign))}, which neither has. A configuration of partita needs no conversion: pass "
-            "it to partita.initialize, or a job to partita train"
+            f"{', '.join(map(shown, foreign))}, which neither has. A configuration of partita needs no conversion: "
+            "pass it to partita.initialize, or a job to partita train"
         )
 
 

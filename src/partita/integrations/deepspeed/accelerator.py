@@ -82,7 +82,7 @@ class Accelerator:
         return tensor if accelerator.is_host(self._at(None)) else tensor.pin_memory()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._name
+        return accelerator.kind_of(tensor.device) == self._name
 
     def __getattr__(self, name: str) -> NoReturn:
         raise missing_attribute("get_accelerator()", name, ACCELERATOR)

@@ -546,7 +546,6 @@ def disk_fails(folder: str, background: bool, call: str) -> None:
         assert list(complete_checkpoints(Path(folder))) == [2]
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
 def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_path: Path) -> None:
@@ -562,7 +561,6 @@ def dies_while_it_writes(folder: str) -> None:
         engine._parts.checkpoints._saver._join()
 
 
-@pytest.mark.filterwarnings("ignore:the checkpoint was not saved")
 def test_a_rank_that_dies_while_it_writes_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="rank 1 died with exit code -9") as caught:
         on_ranks(2, dies_while_it_writes, str(tmp_path))

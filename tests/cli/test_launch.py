@@ -287,6 +287,12 @@ def test_an_error_that_names_another_ranks_is_not_the_cause(tmp_path: Path, caps
     assert "error: rank 1 (process 101) failed: ValueError: the user's" in told(failures, capsys)[1]
 
 
+def test_a_closed_connection_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+    failures = {0: failure(tmp_path, 0, 1, closed), 1: failure(tmp_path, 1, 2, PartitaError("out of memory"))}
+    assert told(failures, capsys) == (2, "error: rank 1: out of memory\n")
+
+
 def test_an_error_is_the_cause_also_where_its_file_is_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The agent's times are whole seconds."""
     failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 1, ValueError("the user's"))}

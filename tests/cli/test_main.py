@@ -1,17 +1,24 @@
 """The command in this process: what it says about mistakes, and what doctor shows."""
 
+import errno
 import gzip
 import importlib.util
+import io
 import json
+import os
 import re
 import socket
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from partita.cli import doctor, machine
+from partita.cli.console import replace_unprintable
 from partita.cli.main import app
 from tests.cli.processes import write_job
 
@@ -60,6 +67,49 @@ def test_processes_are_not_started_under_a_launcher(tmp_path: Path, monkeypatch:
     code, output = invoke("train", write_job(tmp_path), "--processes", "2")
     assert code == 2
     assert "a launcher has already started this process as one of 4; leave --processes out" in output
+
+
+def test_limits_of_the_system_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output = invoke("plan", "x" * 300)
+    assert (code, len(output.splitlines())) == (2, 1)
+    assert output.startswith("error: File name too long")
+    assert output.endswith("choose a shorter name\n")
+
+    def no_files(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("partita.cli.launch.elastic_launch", lambda *_: no_files)
+    code, output = invoke("train", write_job(tmp_path), "--processes", "2")
+    assert (code, output) == (2, "error: Too many open files; raise this process's limit of open files (ulimit -n)\n")
+
+
+def test_a_lack_of_memory_in_a_batch_is_explained(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with mock.patch("partita.engine.engine.MicroBatches.train", side_effect=error):
+        code, output = invoke("train", write_job(tmp_path), "--processes", "1", "--set", "engine.batch.micro=4")
+    assert code == 2
+    assert "error: out of memory in train_batch, on rank 0 (cpu): CUDA out of memory" in output
+    assert "use a smaller model or micro-batch, or more ranks" in output
+    assert "Traceback" not in output
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    settings = [f"engine.checkpoint.dir={tmp_path / 'saved'}", "engine.checkpoint.every_steps=1", "train.steps=2"]
+    with mock.patch("partita.checkpoint.format.file.os.pwrite", side_effect=full):
+        code, output = invoke("train", write_job(tmp_path), "--processes", "1", *(f"--set={each}" for each in settings))
+    assert code == 2
+    assert output.count("No space left on device") == 1
+    assert ".py:" not in output
+
+
+def test_what_the_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    replace_unprintable()
+    typer.echo("a\ufffdb")
+    sys.stdout.flush()
+    assert written.getvalue() == b"a?b\n"
 
 
 def test_an_unknown_option_or_command_is_refused() -> None:

@@ -31,6 +31,9 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     stand_in.activate = found.append
     monkeypatch.setitem(sys.modules, "partita.integrations", ModuleType("partita.integrations"))
     monkeypatch.setitem(sys.modules, "partita.integrations.huggingface", stand_in)
+    replaces: Any = ModuleType("partita.integrations.replace_deepspeed")
+    replaces.replace_deepspeed = lambda: None
+    monkeypatch.setitem(sys.modules, "partita.integrations.replace_deepspeed", replaces)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.delitem(sys.modules, "beside", raising=False)
@@ -61,8 +64,8 @@ def test_a_script_runs_as_it_is_with_its_own_options(activated: list[Any], writt
     assert json.loads(out.read_text()) == ["__main__", ["--processes", "9", "--learning_rate", "1e-4", "-m"], 7]
     assert activated == [None], "the script's own arguments say which config"
     assert said.splitlines() == [
-        f"partita run {written}: partita replaces accelerate.Accelerator, transformers.Trainer and "
-        "TrainingArguments(deepspeed=, fsdp=); settings: those of the script"
+        f"partita run {written}: partita replaces accelerate.Accelerator, transformers.Trainer, "
+        "TrainingArguments(deepspeed=, fsdp=) and deepspeed; settings: those of the script"
     ]
 
 
@@ -256,6 +259,13 @@ def test_accelerates_file_is_known_by_its_keys(tmp_path: Path) -> None:
     [
         ('{"amp": {"enabled": true}}', [], "fix: use bf16, or fp16"),
         ('{"zero_optimization": ', [], "not valid JSON"),
+        ('{"model": {"layers": 2}, "data": {}, "train": {"steps": 3}}', [], "A configuration of partita needs no conv"),
+        ('{"zero": {"stage": 3}, "optimizer": {"lr": 0.1}}', [], "got the keys 'zero', which neither has"),
+        (
+            '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}',
+            [],
+            "7 is not a multiple of train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 = 4",
+        ),
         ("{}", ["-o", "/proc/here"], "-o /proc/here: cannot be written"),
     ],
 )

@@ -288,10 +288,90 @@ def wrong_models() -> None:
 
 def sparse_gradients() -> None:
     for zero in ZERO.values():
+        if zero["stage"] == 0:
+            continue
         with partita.initialize(SparseGradient(), {"zero": zero}) as engine:
             loss = engine(torch.arange(3)).sum()
             with pytest.raises(PartitaError, match=r"gradient of 'table.weight' is sparse.*sparse=False"):
                 engine.backward(loss)
+
+
+def tokens_of(data: int, step: int) -> Tensor:
+    return torch.tensor([data + step, data, 5])
+
+
+def sparse_gradients_at_stage_0() -> None:
+    """They train as in plain PyTorch on all ranks' samples, which keeps them sparse."""
+    plain = SparseGradient()
+    weights = plain.table.weight.detach().clone().fill_(1.0)
+    plain.table.weight.data.copy_(weights)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    model = SparseGradient()
+    model.table.weight.data.copy_(weights)
+    config = {"zero": {"stage": 0}, "batch": {"micro": 3, "accumulate": 2}}
+    with partita.initialize(model, config, optimizer=lambda params: torch.optim.SGD(params, lr=0.5)) as engine:
+        for step in range(2):
+            for micro in range(2):
+                engine.backward(engine(tokens_of(rank(), step + micro)).square().mean())
+                engine.step()
+                for data in range(world()):
+                    loss = plain(tokens_of(data, step + micro)).square().mean()
+                    (loss / (2 * world())).backward()
+            assert plain.table.weight.grad is not None
+            assert plain.table.weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+        with engine.gathered():
+            torch.testing.assert_close(model.table.weight.detach(), plain.table.weight.detach())
+
+
+def test_sparse_gradients_at_stage_0() -> None:
+    on_ranks(2, sparse_gradients_at_stage_0)
+
+
+class Spectral(nn.Module):
+    """Complex weights, as themselves or as pairs of real numbers."""
+
+    def __init__(self, *, pairs: bool) -> None:
+        super().__init__()
+        values = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0))
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.weight = nn.Parameter(values if pairs else torch.view_as_complex(values))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.weight
+        if not weight.is_complex():
+            weight = torch.complex(weight[..., 0], weight[..., 1])
+        return torch.fft.irfft(torch.fft.rfft(inputs) * weight, n=inputs.shape[-1]) + self.bias[:, None]
+
+
+def complex_as_pairs() -> None:
+    """The remedy for complex parameters trains as they do in plain PyTorch."""
+
+    def samples(data: int, step: int) -> Tensor:
+        return torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(10 * step + data))
+
+    plain = Spectral(pairs=False)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for step in range(3):
+        for data in range(world()):
+            (plain(samples(data, step)).square().mean() / world()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for zero in ZERO.values():
+        model = Spectral(pairs=True)
+        config = {"zero": zero, "optimizer": {"lr": 0.01}}
+        with partita.initialize(model, config) as engine:
+            for step in range(3):
+                engine.backward(engine(samples(rank(), step)).square().mean())
+                engine.step()
+            with engine.gathered():
+                found = torch.view_as_complex(model.weight.detach().clone())
+                torch.testing.assert_close(found, plain.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_complex_parameters_as_pairs_of_real_numbers() -> None:
+    on_ranks(2, complex_as_pairs)
 
 
 def wrong_units() -> None:

@@ -475,3 +475,73 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     epochs = re.findall(r"epoch \d loss ([\d.]+) steps (\d+)", done.stdout)
     assert [int(steps) for _, steps in epochs] == [4, 8]
     assert float(epochs[1][0]) < float(epochs[0][0])
+
+
+# As DeepSpeed's examples begin, with their imports.
+UNCHANGED = """
+import argparse
+import logging
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch import nn
+from torch.utils.data import TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+args = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.init_distributed()
+device = get_accelerator().device_name(max(0, args.local_rank))
+get_accelerator().set_device(max(0, args.local_rank))
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(16, 8), torch.randint(0, 3, (16,)))
+net = nn.Linear(8, 3)
+engine, optimizer, loader, _ = deepspeed.initialize(
+    args=args, model=net, model_parameters=net.parameters(), training_data=data
+)
+assert deepspeed.utils.RepeatingLoader is RepeatingLoader
+batches = iter(RepeatingLoader(loader))
+for _ in range(5):  # of 2 in the loader
+    inputs, labels = (value.to(device) for value in next(batches))
+    loss = nn.functional.cross_entropy(engine(inputs), labels)
+    engine.backward(loss)
+    engine.step()
+engine.empty_partition_cache()
+print(f"steps {engine.global_steps}, {deepspeed.__name__}, {get_accelerator().current_device_name()}")
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+"""
+
+
+def test_an_unchanged_script_under_partita_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNCHANGED)
+    config = {"train_batch_size": 8, "checkpoint": {"tag_validation": "Warn"}, "zero_optimization": {"stage": 3}}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 0.05}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "partita.cli.main", "run", "--processes", "1", str(tmp_path / "train.py")]
+    command += ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds_config.json")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert "steps 5, partita.integrations.deepspeed, cpu" in done.stdout, done.stderr
+    assert done.returncode == 2
+    assert "deepspeed.moe of DeepSpeed is not in partita.integrations.deepspeed: use the model's own experts" in (
+        done.stderr
+    )
+
+
+def test_a_loader_that_repeats() -> None:
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(StopIteration):
+        next(deepspeed.utils.RepeatingLoader([]))
+
+
+def test_the_accelerator_is_the_one_that_partita_uses() -> None:
+    found = deepspeed.get_accelerator()
+    assert found.is_available()
+    assert found.on_accelerator(torch.empty(1, device=found.current_device_name()))
+    assert found.communication_backend_name() in ("gloo", "nccl")
+    assert not hasattr(found, "FloatTensor")
+    with pytest.raises(AttributeError, match="use torch.accelerator"):
+        found.Stream()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
-from partita.layout.blueprint import Blueprint, make_blueprint
+from partita.layout.blueprint import Blueprint, describe_large_unit, make_blueprint
 from partita.layout.budget import MemoryBudget
 from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
 from partita.layout.traffic import step_traffic
@@ -146,3 +146,14 @@ def needed_bytes(blueprint: Blueprint) -> dict[Tier, int]:
     states = bytes_by_tier(model_state_bytes(blueprint.units, None, blueprint.num_moments))
     working = blueprint.working_bytes(blueprint.units)
     return {tier: states[tier] + working[tier] for tier in Tier}
+
+
+def test_a_unit_with_most_of_the_model_is_announced_where_it_is_unsharded() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(512, 512)))
+    said = describe_large_unit(make_blueprint(large, resolved({"stage": 3})).units)
+    assert said is not None
+    assert "units: 1; the largest, the root, has 100% of the parameters" in said
+    assert "zero.units" in said
+    assert describe_large_unit(make_blueprint(large, resolved({"stage": 1})).units) is None
+    assert describe_large_unit(make_blueprint(llama(), resolved({"stage": 3})).units) is None

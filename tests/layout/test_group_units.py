@@ -290,3 +290,44 @@ def test_frozen_and_empty_modules() -> None:
     units = group_units(model)
     assert [unit.name for unit in units] == ["", "blocks.0", "blocks.2"]
     check(model, units)
+
+
+class Mix(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 1)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 1)
+        self.conv2 = nn.Conv2d(width, width, 3)
+        self.mix = Mix(width)
+
+
+class Stage(nn.Module):
+    """Blocks that are attributes, the first of another width."""
+
+    def __init__(self, width_in: int, width: int, depth: int) -> None:
+        super().__init__()
+        for number in range(depth):
+            self.add_module(f"b{number}", Bottleneck(width if number else width_in, width))
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.body = nn.Module()
+        self.body.s1, self.body.s2, self.body.s3 = Stage(8, 8, 1), Stage(8, 16, 1), Stage(16, 32, 3)
+        self.head = nn.Linear(32, 10)
+
+
+def test_blocks_in_stages_that_are_attributes() -> None:
+    """A small stage is one unit, a large one is split into its blocks, whatever these contain."""
+    model = Stages()
+    assert names(model) == ["", "body.s1", "body.s2", "body.s3.b0", "body.s3.b1", "body.s3.b2"]
+    check(model, group_units(model))
+    nested = nn.Sequential(*(nn.Sequential(Bottleneck(8 * width, 8 * width)) for width in (1, 2, 4)))
+    assert names(nested) == ["0.0", "1.0", "2.0"]

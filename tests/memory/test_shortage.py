@@ -25,7 +25,14 @@ BATCH = {"batch": {"micro": 8}}
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), OUT, torch.OutOfMemoryError("CUDA out of memory. Tried ..."), OSError(errno.ENOMEM, "no memory")],
+    [
+        MemoryError(),
+        OUT,
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried ..."),
+        OSError(errno.ENOMEM, "no memory"),
+    ],
 )
 def test_what_is_a_lack_of_memory(error: BaseException) -> None:
     assert is_out_of_memory(error)

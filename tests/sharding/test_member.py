@@ -169,7 +169,7 @@ def test_parameters_that_cannot_be_split_are_refused_by_name() -> None:
     refused = {
         "its memory cannot be split": nn.Parameter(Wrapped(torch.ones(2))),
         r"is sparse \(torch.sparse_coo\); use a dense parameter": nn.Parameter(torch.eye(2).to_sparse()),
-        "is complex; use a real tensor": nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+        "is complex; use a real parameter": nn.Parameter(torch.ones(2, dtype=torch.complex64)),
     }
     for message, param in refused.items():
         with pytest.raises(ConfigError, match=rf"parameter 'layer.weight' .*{message}"):

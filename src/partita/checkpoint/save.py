@@ -8,7 +8,6 @@ import itertools
 import logging
 import secrets
 import threading
-import warnings
 from pathlib import Path
 
 from partita.checkpoint.backend import Backend, Draft, Request
@@ -88,7 +87,6 @@ class Saver:
         except Exception as error:
             self._error = error
             draft.leave(error)
-            warnings.warn(f"the checkpoint was not saved: {error}", stacklevel=1)
         else:
             draft.leave()
 

@@ -1,5 +1,8 @@
 """Tables, errors and exit codes of commands."""
 
+import errno
+import io
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -12,6 +15,15 @@ from rich.text import Text
 from partita.errors import PartitaError
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+# Errors of the system that name neither their cause nor a remedy.
+_REMEDIES = {
+    errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
+    errno.ENFILE: "close files of other processes, or raise the system's limit of open files (fs.file-max)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOSPC: "free disk space, or name a folder on a larger disk",
+    errno.EDQUOT: "free disk space, or name a folder on another disk",
+}
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
@@ -38,12 +50,47 @@ def show_notice(console: Console, message: str) -> None:
 
 @contextmanager
 def user_errors(prefix: str = "") -> Iterator[None]:
-    """Show a :class:`PartitaError` of the block as one message, and exit with :data:`USER_ERROR`."""
+    """Show a :class:`PartitaError` of the block, or an error of :func:`system_errors`, as one message, and exit with
+    :data:`USER_ERROR`.
+    """
+    with library_errors(prefix), system_errors():
+        yield
+
+
+@contextmanager
+def library_errors(prefix: str = "") -> Iterator[None]:
+    """Show a :class:`PartitaError` of the block as one message, and exit with :data:`USER_ERROR`.
+
+    Errors of a user's script keep their traceback.
+    """
     try:
         yield
     except PartitaError as error:
         show_error(Console(stderr=True), prefixed(prefix, str(error)))
         raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Convert the system's errors about limits (open files, lengths of names, disk space) into errors with a remedy.
+
+    Raises:
+        PartitaError: the block reached one of these limits.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        file = "" if error.filename is None else f" ('{error.filename}')"
+        raise PartitaError(f"{error.strerror}{file}; {_REMEDIES[error.errno]}") from error
+
+
+def replace_unprintable() -> None:
+    """Print replacements of characters that the encoding of standard output or error does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def prefixed(prefix: str, message: str) -> str:

@@ -30,8 +30,8 @@ from partita.memory.capacity import usable_cores
 SHUTDOWN_TIMEOUT_S = 600
 # Types of recorded errors that are shown without a traceback.
 _USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
-# Text of errors that are caused by another rank's error.
-_FOLLOWS = re.compile(r"failed: rank \d+ ended with ")
+# Text of errors that are caused by another rank's error: that of partita, and those of gloo.
+_FOLLOWS = re.compile(r"failed: rank \d+ ended with |Connection (closed|reset) by (remote )?peer")
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:

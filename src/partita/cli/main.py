@@ -6,6 +6,7 @@ import typer
 
 from partita.cli.attention import attention
 from partita.cli.checkpoint import checkpoint
+from partita.cli.console import replace_unprintable
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
 from partita.cli.machine import machine
@@ -52,6 +53,7 @@ def options(
     ] = False,
 ) -> None:
     """Handle the options of the top-level command."""
+    replace_unprintable()
 
 
 if __name__ == "__main__":

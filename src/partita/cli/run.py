@@ -1,4 +1,4 @@
-"""``partita run``: runs a script of accelerate or transformers, unchanged, on partita."""
+"""``partita run``: runs a script of accelerate, transformers or DeepSpeed, unchanged, on partita."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.cli.console import INTERRUPTED, show_notice, user_errors
+from partita.cli.console import INTERRUPTED, library_errors, show_notice, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.script import run_script
 from partita.config import accelerate, deepspeed
@@ -71,7 +71,7 @@ def run(
     processes: Processes = None,
     module: Module = False,
 ) -> None:
-    """Run a script unchanged, with partita in place of accelerate's Accelerator and transformers' Trainer.
+    """Run a script unchanged, with partita in place of accelerate's Accelerator, transformers' Trainer and DeepSpeed.
 
     Under torchrun or srun, this process is one of the ranks. The script's own arguments (batch, learning rate,
     precision, ...) still apply; "auto" in a ds_config.json takes their values.
@@ -92,8 +92,9 @@ def run(
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         script_arguments = [json.dumps(settings), *arguments]
-        raise typer.Exit(launch(num_processes, "partita.cli.script", script_arguments, Console(stderr=True)))
-    with user_errors(f"rank {environment.rank}: " if started else ""):
+        with user_errors():
+            raise typer.Exit(launch(num_processes, "partita.cli.script", script_arguments, Console(stderr=True)))
+    with library_errors(f"rank {environment.rank}: " if started else ""):
         try:
             run_script(settings, arguments)
         except KeyboardInterrupt:
@@ -114,8 +115,9 @@ def _show_settings(script: str, converted: Converted | None) -> None:
     for line in converted.summary() if converted else ():
         show_notice(console, line)
     console.print(
-        f"partita run {script}: partita replaces accelerate.Accelerator, transformers.Trainer and "
-        f"TrainingArguments(deepspeed=, fsdp=); settings: {converted.name if converted else 'those of the script'}",
+        f"partita run {script}: partita replaces accelerate.Accelerator, transformers.Trainer, "
+        "TrainingArguments(deepspeed=, fsdp=) and deepspeed; settings: "
+        f"{converted.name if converted else 'those of the script'}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -13,7 +13,8 @@ from partita.cli.process import end_with_parent, outcome_of
 
 
 def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) -> None:
-    """Run ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in place of accelerate and transformers' Trainer.
+    """Run ``command`` ([-m] SCRIPT ARGS) as Python does, with partita in place of accelerate, transformers' Trainer and
+    DeepSpeed.
 
     ``settings`` are partita's; None: they come from the script's own arguments.
 
@@ -21,8 +22,10 @@ def run_script(settings: Mapping[str, object] | None, command: Sequence[str]) ->
         PartitaError: accelerate or transformers is not installed, or the settings are wrong.
     """
     from partita.integrations.huggingface import activate  # needs the extra hf, and takes seconds to import
+    from partita.integrations.replace_deepspeed import replace_deepspeed
 
     activate(settings)
+    replace_deepspeed()
     if command[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = list(command[1:])

@@ -90,8 +90,8 @@ def train(
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         arguments = [*([EXPLAIN] if explain else ()), str(job), *overrides]
-        code = launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True))
         with user_errors():
+            code = launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True))
             if prediction is not None and not code and not explain:
                 prediction.add_to_traces(loaded.out, num_ranks)
         raise typer.Exit(code)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from partita.cli.console import replace_unprintable, system_errors
 from partita.cli.process import end_with_parent, outcome_of
 from partita.train.job import load_job
 from partita.train.loop import explain, train
@@ -20,7 +21,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job on this rank; return the exit code, which is also 0 after Ctrl-C (the launcher returns 130)."""
     run = explain if arguments[0] == EXPLAIN else train
     job, *overrides = arguments[1:] if run is explain else arguments
-    return outcome_of(lambda: run(load_job(job, overrides), Console()))
+    replace_unprintable()
+
+    def work() -> None:
+        with system_errors():
+            run(load_job(job, overrides), Console())
+
+    return outcome_of(work)
 
 
 if __name__ == "__main__":

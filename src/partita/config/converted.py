@@ -11,6 +11,10 @@ from partita.config.messages import KeyPath, Problem, nearest, report, shown
 from partita.config.plain_values import plain
 from partita.config.schema import Config
 from partita.config.values import as_number
+from partita.errors import ConfigError
+
+# The section of a job (``partita train``) that holds the configuration.
+_JOB_SECTION = "engine"
 
 
 class KeyClass(StrEnum):
@@ -86,6 +90,9 @@ class Conversion:
         data: its content. In this class, keys of sections are joined by dots: ``zero_optimization.stage``.
         rules: the rule of every key of the library.
         meant: the intended keys for common misspellings.
+
+    Raises:
+        ConfigError: the source is a configuration of partita, or has no key of the library.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class Conversion:
         self._rules = rules
         self._meant = meant or {}
         self._values = dict(_values(plain(data, name), "", _sections(rules)))
+        _check_library(name, data, rules, self._meant)
         self._notices: dict[str, Notice] = {}
         self._origins: dict[KeyPath, str] = {}
         self._problems: list[Problem] = []
@@ -263,6 +271,20 @@ def _enabled(value: object) -> bool | None:
 def _sections(rules: Collection[str]) -> set[str]:
     """Return the sections whose keys have separate rules."""
     return {key[:place] for key in rules for place, letter in enumerate(key) if letter == "."}
+
+
+def _check_library(name: str, data: Mapping[str, object], rules: Collection[str], meant: Collection[str]) -> None:
+    """Raise an error if a file has none of the library's keys, not even a misspelled one."""
+    known = {key.partition(".")[0] for key in rules}
+    sections = {*Config.model_fields, _JOB_SECTION}
+    if any(key in known - sections or (key not in sections and nearest(key, {*known, *meant})) for key in data):
+        return
+    if foreign := [key for key in data if key not in known]:
+        raise ConfigError(
+            f"{name}: expected a configuration of DeepSpeed or accelerate; got the keys "
+            f"{', '.join(map(shown, foreign))}, which neither has. A configuration of partita needs no conversion: "
+            "pass it to partita.initialize, or a job to partita train"
+        )
 
 
 def _values(data: Mapping[str, object], prefix: str, sections: Collection[str]) -> Iterator[tuple[str, object]]:

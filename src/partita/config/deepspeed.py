@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import ldexp
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from partita.config.converted import Conversion, Converted, KeyClass
 from partita.config.deepspeed_keys import AUTOCAST, BF16, FP16, MEANT, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, RULES, ZERO
@@ -129,6 +129,7 @@ def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
     ):
         if key in conversion:
             conversion.set(target, conversion.value(key), key)
+    _check_batch(conversion)
     if conversion.number("tensor_parallel.autotp_size", 0) > 0:
         conversion.set(
             "parallel.tensor", conversion.value("tensor_parallel.autotp_size"), "tensor_parallel.autotp_size"
@@ -139,6 +140,22 @@ def _batch(conversion: Conversion, *, by_trainer: bool) -> None:
         conversion.set("clip_grad_norm", norm or None, key)
     elif not by_trainer:
         conversion.set("clip_grad_norm", _CLIP, key)
+
+
+def _check_batch(conversion: Conversion) -> None:
+    """Refuse a batch that no number of data-parallel ranks has. The engine compares it with the number that it has."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes: list[Any] = [conversion.value(key) for key in keys]
+    total, micro, accumulate = sizes
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return
+    samples = micro * accumulate
+    if total % samples:
+        conversion.refuse(
+            keys[0],
+            f"{total} is not a multiple of {keys[1]} {micro} x {keys[2]} {accumulate} = {samples}",
+            f"leave it out, or write {samples} x the number of data-parallel ranks",
+        )
 
 
 def _precision(conversion: Conversion, *, by_trainer: bool) -> str | None:

@@ -21,6 +21,7 @@ from partita.config.schema import Config
 from partita.engine.build import UserArguments
 from partita.engine.engine import Engine
 from partita.errors import ConfigError
+from partita.layout.blueprint import describe_large_unit
 from partita.layout.placement import describe_placement, has_auto_tiers
 from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
@@ -103,6 +104,8 @@ def initialize(
         if owned:
             mesh.close()
         raise
+    if launch.rank == 0 and (notice := describe_large_unit(engine.units)):
+        _log.info("%s", notice)
     if launch.rank == 0 and has_auto_tiers(settings.zero.offload):
         _log.info("%s", describe_placement(engine.planned_bytes))
     return engine

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from partita.config.messages import format_bytes
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.errors import ConfigError
@@ -134,6 +135,18 @@ def make_blueprint(
         tiers = placement.tiers(budget)
     units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
     return Blueprint(resolved, units, num_moments)
+
+
+def describe_large_unit(units: Sequence[PlannedUnit]) -> str | None:
+    """Describe in one line a unit with more than half of a model that is unsharded unit by unit; None without one."""
+    total = sum(unit.num_bytes for unit in units)
+    largest = max(units, key=lambda unit: unit.num_bytes)
+    if largest.always_unsharded or 2 * largest.num_bytes <= total:
+        return None
+    return (
+        f"units: {len(units)}; the largest, {largest.name or 'the root'}, has {largest.num_bytes / total:.0%} of the "
+        f"parameters ({format_bytes(largest.num_bytes)}), which are unsharded together; zero.units names smaller ones"
+    )
 
 
 def layouts_of(

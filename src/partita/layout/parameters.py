@@ -124,7 +124,10 @@ def check_supported(info: ParameterInfo) -> None:
     if param.layout is not torch.strided:
         raise ConfigError(f"parameter '{name}' is sparse ({param.layout}); use a dense parameter")
     if param.is_complex() and param.requires_grad:
-        raise ConfigError(f"parameter '{name}' is complex; use a real tensor of shape [..., 2] instead")
+        raise ConfigError(
+            f"parameter '{name}' is complex; use a real parameter of shape [..., 2] instead, and "
+            "torch.complex(p[..., 0], p[..., 1]) of it in forward"
+        )
 
 
 def check_no_shared_memory(infos: Sequence[ParameterInfo]) -> None:

@@ -2,8 +2,10 @@
 
 With ``units: auto`` every repeated block is a unit (a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that
 has a sibling of its class), and so is a large embedding or linear layer outside the blocks; the root unit takes the
-remaining parameters. A tied parameter belongs to the deepest unit that contains every module that holds it. Units are
-in the order of the model's modules, which is usually that of its forward; reductions go through them backwards.
+remaining parameters. In a model without such blocks, the units are modules of a class that repeats anywhere in it;
+those with more than an eighth of the model are split, if repeated modules in them have most of their parameters. A tied
+parameter belongs to the deepest unit that contains every module that holds it. Units are in the order of the model's
+modules, which is usually that of its forward; reductions go through them backwards.
 """
 
 import fnmatch
@@ -18,6 +20,8 @@ from partita.layout.parameters import ParameterInfo, find_stage_parameters, is_q
 
 # A layer outside the blocks with at least this share of the largest block's bytes is a separate unit.
 LEAF_SHARE = 0.5
+# Without blocks in containers: a module with a larger share of the model's bytes is split into its repeated modules.
+REPEATED_SHARE = 1 / 8
 
 
 @dataclass
@@ -105,7 +109,7 @@ def _selected(model: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _auto(model: nn.Module) -> Iterator[nn.Module]:
-    blocks = dict(find_blocks(model))
+    blocks = dict(find_blocks(model)) or dict(_find_repeated(model))
     yield from blocks.values()
     least = LEAF_SHARE * max((_bytes(block) for block in blocks.values()), default=float("inf"))
     names = {id(info.param): len(info.fqns) for info in find_stage_parameters(model)}
@@ -120,11 +124,41 @@ def _auto(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def _find_repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules of classes that repeat anywhere in the model, with their names: for models whose stages, or whose
+    blocks in them, are attributes and not children of containers.
+    """
+    candidates = [module for module in model.modules() if _has_parts(module) and not _is_container(module)]
+    classes = Counter(map(type, candidates))
+    most = REPEATED_SHARE * _bytes(model)
+
+    def repeated_in(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            full = f"{path}.{name}" if path else name
+            inner = list(repeated_in(child, full))
+            splits = _bytes(child) > most and 2 * sum(_bytes(module) for _, module in inner) > _bytes(child)
+            yield from [(full, child)] if classes[type(child)] > 1 and not splits else inner
+
+    return repeated_in(model, "")
+
+
+def _has_parts(module: nn.Module) -> bool:
+    """Return True for a module that calls modules with parameters: not for layers, nor for torch's attention, which
+    reads its layers' parameters itself.
+    """
+    parts = any(any(True for _ in child.parameters()) for child in module.children())
+    return parts and not isinstance(module, nn.MultiheadAttention)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
 def find_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost repeated children of module containers, with their names, in the order of the modules."""
     children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
     classes = Counter(type(child) for _, child in children)
-    repeated = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    repeated = _is_container(module)
     for name, child in children:
         full = f"{path}.{name}" if path else name
         container = isinstance(child, nn.ModuleList | nn.ModuleDict)

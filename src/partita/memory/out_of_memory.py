@@ -17,7 +17,16 @@ from partita.table.residence import Tier
 
 P = ParamSpec("P")
 R = TypeVar("R")
-CPU_MESSAGES = ("can't allocate memory", "DefaultCPUAllocator")
+# Texts of RuntimeErrors: of torch's allocator for the host, of C++ libraries, of the accelerator's driver and cuBLAS.
+MESSAGES = (
+    "can't allocate memory",
+    "DefaultCPUAllocator",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+    "could not create a memory object",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class OutOfMemoryReporter:
@@ -67,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
 
 
 class _Explains(Protocol):

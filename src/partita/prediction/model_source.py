@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -137,18 +138,22 @@ def _from_huggingface(path: Path, tokens: int | None) -> ModelSource:
     library: Any = transformers
     try:
         config = library.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        named = [getattr(library, name) for name in config.architectures or () if hasattr(library, name)]
+        architecture = _architecture(library, config)
         with torch.device("meta"):
-            model: nn.Module = named[0](config) if named else library.AutoModelForCausalLM.from_config(config)
+            model: nn.Module = architecture(config)
     except Exception as error:  # transformers may raise any error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             f"model '{path}': transformers cannot build it: {lines[0]}; expected {_EXPECTED_MODEL}"
         ) from error
     model.train()
-    ids = "input_ids" if model.main_input_name == "input_ids" else None
-    if ids is None:
-        return ModelSource(str(path), model, _batch_maker(getattr(model, "dummy_inputs", {}), path))
+    if model.main_input_name == "pixel_values":
+        return ModelSource(str(path), model, _batch_maker(_image(config, model), path))
+    if model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"model '{path}': {type(model).__name__} takes {model.main_input_name}, whose shape its "
+            "configuration does not name; pass module:function, which returns (model, batch)"
+        )
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if tokens is not None and isinstance(max_positions, int) and tokens > max_positions:
         raise ConfigError(
@@ -158,9 +163,44 @@ def _from_huggingface(path: Path, tokens: int | None) -> ModelSource:
 
     def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
         ids_of_samples = torch.zeros(samples, length, dtype=torch.long, device=device)
-        return {"input_ids": ids_of_samples, "labels": ids_of_samples.clone()}
+        return {"input_ids": ids_of_samples, **_labels(model, ids_of_samples)}
 
     return ModelSource(str(path), model, batch, length)
+
+
+def _architecture(library: Any, config: Any) -> Callable[[Any], nn.Module]:
+    """Return the class that the configuration names; without a name, its causal language model."""
+    names = config.architectures or ()
+    for name in names:
+        if hasattr(library, name):
+            return cast("Callable[[Any], nn.Module]", getattr(library, name))
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return cast("Callable[[Any], nn.Module]", library.AutoModelForCausalLM.from_config)
+    raise ConfigError(
+        f"its config.json names {f'no known architecture ({names[0]})' if names else 'no architecture'}, and "
+        f"{config.model_type} has no causal language model; set architectures to a list with a class of transformers"
+    )
+
+
+def _image(config: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Return the arguments of a vision model for one image of its configuration's size (224 if it names none)."""
+    size = getattr(config, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else size
+    pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width, device="meta")
+    return {"pixel_values": pixels, **_labels(model, pixels)}
+
+
+def _labels(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of ``model`` from which it computes its loss: one class per sample, or one per token."""
+    accepted, num_samples = inspect.signature(model.forward).parameters, len(inputs)
+    classes = torch.zeros(num_samples, dtype=torch.long, device=inputs.device)
+    if "start_positions" in accepted:
+        return {"start_positions": classes, "end_positions": classes.clone()}
+    if "labels" not in accepted:
+        return {}
+    if type(model).__name__.endswith(("SequenceClassification", "ImageClassification")):
+        return {"labels": classes}
+    return {"labels": inputs.clone()} if inputs.dtype == torch.long else {}
 
 
 # -------------------------------------------------------------------------------------------------------------- code

@@ -263,17 +263,19 @@ class GradientReducer:
         """Handle a parameter's gradient, which is in its ``.grad``.
 
         Raises:
-            PartitaError: the gradient is sparse.
+            PartitaError: the gradient is sparse, and ranks have shards of it at the step.
         """
         if self.placeholder_members:
             member.unmark_placeholder()
+        bucket = self._bucket_of[id(member)]
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
-            raise PartitaError(
-                f"the gradient of '{member.fqn}' is sparse ({grad.layout}), but only dense gradients are supported: "
-                "build the module with sparse=False"
-            )
-        bucket = self._bucket_of[id(member)]
+            if bucket.plan.grad_step.shard_axes:
+                raise PartitaError(
+                    f"the gradient of '{member.fqn}' is sparse ({grad.layout}), but only dense gradients are sharded: "
+                    "build the module with sparse=False, or set zero.stage: 0"
+                )
+            grad = member.param.grad = grad.to_dense()
         if self.gradient_sink is not None and grad is not None and bucket.buffer.collects:
             member.param.grad = None
             self.gradient_sink(member.param, grad)

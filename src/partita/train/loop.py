@@ -285,13 +285,14 @@ class _Run:
             return
         self._ready.save_config(out / WEIGHTS)
         (out / JOB_FILE).write_text(
-            yaml.safe_dump(job.model_dump(mode="json", exclude={"train": {"overwrite"}}), sort_keys=False)
+            yaml.safe_dump(job.model_dump(mode="json", exclude={"train": {"overwrite"}}), sort_keys=False),
+            encoding="utf-8",
         )
         train_rows, held_out_rows = read_metrics(out / METRICS_FILE)
         title = f"{out.name}: {steps} of {job.train.steps} steps" if interrupted else out.name
         plot_losses(out / "loss.png", train_rows, held_out_rows, title, self._ready.token)
         if sample is not None:
-            (out / "sample.txt").write_text(sample)
+            (out / "sample.txt").write_text(sample, encoding="utf-8")
             self._progress.print_line(f"sample:\n{sample}")
         end = "stopped by a signal" if interrupted else "done"
         self._progress.print_line(f"{end} after step {steps}; results are in {out}")

@@ -139,6 +139,9 @@ class DeepSpeedEngine:
             )
         self._engine.zero_grad()
 
+    def empty_partition_cache(self) -> None:
+        """Do nothing: unsharded parameters use a buffer pool, and there is no cache to empty."""
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on one batch, and return its mean loss over micro-batches and ranks.
 
@@ -361,7 +364,7 @@ class DeepSpeedEngine:
         module = self.__dict__.get("module")
         if module is not None and name not in ENGINE and hasattr(module, name):
             return getattr(module, name)
-        raise missing_attribute(name)
+        raise missing_attribute("engine", name, ENGINE)
 
 
 def _repeated(loader: Any) -> Iterator[Any]:

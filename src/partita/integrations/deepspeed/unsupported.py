@@ -36,15 +36,11 @@ MODULE = {
     "moe": "use the model's own experts: experts that a rank does not use get zero gradients there",
     "sequence": f"set sequence_parallel_size {_AS_IT_IS}",
     "compression": "compressed training is not available in this version of partita",
-    "accelerator": "use torch.accelerator, and the engine's attribute device",
-    "get_accelerator": "use torch.accelerator, and the engine's attribute device",
     "OnDevice": "use torch.device('meta') as a context; partita.initialize fills such models unit by unit",
     "log_dist": "use the logging module, if torch.distributed.get_rank() is 0",
     "logger": "use the logging module: logging.getLogger('partita') is partita's logger",
-    "utils": "use the logging module, engine.gathered(...), engine.gradient(name) and engine.optimizer_state(name)",
     "monitor": "log what engine.step() and engine.memory_report() of partita.initialize return",
     "profiling": "use torch.profiler, and engine.memory_report() and engine.traffic_report() of partita.initialize",
-    "runtime": "use the engine of partita.initialize; it has no public submodules",
     "dist": "use comm",
     "launcher": "start scripts with torchrun, srun or `partita run --processes`",
     "constants": "use partita.initialize(..., mesh=) and torch.distributed",
@@ -70,6 +66,31 @@ COMM = {
     "mpi_discovery": "start with torchrun or srun, whose environment variables are used",
 }
 
+# Names in `accelerator`, and of its accelerator.
+_DEVICE = "use torch.accelerator, and the engine's attribute device"
+ACCELERATOR = dict.fromkeys(
+    "Stream Event stream current_stream default_stream range_push range_pop lazy_call total_memory available_memory "
+    "memory_stats reset_peak_memory_stats DeepSpeedAccelerator set_accelerator".split(),
+    _DEVICE,
+)
+
+# Names in `utils`.
+_LOGGING = "use the logging module, if torch.distributed.get_rank() is 0"
+_STATES = "use engine.gathered(...), engine.gradient(name) and engine.optimizer_state(name) of partita.initialize"
+UTILS = {
+    "logger": "use the logging module: logging.getLogger('partita') is partita's logger",
+    "log_dist": _LOGGING,
+    "groups": "use partita.initialize(..., mesh=) and torch.distributed",
+    **dict.fromkeys(
+        "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad".split(),
+        _STATES,
+    ),
+}
+
+# Names in `runtime`, all of whose submodules except `dataloader` are private to DeepSpeed's engine.
+RUNTIME = dict.fromkeys(("engine", "config", "lr_schedules", "zero", "pipe", "utils"), "use partita.initialize")
+
 # Attributes of the engine.
 ENGINE = {
     "set_gradient_accumulation_boundary": "call step() after every micro-batch: it updates only at the boundary",
@@ -80,7 +101,6 @@ ENGINE = {
     "compile": "compile the model's blocks before initialize (block.compile())",
     "offload_states": "set offload_optimizer and offload_param in the configuration",
     "reload_states": "set offload_optimizer and offload_param in the configuration",
-    "empty_partition_cache": "leave it out: gathered parameters use a buffer pool, and there is no cache to empty",
     "monitor": "log get_lr(), get_global_grad_norm() and your loss",
     "flops_profiler": "use torch.profiler",
     "timers": "use torch.profiler",
@@ -109,9 +129,9 @@ def missing(module: str, name: str, remedies: Mapping[str, str]) -> Exception:
     return MissingNameError(_message(module, name, remedies))
 
 
-def missing_attribute(name: str) -> AttributeError:
-    """Return the error for a name that neither the engine nor its model has."""
-    return MissingAttributeError(_message("engine", name, ENGINE))
+def missing_attribute(where: str, name: str, remedies: Mapping[str, str]) -> AttributeError:
+    """Return the error for an attribute that an object (``where``) does not have."""
+    return MissingAttributeError(_message(where, name, remedies))
 
 
 def _message(where: str, name: str, remedies: Mapping[str, str]) -> str:

@@ -59,7 +59,7 @@ class UnreadTensor(Tensor):
         if own is not None:
             if name in _OF_DEVICE:
                 with torch._C.DisableTorchFunctionSubclass():
-                    return func(torch.empty(0, device=_pending[own].device))
+                    return func(torch.empty(0, dtype=torch.uint8, device=_pending[own].device))
             if name in _CONVERSIONS:
                 return _converted(own, func, args[1:], kwargs)
             if name == "data" and len(args) == 2 and is_unread(args[1]):
@@ -142,7 +142,7 @@ def _then(pending: _Pending, convert: Callable[[Tensor], Tensor]) -> _Pending:
     return replace(pending, conversions=(*pending.conversions, convert))
 
 
-def _converted(tensor: Tensor, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _converted(tensor: Tensor, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what a conversion makes of an unread tensor: an unread one, or the tensor itself if nothing changes."""
     pending = _pending[tensor]
     before = torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=pending.device)
@@ -156,7 +156,7 @@ def _converted(tensor: Tensor, func: Callable[..., Tensor], args: Sequence[Any],
     if after.is_meta:
         return made
     # nn.Parameter(tensor) needs a detached tensor of the same class.
-    kind = type(tensor) if asked_for(func) == "detach" else UnreadTensor
+    kind: Any = type(tensor) if asked_for(func) == "detach" else UnreadTensor
     convert = _then(pending, lambda values: func(values, *args, **kwargs))
     return _unread(made, kind, replace(convert, kind=Tensor, device=after.device))
 

@@ -51,12 +51,13 @@ def _load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any,
     nothing = state_dict is None and files is None  # an error of transformers'
     if rank == 0 or nothing or load_config.is_quantized or load_config.device_map is not None:
         return _LOAD(model, state_dict, files, load_config, *args, **kwargs)
-    copied = copy_on_meta(model)
+    copied: Any = copy_on_meta(model)
 
     def read() -> dict[str, Tensor]:
         info, _ = _LOAD(copied, state_dict, files, load_config, *args, **kwargs)
         copied.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-        return copied.state_dict(keep_vars=True)
+        values: dict[str, Tensor] = copied.state_dict(keep_vars=True)
+        return values
 
     _sources[model] = read
     shapes = {name: _WithoutValues(tensor) for name, tensor in _on_meta(state_dict, files, load_config).items()}

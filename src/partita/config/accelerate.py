@@ -90,12 +90,7 @@ def read(source: str | Path | Mapping[str, object], ranks: int, ranks_per_node: 
         sections["parallelism_config"] = _prefixed(parallel, "parallelism_config_")
     conversion = Conversion(name, sections, RULES)
     _precision(conversion)
-    for axis, target in (("tp", "parallel.tensor"), ("cp", "parallel.sequence"), ("sp", "parallel.sequence")):
-        if conversion.number(key := f"{PARALLEL}{axis}_size", 1) > 1:
-            conversion.set(target, conversion.value(key), key)
-    if (nodes := conversion.number(key := f"{PARALLEL}dp_replicate_size", 1)) > 1:
-        copies = ranks // (ranks_per_node or ranks)
-        conversion.set("zero.replicate", "nodes", key, "" if nodes == copies else f"{copies} nodes, not {nodes:g}")
+    _parallelism(conversion, ranks, ranks_per_node)
     named = _distributed(conversion, ranks, ranks_per_node)
     key = "num_processes"
     processes = int(conversion.number(key, 0)) or None
@@ -131,6 +126,30 @@ def read_fsdp(fsdp: object, fsdp_config: object, ranks: int, ranks_per_node: int
     conversion = Conversion("TrainingArguments(fsdp=, fsdp_config=)", data, RULES)
     _fsdp(conversion)
     return conversion.finish()
+
+
+def read_parallelism(sizes: Mapping[str, object], ranks: int, ranks_per_node: int | None = None) -> Converted:
+    """Convert the sizes of an ``accelerate.ParallelismConfig`` into a configuration of partita.
+
+    Args:
+        sizes: the sizes by the names of its fields (``tp_size``).
+        ranks: the number of ranks.
+        ranks_per_node: the number of these on each node (None: all are on one).
+    """
+    data = {"parallelism_config": _prefixed(sizes, "parallelism_config_")}
+    conversion = Conversion("ParallelismConfig", data, RULES)
+    _parallelism(conversion, ranks, ranks_per_node)
+    return conversion.finish()
+
+
+def _parallelism(conversion: Conversion, ranks: int, ranks_per_node: int | None) -> None:
+    """Set the degrees of tensor and sequence parallelism, and the replicas of sharded states."""
+    for axis, target in (("tp", "parallel.tensor"), ("cp", "parallel.sequence"), ("sp", "parallel.sequence")):
+        if conversion.number(key := f"{PARALLEL}{axis}_size", 1) > 1:
+            conversion.set(target, conversion.value(key), key)
+    if (nodes := conversion.number(key := f"{PARALLEL}dp_replicate_size", 1)) > 1:
+        copies = ranks // (ranks_per_node or ranks)
+        conversion.set("zero.replicate", "nodes", key, "" if nodes == copies else f"{copies} nodes, not {nodes:g}")
 
 
 def _prefixed(section: Mapping[str, object], prefix: str) -> dict[str, object]:

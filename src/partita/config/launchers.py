@@ -99,6 +99,11 @@ def set_torch_variables() -> None:
         set_launch_environment(launch, str(place.hostname), int(place.port or 0))
 
 
+def use_cpu_in_accelerate() -> None:
+    """Make accelerate and ``TrainingArguments`` use the CPU in this process, unless the user has set its variable."""
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def set_local_world_size(size: int) -> None:
     """Set the number of processes on this node, for launchers that do not."""
     os.environ["LOCAL_WORLD_SIZE"] = str(size)

@@ -27,6 +27,7 @@ from partita.memory import accelerator
 from partita.memory.capacity import usable_cores
 from partita.memory.generators import generators_kept
 from partita.optim.build import Factory
+from partita.sharding.unread import release
 
 _log = logging.getLogger("partita")
 
@@ -95,6 +96,7 @@ def initialize(
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:
         mesh.check_open()
+    release(model)
     try:
         with generators_kept(
             device

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from partita import ConfigError, PartitaError
 from partita.integrations.huggingface import Accelerator
+from partita.integrations.huggingface.local_sgd import LocalSGD
 from tests.integrations.huggingface.runs import alone
 from tests.kit.ranks import on_ranks
 
@@ -261,3 +262,65 @@ def test_accelerate_knows_all_processes() -> None:
     for number, said in on_ranks(2, counted):
         assert number == 2
         assert "accelerate has 1 processes, but the launcher has started 2" in said
+
+
+def with_parallelism(config: dict[str, Any]) -> tuple[int, str]:
+    """The data-parallel positions, and what is said."""
+    with alone():
+        try:
+            accelerator = Accelerator(
+                cpu=True, parallelism_config=accelerate.ParallelismConfig(tp_size=2), partita_config=config
+            )
+        except ConfigError as error:
+            return 0, str(error)
+        return accelerator.data_rank.num, ""
+
+
+def test_a_parallelism_config_in_python() -> None:
+    assert on_ranks(2, with_parallelism, {}) == [(1, "")] * 2
+    assert on_ranks(2, with_parallelism, {"parallel": {"tensor": 2}}) == [(1, "")] * 2
+    for _, said in on_ranks(2, with_parallelism, {"parallel": {"tensor": 1}}):
+        assert "parallel.tensor and the size in ParallelismConfig differ" in said
+
+
+def locally(enabled: bool) -> str:
+    with alone():
+        accelerator = made(3)
+        model = network()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        try:
+            with LocalSGD(accelerator, model, local_sgd_steps=4, enabled=enabled):
+                return ""
+        except ConfigError as error:
+            return str(error)
+        finally:
+            close(accelerator)
+
+
+def averaged(partita: bool) -> list[float]:
+    """The losses of ranks that average their weights after every second step."""
+    every = {"every": 2, "replicas": 2, "outer_lr": 1, "outer_momentum": 0, "outer_nesterov": False}
+    with alone():
+        accelerator = made(1 if partita else None, {"communication": every})
+        torch.manual_seed(accelerator.process_index)
+        model = network()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=not partita) as local:
+            for _ in range(6):
+                loss = model(torch.randn(4, 8)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+                losses.append(loss.item())
+        close(accelerator)
+        return losses
+
+
+def test_local_sgd_is_a_setting() -> None:
+    plain, found = on_ranks(2, averaged, False), on_ranks(2, averaged, True)
+    assert [pytest.approx(losses, rel=1e-5) for losses in plain] == found
+    assert on_ranks(2, locally, False) == [""] * 2
+    for said in on_ranks(2, locally, True):
+        assert "set communication: {every: 4, replicas: 2, outer_lr: 1, outer_momentum: 0" in said

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from partita.comm import world
+from partita.config.accelerate import read_parallelism
 from partita.config.launchers import launch_environment
 from partita.config.load import load_config
 from partita.config.resolve import resolve
@@ -44,7 +45,7 @@ class Accelerator(accelerate.Accelerator):
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
             defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation).
         partita_values: additional configuration values, by key.
-        **kwargs: accelerate's own arguments.
+        **kwargs: accelerate's own arguments. The sizes of ``parallelism_config`` become ``parallel`` of the config.
 
     Raises:
         ConfigError: a value is given twice and differs, or another library would shard the model.
@@ -61,6 +62,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         _check_no_other_library(kwargs)
         config = load_config(partita_config if partita_config is not None else self.default_config)
+        if (parallelism := kwargs.pop("parallelism_config", None)) is not None:
+            config = _with_parallelism(config, parallelism)
         if not args and device_type() == HOST.type:
             kwargs.setdefault("cpu", True)  # without it, accelerate does not recognize several processes on the CPU
         super().__init__(*args, **kwargs)
@@ -372,20 +375,34 @@ def _without_batch(config: Config) -> Config:
     return load_config(config.model_dump(exclude_unset=True, exclude={"batch"}))
 
 
+def _with_parallelism(config: Config, parallelism: Any) -> Config:
+    """Return the config with the sizes of an ``accelerate.ParallelismConfig``.
+
+    Raises:
+        ConfigError: the config has another size.
+    """
+    launch = launch_environment(running=world.running())
+    sizes = {name: size for name, size in vars(parallelism).items() if name.endswith("_size")}
+    sections: Any = read_parallelism(sizes, launch.world_size, launch.local_world_size).settings
+    values = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    check_equal(config, [Argument(key, "the size in ParallelismConfig", value) for key, value in values.items()])
+    return merged(config, values)
+
+
 def _check_ranks(num_processes: int) -> None:
     """Check that accelerate and the launcher agree on the number of processes."""
     ranks = launch_environment(running=world.running()).world_size
     if ranks != num_processes:
         raise ConfigError(
-            f"accelerate has {num_processes} processes, but the launcher has started {ranks}: on machines without an "
-            "accelerator set use_cpu=True in TrainingArguments, or cpu=True in Accelerator; under srun start the "
-            "script with 'partita run', or call partita.integrations.huggingface.activate() first"
+            f"accelerate has {num_processes} processes, but the launcher has started {ranks}: start the script with "
+            "'partita run', or call partita.integrations.huggingface.activate() in its first line; on machines without "
+            "an accelerator, its first PartialState, Accelerator (cpu=True) or TrainingArguments (use_cpu=True) decides"
         )
 
 
 def _check_no_other_library(kwargs: Mapping[str, Any]) -> None:
     """Check that no other library would shard the model."""
-    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"):
+    for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"):
         if kwargs.get(name) is not None:
             raise _another_library(name)
 

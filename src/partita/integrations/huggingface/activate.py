@@ -5,16 +5,19 @@ from collections.abc import Iterator
 
 import accelerate
 import accelerate.accelerator
+import accelerate.local_sgd
 import transformers
 import transformers.trainer
 
-from partita.config.launchers import set_torch_variables
+from partita.config.launchers import set_torch_variables, use_cpu_in_accelerate
 from partita.config.load import load_config
 from partita.errors import ConfigError
 from partita.integrations.huggingface.accelerator import Accelerator, Source
 from partita.integrations.huggingface.loading import read_on_rank_0
+from partita.integrations.huggingface.local_sgd import LocalSGD
 from partita.integrations.huggingface.trainer import Trainer, on_partita
 from partita.integrations.huggingface.training_arguments import read_sharding_arguments
+from partita.memory.accelerator import HOST, device_type
 
 
 def activate(config: Source = None) -> None:
@@ -40,6 +43,8 @@ def activate(config: Source = None) -> None:
             "before transformers, accelerate and trl are imported, or start the script with 'partita run'"
         )
     set_torch_variables()  # accelerate reads only these
+    if device_type() == HOST.type:
+        use_cpu_in_accelerate()  # without it, accelerate does not recognize several processes on the CPU
     trainer = on_partita(transformers.Trainer, settings)
     accelerator = type("Accelerator", (Accelerator,), {"default_config": settings, "__doc__": Accelerator.__doc__})
     trainer.accelerator_class = accelerator
@@ -47,6 +52,7 @@ def activate(config: Source = None) -> None:
         module.Trainer = trainer
     for module in (accelerate, accelerate.accelerator):
         module.Accelerator = accelerator
+    accelerate.local_sgd.LocalSGD = LocalSGD
     read_on_rank_0()
     read_sharding_arguments()
 

@@ -1,9 +1,10 @@
-"""Loading of models on rank 0: on other ranks, parameters stay on ``meta`` until an engine copies rank 0's values."""
+"""Loading of models on rank 0: others leave values unread, until an engine copies rank 0's or a script needs them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,39 +13,64 @@ from transformers.modeling_utils import load_state_dict
 
 from partita.comm import world
 from partita.config.launchers import launch_environment
+from partita.sharding.unread import Read, copy_on_meta, leave_unread
+
+_LOAD, _FINALIZE = PreTrainedModel._load_pretrained_model, PreTrainedModel._finalize_model_loading
+_sources = WeakKeyDictionary[PreTrainedModel, Read]()  # until their models are finalized
 
 
 @contextmanager
 def rank_0_reads() -> Iterator[None]:
     """Make ``from_pretrained`` read weights on rank 0 of the job only, inside a block.
 
-    The other ranks read names and shapes. Parameters and buffers in the files stay on ``meta``; the others are
-    initialized as on rank 0, so that all ranks draw the same random numbers. Every rank reads quantized models.
+    The other ranks read names and shapes. A rank reads the values from the files, too, once something needs them before
+    an engine exists, such as a forward. Parameters and buffers that are not in the files are initialized as on rank 0,
+    so that all ranks draw the same random numbers. Every rank reads quantized models.
     """
-    reads = PreTrainedModel._load_pretrained_model
-    PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(reads))
+    before = PreTrainedModel._load_pretrained_model, PreTrainedModel._finalize_model_loading
+    read_on_rank_0()
     try:
         yield
     finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(reads)
+        _set(*before)
 
 
 def read_on_rank_0() -> None:
     """Make ``from_pretrained`` behave as inside :func:`rank_0_reads` from now on."""
-    PreTrainedModel._load_pretrained_model = staticmethod(_reading_on_rank_0(PreTrainedModel._load_pretrained_model))
+    _set(_load, _finalize)
 
 
-def _reading_on_rank_0(reads: Any) -> Any:
-    def load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        rank = launch_environment(running=world.running()).rank
-        nothing = state_dict is None and files is None  # an error of transformers'
-        if rank == 0 or nothing or load_config.is_quantized or load_config.device_map is not None:
-            return reads(model, state_dict, files, load_config, *args, **kwargs)
-        shapes = {name: _WithoutValues(tensor) for name, tensor in _on_meta(state_dict, files, load_config).items()}
-        on_meta = replace(load_config, device_map={"": "meta"})
-        return reads(model, shapes, files, on_meta, *args, **kwargs)
+def _set(load: Any, finalize: Any) -> None:
+    PreTrainedModel._load_pretrained_model = staticmethod(load)
+    PreTrainedModel._finalize_model_loading = staticmethod(finalize)
 
-    return load
+
+def _load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load weights into a model; on other ranks than rank 0 only their shapes."""
+    rank = launch_environment(running=world.running()).rank
+    nothing = state_dict is None and files is None  # an error of transformers'
+    if rank == 0 or nothing or load_config.is_quantized or load_config.device_map is not None:
+        return _LOAD(model, state_dict, files, load_config, *args, **kwargs)
+    copied: Any = copy_on_meta(model)
+
+    def read() -> dict[str, Tensor]:
+        info, _ = _LOAD(copied, state_dict, files, load_config, *args, **kwargs)
+        copied.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+        values: dict[str, Tensor] = copied.state_dict(keep_vars=True)
+        return values
+
+    _sources[model] = read
+    shapes = {name: _WithoutValues(tensor) for name, tensor in _on_meta(state_dict, files, load_config).items()}
+    on_meta = replace(load_config, device_map={"": "meta"})
+    return _LOAD(model, shapes, files, on_meta, *args, **kwargs)
+
+
+def _finalize(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Initialize what the files do not have, and leave unread what they have."""
+    info = _FINALIZE(model, *args, **kwargs)
+    if (read := _sources.pop(model, None)) is not None:
+        leave_unread({name: value for name, value in model.state_dict(keep_vars=True).items() if value.is_meta}, read)
+    return info
 
 
 def _on_meta(state_dict: Mapping[str, Tensor] | None, files: Any, load_config: Any) -> dict[str, Tensor]:

@@ -175,7 +175,10 @@ class PartitaStrategy(DDPStrategy):
         Raises:
             ConfigError: always.
         """
-        self.precision.clip_grad_by_value(optimizer, clip_val)
+        raise ConfigError(
+            f"clip_gradients: clip_val={clip_val} clips by value, but partita clips gradients only by their global "
+            "norm: pass max_norm"
+        )
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -88,8 +88,7 @@ class _GatherShards(torch.autograd.Function):
         ctx.sharding, places, group = sharding, sharding.places, sharding.group
         assert places is not None
         whole = torch.empty(places[0].shape, dtype=local.dtype, device=local.device)
-        # `data` has a version of its own: a gather copies each rank's part onto itself.
-        shards = group.gather(local.data, [place.sizes for place in places], PURPOSE)
+        shards = group.gather(local, [place.sizes for place in places], PURPOSE)
         for place, of_rank in zip(places, shards, strict=True):
             place.put(of_rank, whole)
         return whole

@@ -91,6 +91,8 @@ def sequence_attention(
             f"got {num_own} queries and {call.key.shape[2]} keys. Only self-attention within the input of a block is "
             "supported: set parallel.sequence: 1"
         )
+    if slices.group.size == 1:
+        return own(call)
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
     method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)

@@ -112,8 +112,8 @@ class Blocks:
         """Return the slices of a block's input.
 
         The first block creates them. Every rank computes all positions of a batch without samples, or with fewer
-        positions than ranks: its slices are those of a group of one rank. A call that the model's own checkpointing recomputes in backward has the slices
-        of the original call.
+        positions than ranks: its slices are those of a group of one rank. A call that the model's own checkpointing
+        recomputes in backward has the slices of the original call.
 
         Raises:
             PartitaError: the input does not have this rank's positions.

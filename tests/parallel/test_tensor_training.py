@@ -21,7 +21,7 @@ from tests.kit.training import Trained, assert_exact, assert_same_bits, rank
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240
-NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "bloom", "t5", "vit", "decoder", "mixtral")
+NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "bloom", "t5", "vit", "decoder", "mixtral", "mamba", "jamba")
 ALL_PLANS = ("0", "1", "2", "3", "3-host", "3-recomputed")
 
 

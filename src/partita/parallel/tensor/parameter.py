@@ -269,7 +269,8 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 _WRITTEN = (
     "parameter '{}' is split over the tensor ranks, and '{}' could write to this rank's shard of it: read and write it "
-    "inside `with engine.gathered(...)`, with modify=True to write"
+    "inside `with engine.gathered(...)`, with modify=True to write; if the model's own forward does this, set 'whole' "
+    "for the parameter's module in parallel.tensor_rules"
 )
 _AFTER_ACCUMULATION = (
     "parameter '{}' is split over the tensor ranks, and its .grad is a shard of the gradient: a post-accumulate hook "

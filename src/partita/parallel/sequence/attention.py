@@ -21,6 +21,7 @@ from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, Sizes, cho
 from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
+from partita.sharding.compiler import eager
 
 # The slices of the running block; global, because transformers' registry of attention functions is global.
 _current_slices: ContextVar[Slices | None] = ContextVar("_current_slices", default=None)
@@ -65,6 +66,7 @@ def current_slices() -> Slices | None:
     return _current_slices.get()
 
 
+@eager
 def sequence_attention(
     call: AttentionCall,
     slices: Slices,

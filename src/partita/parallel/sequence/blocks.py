@@ -15,6 +15,7 @@ from partita.errors import PartitaError
 from partita.parallel.sequence.attention import on_slices
 from partita.parallel.sequence.exchange import gather, slice_for_rank
 from partita.parallel.sequence.slices import Slices
+from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import Level
@@ -80,6 +81,7 @@ class Blocks:
     def name(self, block: nn.Module) -> str:
         return self._names[id(block)]
 
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.enabled:
             return None
@@ -174,6 +176,7 @@ class Blocks:
         """Drop the cached slices of a forward in which another rank runs the last block."""
         self._sliced.clear()
 
+    @eager
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:
@@ -250,6 +253,7 @@ class SlicedForward:
         finally:
             setattr(self._block, _CHECKPOINT, checkpoint)
 
+    @eager_itself  # attention finds the slices in a context variable
     def _run_on_slices(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with on_slices(slices, intercept=self._intercept):
             return forward(*args, **kwargs)

@@ -295,6 +295,13 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor 
     return tuple(result)
 
 
+def _is_compiled_backward(func: Callable[..., Any]) -> bool:
+    """Return whether a compiled graph calls an operator in backward. It was traced with this rank's shard, inside the
+    forward of the parameter's module.
+    """
+    return isinstance(func, torch._ops.OpOverload) and torch._C._current_graph_task_id() != -1
+
+
 class SplitParameter(nn.Parameter):
     """The class of a parameter split over the tensor ranks, while its data is unsharded (this rank's slice)."""
 
@@ -308,6 +315,8 @@ class SplitParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if _is_compiled_backward(func):
+                return func(*args, **kwargs)
             answer = _answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer

@@ -92,6 +92,7 @@ def activations_move(collectives: Collectives) -> None:
         found = group.all_to_all(parts, [shapes[group.index]] * group.size, "sequence")
         assert [part.tolist() for part in found] == [[[other] * 2] * group.index for other in ranks]
         gathered = group.gather(parts[group.index], shapes, "tensor")
+        assert parts[group.index]._version == 0, "autograd may have saved the part"
         assert [part.tolist() for part in gathered] == [[[other] * 2] * place for place, other in enumerate(ranks)]
 
 

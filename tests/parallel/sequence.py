@@ -112,8 +112,8 @@ def connected() -> Iterator[Collectives]:
 def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequenceParallel]:
     transforms = ModuleTransforms()
     with transforms.temporary():
-        group = collectives.group(("sequence",))
-        yield SequenceParallel(model, collectives.mesh, group, transforms.at(Order.SEQUENCE))
+        group, alone = collectives.group(("sequence",)), collectives.group(())
+        yield SequenceParallel(model, collectives.mesh, group, alone, transforms.at(Order.SEQUENCE))
 
 
 @dataclass
@@ -364,6 +364,59 @@ def _samples(name: str, step: int, data: int) -> Batch:
     return batch_of(name, 10 * step + data, length=LENGTH - 4 * (step % 2))
 
 
+# The samples and positions of each step's batch.
+FEW = {
+    "no samples": ((0, LENGTH), (2, LENGTH), (0, LENGTH), (2, LENGTH)),
+    "few positions": ((2, 1), (2, LENGTH), (2, 2), (2, LENGTH)),
+}
+
+
+class Attending(nn.Module):
+    """A block whose reshapes accept a batch without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 6, WIDTH // 6)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2).tanh()
+
+
+class Attender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Attending(), Attending()])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).tanh()
+
+
+def trained_on_few(name: str, what: str, sequence: int | None) -> Trained:
+    """Train on batches without samples, or with fewer positions than ranks; None: in plain PyTorch."""
+
+    def loss(model: Any, data: int, step: int) -> Tensor:
+        samples, length = FEW[what][step]
+        tokens = batch_of("decoder", step, length=length)["tokens"][:samples]
+        output = model(tokens)
+        logits = output if isinstance(output, Tensor) else output.logits
+        return F.cross_entropy(logits.reshape(-1, VOCAB), tokens.reshape(-1), reduction="sum") / LENGTH
+
+    seeds.start()
+    model = Attender() if name == "own" else built(name)
+    if sequence is None:
+        optimizer = partial(torch.optim.AdamW, weight_decay=0.01, **ADAMW)
+        return train_module(model, loss, len(FEW[what]), num_data=1, own=None, optimizer=optimizer, clip=CLIP)
+    config = {"parallel": {"sequence": sequence}, "clip_grad_norm": CLIP, "optimizer": ADAMW, "zero": {"stage": 2}}
+    with partita.initialize(model, config) as engine:
+        return train_engine(engine, loss, len(FEW[what]), data=0)
+
+
 # -- what cannot be cut ------------------------------------------------------------------------------------------------
 
 
@@ -502,14 +555,15 @@ def refused(what: str) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     elif what == "flash":
         model.config._attn_implementation_internal = "flash_attention_2"
-    elif what == "short":
-        batch = batch_of("llama", length=world() - 1)
     elif what == "collected":
         batch["output_hidden_states"] = True  # type: ignore[assignment]
     with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
         output = engine(**batch)
         if what == "alone" and rank() == 0:
             output.logits.argmax(-1)
+        if what == "cached":
+            cache = engine(batch["input_ids"], use_cache=True).past_key_values
+            engine(batch["input_ids"][:, :1], past_key_values=cache, use_cache=True)
         engine.backward(output.loss)
 
 

@@ -58,6 +58,15 @@ def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
         assert_exact(found, plain)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("own", "no samples"), ("own", "few positions"), ("llama", "few positions")]
+)
+def test_batches_that_cannot_be_split_train(name: str, what: str) -> None:
+    (plain,) = on_ranks(1, sequence.trained_on_few, name, what, None)
+    for found in on_ranks(3, sequence.trained_on_few, name, what, 3):
+        assert_exact(found, plain)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_every_stage_is_the_same_beside_data(name: str) -> None:
     """States are shards over data x sequence; on sequence 2 x data 2 all stages have the same bits."""
@@ -75,7 +84,7 @@ def test_every_stage_is_the_same_beside_data(name: str) -> None:
 ERRORS = {
     "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
     "flash": "got 'flash_attention_2': load the model with attn_implementation='sdpa'",
-    "short": "a sequence of 2 positions cannot be cut over parallel.sequence: 3 ranks; use longer sequences",
+    "cached": "expected attention over this rank's .* positions; got 1 queries and [89] keys",
     "collected": "output_hidden_states returns outputs of each block, of which a rank has only its slice",
     "alone": "'argmax' reads logits that are split over 3 sequence ranks, and not all of them do",
 }

@@ -40,6 +40,20 @@ _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_s
 _T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96}
 _NO_VIT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _VIT = {**_SIZES, "intermediate_size": 96, "image_size": 16, "patch_size": 4, "num_labels": 7, **_NO_VIT_DROPOUT}
+_MAMBA = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB, "use_cache": False}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "head_dim": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+}
 _FALCON = {**_SIZES, **_NO_DROPOUT, "use_cache": False}
 
 BUILD: dict[str, Callable[[], nn.Module]] = {
@@ -64,7 +78,13 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "olmo2": _tiny("olmo2", **_GROUPED),
     "gemma2": _tiny("gemma2", **_GROUPED, head_dim=8),
     "bert": _tiny("bert", **_DECODER),
+    "mamba": _causal("Mamba", **_MAMBA, state_size=8, time_step_rank=4),
+    "jamba": _causal("Jamba", **_GROUPED, **_JAMBA, mamba_d_state=8, mamba_dt_rank=4),
+    "gemma3n": Family("Gemma3nText", "Gemma3nForCausalLM", {**_GROUPED, **_GEMMA3N}),
 }
+
+# Models whose modules read the weights of others, which are full only in an engine.
+READING_WEIGHTS = ("mamba", "jamba")
 
 
 def build(name: str) -> nn.Module:

@@ -75,6 +75,14 @@ def sliced_attention(batch: SlicedBatch, q: Tensor, k: Tensor, v: Tensor, dropou
     batch.check(q, k)
     slices, layout = batch.slices, batch.layout
     num_samples = 1 if batch.seen is None and batch.documents is None else q.shape[0]
+    whole, call = Sizes(num_samples, slices.length, slices.length), AttentionCall(q, k, v, None, False)
+
+    def own(call: AttentionCall) -> Tensor:
+        batch_blocks = blocks_of_batch(layout, whole, batch.seen, batch.documents)
+        return batch_blocks.attention(call.query, call.key, call.value, dropout, scale)
+
+    if slices.group.size == 1:
+        return own(call)
     kind = layout, num_samples, slices.ranges, slices.group.index, q.device
     found = _recent.found(kind, (batch.seen, batch.documents), lambda: key_fetch(batch, num_samples, q.device))
     samples_per_mask = q.shape[0] // num_samples
@@ -86,13 +94,7 @@ def sliced_attention(batch: SlicedBatch, q: Tensor, k: Tensor, v: Tensor, dropou
         reads=tuple(tuple(samples_per_mask * count for count in of_rank) for of_rank in found.counts),
     )
     if choose.choose(sizes, ring=False) == choose.ALL_TO_ALL:
-        whole = Sizes(num_samples, slices.length, slices.length)
-
-        def own(call: AttentionCall) -> Tensor:
-            batch_blocks = blocks_of_batch(layout, whole, batch.seen, batch.documents)
-            return batch_blocks.attention(call.query, call.key, call.value, dropout, scale)
-
-        return attention_by_heads(AttentionCall(q, k, v, None, False), slices, own, sizes)
+        return attention_by_heads(call, slices, own, sizes)
     keys, values = _read(k, v, found, slices, num_samples)
     return found.batch_blocks.attention(q, keys, values, dropout, scale)
 

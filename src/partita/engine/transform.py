@@ -58,7 +58,8 @@ def apply_axes(
         if parallel.cut is not None:
             remove_from_other_stages(model, transforms)
     if mesh.size(SEQUENCE) > 1:
-        applied = SequenceParallel(model, mesh, collectives.group((SEQUENCE,)), transforms.at(Order.SEQUENCE))
+        group, alone = collectives.group((SEQUENCE,)), collectives.group(())
+        applied = SequenceParallel(model, mesh, group, alone, transforms.at(Order.SEQUENCE))
         parallel.lines += applied.lines
         parallel.stacks += applied.stacks
         for stack in applied.stacks if not is_simulated(mesh.device) else ():  # there, tensors have no values

@@ -36,7 +36,7 @@ class SequenceParallel:
         ConfigError: the model has no blocks, or an attention implementation without a dense mask.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, changes: Level) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, group: Group, alone: Group, changes: Level) -> None:
         self.model = model
         self.group = group
         stacks = _stacks(model)
@@ -46,7 +46,7 @@ class SequenceParallel:
                 "Sequential) that could run on slices of the sequence; leave parallel.sequence out"
             )
         kinds = _offer_attention(model, changes)
-        self.stacks = [Blocks(blocks, mesh, group, changes, intercept=not kinds) for blocks in stacks]
+        self.stacks = [Blocks(blocks, mesh, group, alone, changes, intercept=not kinds) for blocks in stacks]
         changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_block_outputs), with_kwargs=True).remove)
         changes.on_undo(model.register_forward_pre_hook(Hook(self._begin)).remove)
         changes.on_undo(model.register_forward_hook(Hook(self._end), always_call=True).remove)

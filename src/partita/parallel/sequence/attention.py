@@ -21,6 +21,7 @@ from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, Sizes, cho
 from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
+from partita.sharding.compiler import eager
 
 # The slices of the running block; global, because transformers' registry of attention functions is global.
 _current_slices: ContextVar[Slices | None] = ContextVar("_current_slices", default=None)
@@ -65,6 +66,7 @@ def current_slices() -> Slices | None:
     return _current_slices.get()
 
 
+@eager
 def sequence_attention(
     call: AttentionCall,
     slices: Slices,
@@ -91,6 +93,8 @@ def sequence_attention(
             f"got {num_own} queries and {call.key.shape[2]} keys. Only self-attention within the input of a block is "
             "supported: set parallel.sequence: 1"
         )
+    if slices.group.size == 1:
+        return own(call)
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
     method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)

@@ -15,6 +15,7 @@ from partita.errors import PartitaError
 from partita.parallel.sequence.attention import on_slices
 from partita.parallel.sequence.exchange import gather, slice_for_rank
 from partita.parallel.sequence.slices import Slices
+from partita.sharding.compiler import eager, eager_itself
 from partita.sharding.hooks import Hook
 from partita.sharding.pytree import map_tensors, tensors_in
 from partita.transforms.modules import Level
@@ -37,15 +38,25 @@ class Blocks:
 
     Args:
         blocks: by name, in the order of their calls.
+        group: the ranks over which sequences are split.
+        alone: the group of this rank only, which computes sequences that are too short to be split.
         changes: records all changes, so that they can be undone.
         intercept: blocks call ``F.scaled_dot_product_attention`` directly.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], mesh: Mesh, group: Group, changes: Level, *, intercept: bool
+        self,
+        blocks: Mapping[str, nn.Module],
+        mesh: Mesh,
+        group: Group,
+        alone: Group,
+        changes: Level,
+        *,
+        intercept: bool,
     ) -> None:
         self.blocks = blocks
         self.group = group
+        self.alone = alone
         self.mesh = mesh
         self._names = {id(block): name for name, block in blocks.items()}
         self._first, *_ = blocks.values()
@@ -70,6 +81,7 @@ class Blocks:
     def name(self, block: nn.Module) -> str:
         return self._names[id(block)]
 
+    @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.enabled:
             return None
@@ -81,7 +93,7 @@ class Blocks:
                 "sliced; got none"
             )
         slices = self._slices_of_call(module, hidden, name)
-        if id(module) not in self._called:
+        if id(module) not in self._called and slices.group is self.group:
             self._called.add(id(module))
             if self.on_first_call is not None:
                 self.on_first_call(self, module, args, kwargs)
@@ -101,8 +113,9 @@ class Blocks:
     def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
         """Return the slices of a block's input.
 
-        The first block creates them. A call that the model's own checkpointing recomputes in backward has the slices
-        of the original call.
+        The first block creates them. Every rank computes all positions of a batch without samples, or with fewer
+        positions than ranks: its slices are those of a group of one rank. A call that the model's own checkpointing
+        recomputes in backward has the slices of the original call.
 
         Raises:
             PartitaError: the input does not have this rank's positions.
@@ -110,7 +123,8 @@ class Blocks:
         if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
             return self._of_inputs[hidden]
         if (module is self._first or self.slices is None) and not repeated:
-            self.slices = Slices.even(hidden.shape[1], self.group, self.mesh)
+            can_be_split = len(hidden) > 0 and hidden.shape[1] >= self.group.size
+            self.slices = Slices.even(hidden.shape[1], self.group if can_be_split else self.alone, self.mesh)
             self._sliced.clear()
         elif self.slices is None or hidden.shape[1] != self.slices.num_own:
             raise PartitaError(
@@ -162,6 +176,7 @@ class Blocks:
         """Drop the cached slices of a forward in which another rank runs the last block."""
         self._sliced.clear()
 
+    @eager
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:
@@ -238,6 +253,7 @@ class SlicedForward:
         finally:
             setattr(self._block, _CHECKPOINT, checkpoint)
 
+    @eager_itself  # attention finds the slices in a context variable
     def _run_on_slices(self, slices: Slices | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with on_slices(slices, intercept=self._intercept):
             return forward(*args, **kwargs)

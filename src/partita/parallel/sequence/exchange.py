@@ -17,6 +17,7 @@ from torch import Tensor
 from partita.comm.group import Group
 from partita.errors import PartitaError
 from partita.parallel.sequence.slices import Slices
+from partita.sharding.compiler import eager
 
 PURPOSE = "sequence"
 Heads = Sequence[Sequence[int]]
@@ -71,12 +72,14 @@ def check_backward(slices: Slices) -> None:
         )
 
 
+@eager
 def slice_for_rank(whole: Tensor, dim: int, slices: Slices) -> Tensor:
     """Return this rank's slice along ``dim`` of a tensor that all ranks have. The gradient is 0 outside the slice."""
     result: Tensor = _SliceForRank.apply(whole, dim, slices)  # type: ignore[no-untyped-call]
     return result
 
 
+@eager
 def gather(own: Tensor, dim: int, slices: Slices) -> Tensor:
     """All-gather the ranks' slices along ``dim``.
 
@@ -102,6 +105,7 @@ def gradient_of_slice(whole: Tensor, dim: int, slices: Slices) -> Tensor:
     return total
 
 
+@eager
 def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     """Exchange ``[batch, heads, own positions, size]`` for ``[batch, own heads, all positions, size]`` by all-to-all.
 
@@ -112,6 +116,7 @@ def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     return result
 
 
+@eager
 def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     """Exchange ``[batch, own heads, all positions, size]`` for ``[batch, heads, own positions, size]`` by all-to-all.
     Each head is on one rank, in rank order.
@@ -120,6 +125,7 @@ def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     return result
 
 
+@eager
 def exchange_rows(x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], num_read: int, slices: Slices) -> Tensor:
     """Exchange rows between the ranks: send each rank the rows that it reads, and return those that this rank reads.
 
@@ -138,6 +144,7 @@ def exchange_rows(x: Tensor, sent: Sequence[Tensor], places: Sequence[Tensor], n
     return result
 
 
+@eager
 def sum_over_slices(value: Tensor, slices: Slices) -> Tensor:
     """Sum the values that the ranks have computed from their slices.
 

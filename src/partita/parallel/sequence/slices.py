@@ -6,7 +6,6 @@ from torch import Tensor
 
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
-from partita.errors import PartitaError
 from partita.table.place import even
 
 
@@ -23,17 +22,7 @@ class Slices:
 
     @staticmethod
     def even(length: int, group: Group, mesh: Mesh) -> "Slices":
-        """Divide ``length`` positions evenly. If that leaves a remainder, the first ranks have one more position.
-
-        Raises:
-            PartitaError: there are fewer positions than ranks.
-        """
-        if length < group.size:
-            raise PartitaError(
-                f"a sequence of {length} positions cannot be cut over parallel.sequence: {group.size} ranks; "
-                "use longer sequences (pad them), or set parallel.sequence to at most their length. (To generate text "
-                "token by token, use the full model after engine.close(whole=True))"
-            )
+        """Divide ``length`` positions evenly. If that leaves a remainder, the first ranks have one more position."""
         return Slices(tuple(even(length, group.size)), group, mesh)
 
     def within(self, start: int, stop: int) -> "Slices":

@@ -57,6 +57,9 @@ def split_separate(splitter: Splitter, module: nn.Module, rule_name: str) -> Not
     names, width = separate_projections(module), head_width(module)
     if names is None or width is None:
         return NotSplit("its projections are not known")
+    alike = [other for other in splitter.model.modules() if type(other) is type(module)]
+    if not all(hasattr(other, names[1]) and hasattr(other, names[2]) for other in alike):
+        return NotSplit("layers without key and value projections use the keys and values of other layers")
     query, key, value, out = (module.get_submodule(name) for name in names)
     numbers = (num_outputs(query), num_outputs(key), num_outputs(value), num_inputs(out))
     if any(number % width for number in numbers) or numbers[0] != numbers[3] or numbers[1] != numbers[2]:

@@ -97,8 +97,7 @@ class _GatherShards(torch.autograd.Function):
         ctx.sharding, places, group = sharding, sharding.places, sharding.group
         assert places is not None
         whole = torch.empty(places[0].shape, dtype=local.dtype, device=local.device)
-        # `data` has a version of its own: a gather copies each rank's part onto itself.
-        shards = group.gather(local.data, [place.sizes for place in places], PURPOSE)
+        shards = group.gather(local, [place.sizes for place in places], PURPOSE)
         for place, of_rank in zip(places, shards, strict=True):
             place.put(of_rank, whole)
         return whole
@@ -292,7 +291,8 @@ def _form(param: Tensor, known: _Known, device: torch.device | str) -> Tensor:
 
 _WRITTEN = (
     "parameter '{}' is split over the tensor ranks, and '{}' could write to this rank's shard of it: read and write it "
-    "inside `with engine.gathered(...)`, with modify=True to write"
+    "inside `with engine.gathered(...)`, with modify=True to write; if the model's own forward does this, set 'whole' "
+    "for the parameter's module in parallel.tensor_rules"
 )
 _AFTER_ACCUMULATION = (
     "parameter '{}' is split over the tensor ranks, and its .grad is a shard of the gradient: a post-accumulate hook "
@@ -317,6 +317,13 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor 
     return tuple(result)
 
 
+def _is_compiled_backward(func: Callable[..., Any]) -> bool:
+    """Return whether a compiled graph calls an operator in backward. It was traced with this rank's shard, inside the
+    forward of the parameter's module.
+    """
+    return isinstance(func, torch._ops.OpOverload) and torch._C._current_graph_task_id() != -1
+
+
 class SplitParameter(nn.Parameter):
     """The class of a parameter split over the tensor ranks, while its data is unsharded (this rank's slice)."""
 
@@ -330,6 +337,8 @@ class SplitParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if _is_compiled_backward(func):
+                return func(*args, **kwargs)
             answer = _answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer

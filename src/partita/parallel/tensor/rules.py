@@ -27,6 +27,8 @@ KEY = "parallel.tensor_rules"
 
 # Modules that read the weights of their submodules without calling their forwards.
 _READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# Classes, by name, whose forward writes to the weights of their submodules (it clamps `weight.data`).
+_WRITE_INSIDE = ("Gemma3nTextAltUp",)
 
 
 def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str, TensorRule]]) -> None:
@@ -40,6 +42,8 @@ def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str
     for module in splitter.model.modules():
         if isinstance(module, _READ_INSIDE):
             _keep_copies(splitter, module, f"{type(module).__name__} reads the weights inside it")
+        elif type(module).__name__ in _WRITE_INSIDE:
+            _keep_copies(splitter, module, f"{type(module).__name__} writes to the weights inside it")
     _by_class(splitter, mesh)
     _by_metadata(splitter)
     _by_check(splitter)
@@ -147,8 +151,17 @@ def _by_metadata(splitter: Splitter) -> None:
             module.get_submodule(each) for each in names
         } <= layers.keys():
             _by_heads(splitter, module, split_separate, rule_name)
-        elif layers and "ttention" not in type(module).__name__ and all(map(splitter.is_free, layers)):
+        elif layers and not _mixes_features(module) and all(map(splitter.is_free, layers)):
             _split_layers(splitter, module, layers, rule_name)
+
+
+def _mixes_features(module: nn.Module) -> bool:
+    """Return whether the code between a module's layers reads all features.
+
+    Attention is split by heads only. The threshold of sparse activations (Gemma3n) is computed from the mean and
+    deviation of all features.
+    """
+    return "ttention" in type(module).__name__ or bool(getattr(module, "activation_sparsity", 0.0))
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:

@@ -115,6 +115,10 @@ def _narrowest(loss: Tensor) -> torch.dtype:
 
 # The message before an update, up to its flags: number of reduce passes, changes of values, loss scale.
 HEADER = "<qqd"
+# The flag of a parameter: its gradient arrived, or did and was dropped by the user.
+ARRIVED, DROPPED = 1, 2
+# The number of batches that were dropped is in the upper bits of the number of reduce passes.
+DROPS = 1 << 32
 # Changes of values are the digest of values written into parameters, with this bit set if buffers changed.
 NEWS = 1 << 32
 NO_SCALE, MANY_SCALES = 0.0, math.nan
@@ -191,21 +195,37 @@ class Consensus:
         """Exchange in one small message which parameters were used and which buckets are still to be reduced.
 
         It is exchanged among the ranks that reduce together; ranks with copies of a parameter also exchange its use.
+
+        Raises:
+            PartitaError: some ranks have dropped gradients that others have not.
         """
         reducer, members = self._reducer, self.members
-        used = [id(member) in bucket.arrivals.used for bucket in reducer.buckets for member in bucket.members]
+        dropped = set(map(id, reducer.dropped_members))
+        used = [
+            DROPPED if id(member) in dropped else ARRIVED if id(member) in bucket.arrivals.used else 0
+            for bucket in reducer.buckets
+            for member in bucket.members
+        ]
         changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
-        header = struct.pack(HEADER, reducer.num_passes, changes, self._own_scale)
+        header = struct.pack(HEADER, reducer.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
-        num_passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
-        flags = [any(column) for column in zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True)]
-        num_buckets = len(reducer.buckets)
-        all_used = {id(member) for member, flag in zip(members, flags[num_buckets:], strict=True) if flag}
+        passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        columns = list(zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True))
+        leftovers, flags = columns[: len(reducer.buckets)], columns[len(reducer.buckets) :]
+        some = [member.fqn for member, column in zip(members, flags, strict=True) if {ARRIVED, DROPPED} <= {*column}]
+        if some or len({number // DROPS for number in passes}) > 1:
+            what = f"the gradient of '{some[0]}'" if some else "the gradients of a batch"
+            raise PartitaError(
+                f"{call}: some ranks have dropped {what} (.grad = None, zero_grad()), and others have not: drop the "
+                "same gradients on all ranks"
+            )
+        all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
         has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
         all_used = self._used_by_copies(all_used, call)
-        return Agreed(max(num_passes), flags[:num_buckets], all_used, scales, has_written, has_news)
+        num_passes = max(number % DROPS for number in passes)
+        return Agreed(num_passes, [any(column) for column in leftovers], all_used, scales, has_written, has_news)
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
         """Add the members to ``used`` that ranks with copies have used, and return it."""

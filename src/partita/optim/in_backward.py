@@ -52,7 +52,17 @@ class BackwardUpdater(Updater):
         pass  # no sync keeps states here
 
     def update(self) -> StepResult:
-        """Wait until all gradients of the batch are measured; updates may still be running."""
+        """Wait until all gradients of the batch are measured; updates may still be running.
+
+        Raises:
+            PartitaError: a gradient arrived after the update of its unit, or was dropped after it.
+        """
+        if dropped := self._reducer.dropped_members:
+            raise PartitaError(
+                f"the .grad of '{dropped[0].fqn}' was set to None before engine.step(), but "
+                "precision.gradients: in_backward has already updated the parameter: freeze it before the forward "
+                "(requires_grad_(False)), or set precision.gradients to fp32"
+            )
         agreed = self._consensus.before_update("engine.step")
         self._check_backward(agreed, "engine.step")
         self._consensus.check(agreed, self.steps + 1)

@@ -278,7 +278,8 @@ class StepUpdater(Updater):
     _clip_once: float | None = None
 
     def begin(self) -> None:
-        """Wait for running updates before a backward.
+        """Wait for running updates before a backward. Drop the batch whose gradients the user has dropped
+        (``module.zero_grad()``).
 
         Raises:
             PartitaError: the gradients of this batch were already measured, or some were dropped.
@@ -288,7 +289,14 @@ class StepUpdater(Updater):
                 "a backward between engine.clip_grad_norm() and engine.step(): the norm would not be that of all "
                 "gradients; call clip_grad_norm after the last backward of the batch"
             )
-        self._check_kept()
+        if dropped := self._reducer.dropped_members:
+            if len(dropped) < len(self._reducer.placeholder_members):
+                raise PartitaError(
+                    f"a backward after the .grad of '{dropped[0].fqn}' was set to None, but not that of all parameters: "
+                    "call engine.step() before it, or drop all gradients by engine.zero_grad()"
+                )
+            self.zero()
+            self._reducer.num_drops += 1
         self.wait_for_updates()
 
     def use(self, bucket: Bucket) -> Event:
@@ -309,6 +317,12 @@ class StepUpdater(Updater):
     def update(self) -> StepResult:
         """Update the parameters after a complete batch, unless a gradient is not finite."""
         measured = self._measured or self._measure("engine.step")
+        if late := {id(member) for member in self._reducer.dropped_members} & measured.used:
+            name = next(m.fqn for m in self._reducer.dropped_members if id(m) in late)
+            raise PartitaError(
+                f"the .grad of '{name}' was set to None after engine.clip_grad_norm(), which agrees with the other "
+                "ranks on the gradients to use: set it to None before that call"
+            )
         norm = measured.norm
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
@@ -337,7 +351,6 @@ class StepUpdater(Updater):
 
     def _measure(self, call: str) -> Measured:
         """Complete the gradients of a batch and measure their norm."""
-        self._check_kept()
         self.wait_for_updates()
         self._runtime.written.store_all()
         self.views.attach(self.optimizer)
@@ -358,17 +371,6 @@ class StepUpdater(Updater):
             norms = [each for bucket in measured for each in _squared_norms_in_fp64(bucket, agreed.used)]
             norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale)
-
-    def _check_kept(self) -> None:
-        """Check that the user has not set ``.grad`` to None while the gradient is in a buffer."""
-        with torch._C.DisableTorchFunctionSubclass():
-            gone = next((m.fqn for m in self._reducer.placeholder_members if m.param.grad is None), None)
-        if gone is not None:
-            raise PartitaError(
-                f"the .grad of '{gone}' was set to None between backward and engine.step() (model.zero_grad()?), but "
-                "its gradient is in a buffer and is not dropped: to drop a batch call engine.zero_grad(); to leave one "
-                "parameter out of steps, freeze it before their forwards (requires_grad_(False))"
-            )
 
     def loaded(self) -> None:
         """Use the strategies of the next step, after the warm-up or after loading. A collective."""

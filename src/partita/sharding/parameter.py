@@ -78,12 +78,20 @@ class Member:
                     self._collected = GradientPlaceholder(self.param, self.fqn)
             self.param.grad = self._collected
 
+    @property
+    def is_dropped(self) -> bool:
+        """True if the user has removed the placeholder from ``.grad``."""
+        grad, placeholder = self.param.grad, self._collected
+        assert placeholder is not None
+        return grad is None or (grad is not placeholder and grad is not placeholder.added)
+
     def unmark_placeholder(self) -> None:
         """Replace the placeholder in ``.grad`` by the gradient that autograd has added since, if any."""
-        grad = self.param.grad
-        if isinstance(grad, GradientPlaceholder):
-            self.param.grad = grad.added
-            grad.added = None
+        placeholder = self._collected
+        if placeholder is not None:
+            if self.param.grad is placeholder:
+                self.param.grad = placeholder.added
+            placeholder.added = None
 
     def leave(self, values: Tensor) -> None:
         """Detach the parameter from its unit: restore its class, and give it ``values`` of its shape."""

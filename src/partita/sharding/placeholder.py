@@ -352,6 +352,7 @@ class GradientPlaceholder(Tensor):
     ) -> Any:
         if torch._C._current_graph_task_id() != -1 and type(args[0]) is cls:  # by autograd
             if func is torch.ops.aten.add.Tensor:
+                args[0].added = args[1]
                 return args[1]
             if func is torch.ops.aten.add_.Tensor:
                 args[0].added = args[1].clone()

@@ -169,6 +169,7 @@ class GradientReducer:
         scales: the loss scales of this rank's gradients since the last update.
         placeholder_members: members whose ``.grad`` is a placeholder, after a complete batch.
         num_passes: the number of reduce passes that have ended.
+        num_drops: the number of batches whose gradients the user has dropped from ``.grad``.
         sync_states: the states of all buckets' syncs between steps.
         finite: watches losses and gradients for non-finite values.
         gradient_sink: if set, receives parameters and gradients in place of the buckets.
@@ -195,6 +196,7 @@ class GradientReducer:
         self.scales = set[float]()
         self.placeholder_members = list[Member]()
         self.num_passes = 0
+        self.num_drops = 0
         self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:
@@ -254,8 +256,8 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task != -1 and self._reduce_pass.task is None:
             assert self._user is not None
-            self._reduce_pass.task = task
             self._user.begin()
+            self._reduce_pass.task = task
             self._remove_placeholders()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -265,9 +267,15 @@ class GradientReducer:
         Raises:
             PartitaError: the gradient is sparse, and ranks have shards of it at the step.
         """
-        if self.placeholder_members:
-            member.unmark_placeholder()
         bucket = self._bucket_of[id(member)]
+        collects = bucket.buffer.collects
+        in_pass = collects and self.gradient_sink is None and (self._synchronizes or bucket.buffer.keeps_full)
+        if in_pass:
+            self.backward_began()
+        elif self.placeholder_members:
+            assert self._user is not None
+            self._user.begin()
+            self._remove_placeholders()
         grad = member.param.grad
         if grad is not None and grad.layout is not torch.strided:
             if bucket.plan.grad_step.shard_axes:
@@ -276,15 +284,12 @@ class GradientReducer:
                     "build the module with sparse=False, or set zero.stage: 0"
                 )
             grad = member.param.grad = grad.to_dense()
-        if self.gradient_sink is not None and grad is not None and bucket.buffer.collects:
+        if self.gradient_sink is not None and grad is not None and collects:
             member.param.grad = None
             self.gradient_sink(member.param, grad)
             return
         self._reduce_pass.took_part = True
         self.scales.add(factor_under_way())
-        in_pass = bucket.buffer.collects and (self._synchronizes or bucket.buffer.keeps_full)
-        if in_pass:
-            self.backward_began()
         bucket.note(member, in_pass=in_pass)
         if not in_pass:
             return
@@ -347,6 +352,12 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.arrivals.end_pass()
         self._reduce_pass.next = 0
+
+    @property
+    def dropped_members(self) -> list[Member]:
+        """The members whose gradients the user has dropped from ``.grad`` since the batch was complete."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [member for member in self.placeholder_members if member.is_dropped]
 
     def _set_placeholders(self) -> None:
         """Set the ``.grad`` of a batch's parameters to placeholders."""

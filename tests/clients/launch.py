@@ -1,0 +1,49 @@
+"""Starts a script on two processes: with plain accelerate, or with partita in its place."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+TIMEOUT_S = 280
+# accelerate takes two processes without a GPU for a mistake otherwise.
+PLAIN = {"ACCELERATE_USE_CPU": "true"}
+
+
+def losses(script: list[str], config: dict[str, object] | None, folder: Path) -> list[float]:
+    """Run a script, and return the numbers of the lines ``loss <number>`` that it prints.
+
+    Args:
+        script: the path of a script (or -m and a module), and its arguments.
+        config: partita's; None: without partita.
+    """
+    launcher = [sys.executable, "-W", "ignore", "-m"]
+    if config is None:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    else:
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        launcher += ["partita.cli.main", "run", "--config", str(path), f"--processes={PROCESSES}"]
+    done = subprocess.run(
+        [*launcher, *script],
+        cwd=folder,
+        env={
+            **os.environ,
+            **(PLAIN if config is None else {}),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(script)}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    found = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert found, f"no losses in: {done.stdout[-2000:]}"
+    return found

@@ -158,19 +158,18 @@ def test_text_is_generated_on_slices(stage: int) -> None:
     assert one == other
 
 
-def compiled(axis: str, name: str) -> list[list[float]]:
+def compiled() -> list[list[float]]:
     """Losses of three steps, as it is and with compiled blocks."""
     losses = []
     for compiles in (False, True):
-        torch._dynamo.reset()
-        model = zoo.build(name)
-        for block in model.blocks if name == "decoder" else model.model.layers:
-            if compiles:
-                block.compile(backend="aot_eager")
-        with partita.initialize(model, {"parallel": {axis: 2}, "zero": {"stage": 3}}) as engine:
+        model = zoo.build("decoder")
+        if compiles:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        with partita.initialize(model, {"parallel": {"tensor": 2}, "zero": {"stage": 3}}) as engine:
             found = []
             for step in range(3):
-                loss = zoo.loss_of(engine(**training.part(name, step, 0, 1)))
+                loss = engine(**training.part("decoder", step, 0, 1))
                 engine.backward(loss)
                 engine.step()
                 found.append(loss.item())
@@ -179,10 +178,9 @@ def compiled(axis: str, name: str) -> list[list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-@pytest.mark.parametrize(("axis", "name"), [("tensor", "llama"), ("sequence", "decoder"), ("sequence", "llama")])
-def test_blocks_may_be_compiled(axis: str, name: str) -> None:
-    for plain, with_compile in on_ranks(2, compiled, axis, name, timeout=TIMEOUT_S):
-        assert plain == pytest.approx(with_compile, abs=1e-5)
+def test_blocks_may_be_compiled() -> None:
+    for plain, with_compile in on_ranks(2, compiled, timeout=TIMEOUT_S):
+        assert plain == pytest.approx(with_compile, abs=1e-6)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

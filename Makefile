@@ -1,6 +1,7 @@
 # make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
 # make test     the tests; PYTEST_ARGS="-k name" to choose
 # make test-all the same with all of each matrix that `make test` takes a sample of, and what tests/slow.txt names
+# make test-clients  scripts as people write them, on partita and without it; installs the libraries that they use
 # make lint     style and types
 # make docs     the documentation's site, into build/site
 # make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
@@ -19,7 +20,7 @@ BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test test-all lint docs bench kernels clean
+.PHONY: train test test-all test-clients lint docs bench kernels clean
 
 train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2 --overwrite
@@ -28,8 +29,11 @@ train: $(INSTALLED)
 test: $(INSTALLED) .venv/triton
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS)
 
-test-all: override PYTEST_ARGS += -m "thorough or not thorough"
+test-all: override PYTEST_ARGS += -m "not clients"
 test-all: test
+
+test-clients: $(INSTALLED) .venv/clients
+	PYTHONPATH=.venv/clients $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -69,6 +73,11 @@ clean:
 # where they find Triton.
 .venv/triton: | .venv/.torch
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ "triton==3.6.0"
+
+# Libraries of the client scripts. They are apart, too: tests must not depend on them.
+.venv/clients: | .venv/.torch
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ \
+	  diffusers torchdiffeq torch_geometric importlib_metadata zipp
 
 $(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

@@ -804,3 +804,25 @@ def test_another_optimizer_is_told(name: str, told: int, tmp_path: Path) -> None
     first, second = on_ranks(2, goes_on_with_another_optimizer, str(tmp_path), name)
     said = f"was saved with the optimizer adam, and this one is {name}"
     assert [sum(said in line for line in lines) for lines in (first, second)] == [told, 0]
+
+
+def test_a_run_that_was_loaded_in_inference_mode_trains_on(tmp_path: Path) -> None:
+    """States that ``engine.load`` allocates inside ``torch.inference_mode`` can be updated afterwards."""
+
+    def steps(engine: partita.Engine, first: int) -> None:
+        for step in range(first, 3):
+            engine.backward(square_loss(engine, 0, step))
+            engine.step()
+            if not first and not step:
+                engine.save(tmp_path)
+
+    config = {"zero": {"stage": 1}}
+    with partita.initialize(Stack(1), config) as engine:
+        steps(engine, 0)
+        expected = whole_weights(engine)
+    with partita.initialize(Stack(1), config) as engine:
+        with torch.inference_mode():
+            engine.load(tmp_path)
+        steps(engine, 1)
+        for name, weight in whole_weights(engine).items():
+            assert torch.equal(weight, expected[name]), name

@@ -13,6 +13,10 @@ TIMEOUT_S = 280
 PLAIN = {"ACCELERATE_USE_CPU": "true"}
 
 
+def _search_path() -> list[str]:
+    return [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
 def losses(script: list[str], config: dict[str, object] | None, folder: Path) -> list[float]:
     """Run a script, and return the numbers of the lines ``loss <number>`` that it prints.
 
@@ -36,7 +40,7 @@ def losses(script: list[str], config: dict[str, object] | None, folder: Path) ->
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(str(Path(each).resolve()) for each in _search_path()),
         },
         capture_output=True,
         text=True,

@@ -1,5 +1,7 @@
 """The calls of a training loop: what they return, and what they say when they are used wrongly."""
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -510,3 +512,16 @@ def test_a_device_that_is_named() -> None:
 def test_plain_script(world: int) -> None:
     losses = on_ranks(world, plain_loop, with_group=False)
     assert len(losses) == world
+
+
+def test_the_configuration_is_logged_once_if_logging_is_configured_later() -> None:
+    """Two engines in a process without handlers, and ``logging.basicConfig`` between them."""
+    script = """
+import logging, torch, partita
+for _ in range(2):
+    partita.initialize(torch.nn.Linear(4, 1), {"zero": {"stage": 1}}).close()
+    logging.basicConfig(level=logging.INFO, format="root: %(message)s")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    lines = done.stderr.splitlines()
+    assert [line.startswith("root: ") for line in lines if "mesh: 1 ranks" in line] == [False, True]

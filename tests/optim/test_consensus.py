@@ -40,6 +40,7 @@ def rank(
         buckets=buckets,
         num_passes=num_passes,
         leftovers=lambda: list(leftovers),
+        dropped_members=[],
         scales=set(scales),
         finite=SimpleNamespace(is_suspect=suspect),
         join=lambda: None,
@@ -83,7 +84,9 @@ def test_what_one_rank_used_all_update(num: int) -> None:
     ranks = [rank("b"), *others][-num:]
     used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
     scales = (NO_SCALE,) * num
-    assert agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, scales, False, False)] * num
+    assert (
+        agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, set(), scales, False, False)] * num
+    )
 
 
 def test_gradients_have_the_scale_of_whoever_has_some() -> None:

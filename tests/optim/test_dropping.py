@@ -110,7 +110,7 @@ def test_a_batch_that_the_module_drops(plan: str, config: dict[str, Any], world:
     on_ranks(world, a_batch, plan, config)
 
 
-@matrix(plan=["0", "1", "2", "3", "3-host"], clips=[False, True], world=[1, 2])
+@matrix(plan=["0", "1", "2", "3", "3-host", "3-disk"], clips=[False, True], world=[1, 2])
 def test_a_parameter_whose_gradient_is_dropped_is_not_updated(plan: str, clips: bool, world: int) -> None:
     on_ranks(world, one_parameter, plan, clips)
 

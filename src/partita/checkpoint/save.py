@@ -87,6 +87,7 @@ class Saver:
         except Exception as error:
             self._error = error
             draft.leave(error)
+            _log.warning("a checkpoint was not saved: writing its files failed; the next save, or close, says why")
         else:
             draft.leave()
 

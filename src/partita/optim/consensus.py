@@ -131,7 +131,8 @@ class Agreed:
     Attributes:
         num_passes: the maximum number of reduce passes that a rank has ended.
         leftovers: for each bucket, True if a rank has gradients that no reduce pass has reduced.
-        used: ids of the members that got a gradient on any rank.
+        used: ids of the members that got a gradient on any rank, and whose gradient was not dropped.
+        dropped: ids of the members whose gradient the user has dropped.
         scales: the loss scales of the ranks' gradients.
         has_written: True if a rank has written into parameters.
         has_news: True if a rank has changed a buffer that is not broadcast.
@@ -140,6 +141,7 @@ class Agreed:
     num_passes: int
     leftovers: list[bool]
     used: set[int]
+    dropped: set[int]
     scales: tuple[float, ...]
     has_written: bool
     has_news: bool
@@ -163,6 +165,9 @@ class Culprit:
 class Consensus:
     """Brings the ranks to the same view of a batch.
 
+    Attributes:
+        num_drops: the number of batches whose gradients this rank's user has dropped from ``.grad``.
+
     ``step`` is the number of the update, ``call`` the name of the user's call, for messages.
     """
 
@@ -180,6 +185,7 @@ class Consensus:
         self._buffers = runtime.buffers
         self._arguments = runtime.arguments
         self._loss_scale = loss_scale
+        self.num_drops = 0
         self._warned_unscaled = False
         shape, row = runtime.collectives.mesh.shape, runtime.row
         of_replica = tuple(axis for axis in expand(AXES) if axis not in row.separate_axes)
@@ -207,7 +213,7 @@ class Consensus:
             for member in bucket.members
         ]
         changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
-        header = struct.pack(HEADER, reducer.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
+        header = struct.pack(HEADER, self.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
@@ -224,8 +230,10 @@ class Consensus:
         all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
         has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
         all_used = self._used_by_copies(all_used, call)
+        all_dropped = {id(member) for member, column in zip(members, flags, strict=True) if DROPPED in column}
         num_passes = max(number % DROPS for number in passes)
-        return Agreed(num_passes, [any(column) for column in leftovers], all_used, scales, has_written, has_news)
+        is_left_over = [any(column) for column in leftovers]
+        return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news)
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
         """Add the members to ``used`` that ranks with copies have used, and return it."""

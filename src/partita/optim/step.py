@@ -292,11 +292,11 @@ class StepUpdater(Updater):
         if dropped := self._reducer.dropped_members:
             if len(dropped) < len(self._reducer.placeholder_members):
                 raise PartitaError(
-                    f"a backward after the .grad of '{dropped[0].fqn}' was set to None, but not that of all parameters: "
-                    "call engine.step() before it, or drop all gradients by engine.zero_grad()"
+                    f"a backward after the .grad of '{dropped[0].fqn}' was set to None, but not that of all "
+                    "parameters: call engine.step() before it, or drop all gradients by engine.zero_grad()"
                 )
             self.zero()
-            self._reducer.num_drops += 1
+            self._consensus.num_drops += 1
         self.wait_for_updates()
 
     def use(self, bucket: Bucket) -> Event:
@@ -364,6 +364,8 @@ class StepUpdater(Updater):
         self._reducer.complete_unreduced()
         self._reducer.sync_states.drop_unused(agreed.used)
         self._reducer.add_copies()
+        for bucket in self._reducer.buckets if agreed.dropped else ():
+            bucket.drop(agreed.dropped)
         measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured]
         norms = [each for bucket in measured for each in _squared_norms(bucket, agreed.used)]
         norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)

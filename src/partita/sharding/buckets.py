@@ -327,12 +327,27 @@ class Bucket:
         assert self.shard is not None
         lease = self.shard.lease()
         self.copies.run(lease.wait(), interpreter, scratch)
-        if self.shard.tier is Tier.DISK:
-            self._squared_norms = [
-                square(part) for part in self.norm_slices(lease.tensor, set(map(id, self.layout.members)))
-            ]
+        self._measure_on_disk(lease.tensor)
         lease.end(changed=True)
         self.has_all_copies = True
+
+    def drop(self, dropped: AbstractSet[int]) -> None:
+        """Zero this rank's slices of the sums of ``dropped`` members (by id)."""
+        of_members = (self.layout.pieces[id(member)] for member in self.layout.members if id(member) in dropped)
+        pieces = [piece for each in of_members for piece in each if piece.row == self.layout.row]
+        if not pieces or self.shard is None:
+            return
+        lease = self.shard.lease()
+        shard = lease.wait()
+        for piece in pieces:
+            piece.of(shard).zero_()
+        self._measure_on_disk(shard)
+        lease.end(changed=True)
+
+    def _measure_on_disk(self, shard: Tensor) -> None:
+        """Measure sums that are stored on disk while they are in memory."""
+        if self.shard is not None and self.shard.tier is Tier.DISK:
+            self._squared_norms = [square(part) for part in self.norm_slices(shard, set(map(id, self.layout.members)))]
 
     def gather(self, call: SyncCall, used: AbstractSet[int], factor: float) -> None:
         """All-gather the reduced gradients if the optimizer needs more than this rank's shard.

@@ -169,7 +169,6 @@ class GradientReducer:
         scales: the loss scales of this rank's gradients since the last update.
         placeholder_members: members whose ``.grad`` is a placeholder, after a complete batch.
         num_passes: the number of reduce passes that have ended.
-        num_drops: the number of batches whose gradients the user has dropped from ``.grad``.
         sync_states: the states of all buckets' syncs between steps.
         finite: watches losses and gradients for non-finite values.
         gradient_sink: if set, receives parameters and gradients in place of the buckets.
@@ -196,7 +195,6 @@ class GradientReducer:
         self.scales = set[float]()
         self.placeholder_members = list[Member]()
         self.num_passes = 0
-        self.num_drops = 0
         self._num_seeds = 0  # since the last update
 
     def connect(self, user: GradientUser) -> None:

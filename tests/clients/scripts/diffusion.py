@@ -73,5 +73,5 @@ accelerator.wait_for_everyone()
 if accelerator.is_main_process:
     saved = UNet2DModel.from_pretrained(str(folder / "last"))
     with torch.no_grad():
-        print(f"loss {saved(noisy, steps).sample.square().mean().item():.9f}")
+        accelerator.print(f"loss {saved(noisy, steps).sample.square().mean().item():.9f}")
 accelerator.end_training()

@@ -84,4 +84,5 @@ for _ in range(6):
     with torch.no_grad():
         for kept, param in zip(targets.parameters(), critics.parameters(), strict=True):
             kept.lerp_(param, 0.05)
-    accelerator.print(f"loss {critic_loss.item():.9f}\nloss {actor_loss.item():.9f}\nloss {temperature_loss.item():.9f}")
+    for loss in (critic_loss, actor_loss, temperature_loss):
+        accelerator.print(f"loss {loss.item():.9f}")

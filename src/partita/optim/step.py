@@ -310,17 +310,20 @@ class StepUpdater(Updater):
     def clip(self, max_norm: float) -> float:
         """End the batch's reductions, and clip the next update to ``max_norm``. Returns the norm before clipping."""
         self._reducer.join()
-        self._measured = self._measured or self._measure(f"engine.clip_grad_norm({max_norm:g})")
+        if self._measured is None:
+            self._measured = self._measure(f"engine.clip_grad_norm({max_norm:g})")
+            self._reducer.set_placeholders()  # also of gradients that only the measurement has collected
         self._clip_once = max_norm
         return self._measured.norm
 
     def update(self) -> StepResult:
         """Update the parameters after a complete batch, unless a gradient is not finite."""
-        measured = self._measured or self._measure("engine.step")
-        if late := {id(member) for member in self._reducer.dropped_members} & measured.used:
-            name = next(m.fqn for m in self._reducer.dropped_members if id(m) in late)
+        measured = self._measured
+        if measured is None:
+            measured = self._measure("engine.step")
+        elif late := [member.fqn for member in self._reducer.dropped_members if id(member) in measured.used]:
             raise PartitaError(
-                f"the .grad of '{name}' was set to None after engine.clip_grad_norm(), which agrees with the other "
+                f"the .grad of '{late[0]}' was set to None after engine.clip_grad_norm(), which agrees with the other "
                 "ranks on the gradients to use: set it to None before that call"
             )
         norm = measured.norm

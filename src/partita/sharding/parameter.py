@@ -37,6 +37,7 @@ class Member:
     own_device: torch.device = field(init=False)
     hooked: bool = False
     _collected: GradientPlaceholder | None = None
+    _is_marked: bool = False  # True while .grad is expected to be the placeholder
 
     def __post_init__(self) -> None:
         self.param = param = self.info.param
@@ -77,13 +78,15 @@ class Member:
                 with torch._C.DisableTorchFunctionSubclass():  # a subclass would return the global shape
                     self._collected = GradientPlaceholder(self.param, self.fqn)
             self.param.grad = self._collected
+            self._is_marked = True
 
     @property
     def is_dropped(self) -> bool:
-        """True if the user has removed the placeholder from ``.grad``."""
+        """True if the user has removed the placeholder, or a gradient that is not collected yet, from ``.grad``."""
         grad, placeholder = self.param.grad, self._collected
-        assert placeholder is not None
-        return grad is None or (grad is not placeholder and grad is not placeholder.added)
+        if grad is None or placeholder is None or not self._is_marked:
+            return grad is None
+        return grad is not placeholder and grad is not placeholder.added
 
     def unmark_placeholder(self) -> None:
         """Replace the placeholder in ``.grad`` by the gradient that autograd has added since, if any."""
@@ -92,6 +95,7 @@ class Member:
             if self.param.grad is placeholder:
                 self.param.grad = placeholder.added
             placeholder.added = None
+            self._is_marked = False
 
     def leave(self, values: Tensor) -> None:
         """Detach the parameter from its unit: restore its class, and give it ``values`` of its shape."""

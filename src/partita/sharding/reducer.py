@@ -344,7 +344,7 @@ class GradientReducer:
             self._reduce_pass.took_part = True
         self._begin_pass()
         if self._is_last_micro_batch:
-            self._set_placeholders()
+            self.set_placeholders()
 
     def _begin_pass(self) -> None:
         for bucket in self.buckets:
@@ -357,7 +357,7 @@ class GradientReducer:
         with torch._C.DisableTorchFunctionSubclass():
             return [member for member in self.placeholder_members if member.is_dropped]
 
-    def _set_placeholders(self) -> None:
+    def set_placeholders(self) -> None:
         """Set the ``.grad`` of a batch's parameters to placeholders."""
         self.placeholder_members = [
             m for b in self.buckets if b.buffer.collects for m in b.members if id(m) in b.arrivals.used

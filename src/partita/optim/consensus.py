@@ -220,17 +220,17 @@ class Consensus:
         passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
         columns = list(zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True))
         leftovers, flags = columns[: len(reducer.buckets)], columns[len(reducer.buckets) :]
-        some = [member.fqn for member, column in zip(members, flags, strict=True) if {ARRIVED, DROPPED} <= {*column}]
+        all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
+        all_used = self._used_by_copies(all_used, call)
+        all_dropped = {id(member) for member, column in zip(members, flags, strict=True) if DROPPED in column}
+        some = [member.fqn for member in members if id(member) in all_used & all_dropped]
         if some or len({number // DROPS for number in passes}) > 1:
             what = f"the gradient of '{some[0]}'" if some else "the gradients of a batch"
             raise PartitaError(
                 f"{call}: some ranks have dropped {what} (.grad = None, zero_grad()), and others have not: drop the "
                 "same gradients on all ranks"
             )
-        all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
         has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
-        all_used = self._used_by_copies(all_used, call)
-        all_dropped = {id(member) for member, column in zip(members, flags, strict=True) if DROPPED in column}
         num_passes = max(number % DROPS for number in passes)
         is_left_over = [any(column) for column in leftovers]
         return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news)

@@ -55,6 +55,7 @@ def on_two(
     def run(collectives: Collectives) -> None:
         parts = made(collectives, name, NUM_UNITS, NUM_UNITS, tiers)
         reducer, _ = parts.reducer()
+        written = Written(parts.units, 0)
         runtime: Any = SimpleNamespace(
             model=nn.Module(),
             row=parts.units[0].planned.row,
@@ -65,7 +66,8 @@ def on_two(
             unsharder=parts.unsharder,
             memory=parts.memory,
             reducer=reducer,
-            written=Written(parts.units, 0),
+            written=written,
+            store_written=written.store_all,
             buffers=SimpleNamespace(has_news=lambda: False),
             arguments=SimpleNamespace(describe=lambda: ""),
             collectives=collectives,

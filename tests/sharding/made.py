@@ -1,5 +1,6 @@
 """Units of a small model on one rank of a mesh, without config, optimizer or engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -88,6 +89,9 @@ class Agreeing:
     def wait(self, gathered: Event) -> None:
         gathered.wait()
 
+    def synchronize(self, call: str) -> None:
+        pass
+
     def step(self) -> None:
         self.num_steps += 1
 
@@ -105,8 +109,17 @@ class Made:
     collectives: Collectives
     followed: list[FollowedUnit] = field(default_factory=list)
 
-    def touched(self, param: nn.Parameter, what: str) -> None:
-        self.unsharder.touched(param, what)
+    def touched(self, params: Sequence[nn.Parameter], what: str) -> None:
+        self.unsharder.touched(params, what)
+
+    def keeps_unsharded(self, param: nn.Parameter) -> bool:
+        return self.unsharder.keeps_unsharded
+
+    def is_reading(self, param: nn.Parameter) -> bool:
+        return self.unsharder.is_reading(param)
+
+    def exposed(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        pass
 
     @property
     def members(self) -> list[Member]:

@@ -31,6 +31,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "host": {"zero": {"stage": 1, "offload": {"optimizer": "host"}}},
     "disk": {"zero": {"stage": 2, "offload": {"optimizer": "disk"}}, "precision": BF16},
     "in backward": {"zero": {"stage": 2}, "precision": {**BF16, "gradients": "in_backward"}},
+    "stage 3": {"zero": {"stage": 3}},
+    "stage 3 in bf16": {"zero": {"stage": 3}, "precision": BF16},
+    "stage 3 on host": {"zero": {"stage": 3, "offload": {"parameters": "host", "optimizer": "host"}}},
+    "stage 3 on disk": {
+        "zero": {"stage": 3, "offload": {"parameters": "disk", "optimizer": "disk"}},
+        "precision": BF16,
+    },
+    "stage 3 in backward": {"zero": {"stage": 3}, "precision": {**BF16, "gradients": "in_backward"}},
 }
 
 STAGE_3 = {"stage": 3, "units": ["Halving"]}
@@ -206,27 +214,60 @@ def gathered_through_data() -> None:
             assert rank() or torch.equal(state["blocks.0.up.weight"], torch.full((32, 16), 2.0))
 
 
-def assigned(precision: Mapping[str, Any], assign: Callable[[nn.Parameter], None]) -> None:
-    """New memory with new values is an error of whatever comes next; with the same values only of the next forward."""
-    config = {"precision": precision, "optimizer": STILL}
-    with partita.initialize(Stack(1), config) as engine:
+def moved(precision: Mapping[str, Any]) -> None:
+    """New memory with new values is an error of whatever comes next."""
+    with partita.initialize(Stack(1), {"precision": precision, "optimizer": STILL}) as engine:
         param: Any = engine.module.first.weight
-        param.data = param.data.clone()
-        engine.state_dict()
-        assign(param)
+        with torch.no_grad():
+            param.set_(torch.ones_like(param))
         with pytest.raises(PartitaError, match="'first.weight' is no longer a view of its unit's flat buffer"):
             engine.state_dict()
         with pytest.raises(PartitaError, match="'first.weight' is no longer a view of its unit's flat buffer"):
             train_step(engine, 0)
 
 
+def assigned(plan: str, assign: Callable[[nn.Parameter], None]) -> None:
+    """Values that ``data`` is set to are those of the parameter; the tensor that had them is not."""
+    seeds.start()
+    model = Stack(1)
+    expected = fresh_values(model)
+    model.load_state_dict(expected)
+    with partita.initialize(model, {**PLANS[plan], "optimizer": STILL}) as engine:
+        param: Any = engine.module.first.weight
+        for step in range(2):
+            param.data = param.data.clone()
+            train_step(engine, step)
+            holds(engine, expected)
+            assign(param)
+            expected["first.weight"] = torch.ones(16, 16)
+            holds(engine, expected)
+            train_step(engine, step)
+            holds(engine, expected)
+            engine.module.load_state_dict(expected := fresh_values(engine.module))
+        param.data = param.data.to("cpu")  # no change
+        if PLANS[plan]["zero"]["stage"] == 3:
+            with pytest.raises(PartitaError, match="'first.weight' is no longer a view of its unit's flat buffer"):
+                param.data = torch.ones(2)
+
+
+def swapped(plan: str) -> None:
+    """A tensor that ``data`` returned would change with the parameter, so it is no backup, and an error says so."""
+    with partita.initialize(Stack(1), {**PLANS[plan], "optimizer": STILL}) as engine:
+        param: Any = engine.module.first.weight
+        backup = param.data.clone()
+        for _ in range(2):
+            param.data = torch.ones_like(param)
+            param.data.copy_(backup)
+            assert torch.equal(param, backup)
+        for kept in (param.data, param.detach()):
+            with pytest.raises(PartitaError, match=r"'first.weight': .* while its previous param.data is kept"):
+                param.data = torch.zeros_like(param)
+                param.data = kept
+            del kept
+
+
 def _data(param: nn.Parameter) -> None:
     param.data = torch.ones_like(param)
-
-
-def _set(param: nn.Parameter) -> None:
-    with torch.no_grad():
-        param.set_(torch.ones_like(param))  # type: ignore[call-overload]
 
 
 def _vector(param: nn.Parameter) -> None:
@@ -411,9 +452,19 @@ def test_data_written_without_modify() -> None:
     on_ranks(2, gathered_through_data)
 
 
-@matrix(precision=[{"compute": "fp32"}, BF16], assign=[_data, _set, _vector])
-def test_new_memory_is_told(precision: Mapping[str, Any], assign: Any) -> None:
-    on_ranks(2, assigned, precision, assign)
+@pytest.mark.parametrize("precision", [{"compute": "fp32"}, BF16])
+def test_new_memory_is_told(precision: Mapping[str, Any]) -> None:
+    on_ranks(2, moved, precision)
+
+
+@matrix(plan=PLANS, assign=[_data, _vector])
+def test_new_data_lasts(plan: str, assign: Any) -> None:
+    on_ranks(2, assigned, plan, assign)
+
+
+@pytest.mark.parametrize("plan", ["stage 2", "stage 3"])
+def test_backups_that_would_change_are_refused(plan: str) -> None:
+    on_ranks(2, swapped, plan)
 
 
 @matrix(plan=SHARDED, world=[1, 2])

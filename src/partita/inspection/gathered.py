@@ -14,6 +14,7 @@ from partita.layout.parameters import ParameterInfo, find_quantized_params
 from partita.optim.step import Updater
 from partita.sharding.assemble import equal_value_ranks
 from partita.sharding.parameter import Member, replace_data
+from partita.sharding.placeholder import set_data
 from partita.sharding.runtime import Runtime
 from partita.sharding.structure import checksum
 from partita.sharding.unit import Unit
@@ -145,7 +146,7 @@ class Gathered:
             self._nodes.pop(id(info.param), None)
             self._runtime.structure.relocated.discard(id(info.param))
             if (member := self._whole.member_of(info)) is not None:
-                info.param.data = member.within(member.segment.full)
+                set_data(info.param, member.within(member.segment.full))
                 info.param.__class__ = member.unsharded_kind
             else:
                 replace_data(info.param, torch.empty_like(info.param.data, device="meta"))

@@ -119,7 +119,7 @@ class BackwardUpdater(Updater):
                 "or set its precision.gradients to fp32"
             )
         self.wait_for_updates()
-        self._runtime.written.store_all()
+        self._runtime.store_written()
         self.views.attach(self.optimizer)
         self._updates.note_settings()
 

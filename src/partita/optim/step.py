@@ -205,7 +205,7 @@ class Updater(ABC):
         self.wait_for_updates()
         self._runtime.structure.check_values()
         if self._runtime.written:
-            self._runtime.written.store_all()
+            self._runtime.store_written()
             self._consensus.compare_written(self.steps + 1)
 
     @property
@@ -329,7 +329,7 @@ class StepUpdater(Updater):
         norm = measured.norm
         max_norm = self._clip_norm if self._clip_once is None else self._clip_once
         self.give_up()
-        self._runtime.written.store_all()  # values written since the measurement
+        self._runtime.store_written()  # values written since the measurement
         is_warming_up = self.is_warming_up
         self.steps += 1
         is_finite = math.isfinite(norm)
@@ -355,7 +355,7 @@ class StepUpdater(Updater):
     def _measure(self, call: str) -> Measured:
         """Complete the gradients of a batch and measure their norm."""
         self.wait_for_updates()
-        self._runtime.written.store_all()
+        self._runtime.store_written()
         self.views.attach(self.optimizer)
         agreed = self._consensus.before_update(call)
         self._check_backward(agreed, call)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.layout.parameters import ParameterInfo
-from partita.sharding.placeholder import GradientPlaceholder, ShardedParameter, restore_class
+from partita.sharding.placeholder import GradientPlaceholder, ShardedParameter, restore_class, set_data
 from partita.table.flat_range import FlatRange, memory_order
 from partita.table.span import Span
 
@@ -100,7 +100,7 @@ class Member:
     def leave(self, values: Tensor) -> None:
         """Detach the parameter from its unit: restore its class, and give it ``values`` of its shape."""
         restore_class(self.param, self.kind)
-        self.param.data = values
+        set_data(self.param, values)
 
     def elements(self, start: int, stop: int) -> FlatRange:
         """Return elements ``[start, stop)`` in this parameter's stride order as a range of the global parameter."""
@@ -142,7 +142,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 def replace_data(param: nn.Parameter, values: Tensor) -> None:
     """Replace a parameter's data, also by one of another device, dtype or shape; the object stays the same."""
     try:
-        param.data = values
+        set_data(param, values)
     except RuntimeError:  # another device: only torch's own swap keeps the object
         # Created from the values themselves, it would share the version counter of the flat buffer, which every gather
         # increments.

@@ -1,15 +1,17 @@
 """Placeholders: a sharded parameter without its data, and a gradient that is in a bucket.
 
 A sharded parameter has class :class:`ShardedParameter` and gets its own class back when it is unsharded. Its shape,
-dtype and device can be read; reading its data calls its :class:`Guardian`, which unshards it or raises an error.
+dtype and device can be read; reading or writing its data calls its :class:`Guardian`, which unshards it or raises an
+error.
 
 From the end of a batch's backward until the step, a :class:`GradientPlaceholder` is the ``.grad`` of a parameter whose
 gradient is in a bucket. Reading or changing its values is an error that names the call to use instead: if ``.grad``
 were ``None``, clipping by hand would silently do nothing.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +42,8 @@ _MADE_LIKE_FIRST = frozenset(
 _MADE_LIKE_OTHER = frozenset(("to", "type_as"))
 _CONVERSIONS = frozenset("to type float double half bfloat16 cpu cuda".split())
 _DETACHED = frozenset(("data", "detach"))
+# Functions whose results identify the memory of a tensor, or refer to it: they need memory that stays.
+_MEMORY = frozenset("data_ptr untyped_storage storage _typed_storage __reduce_ex__ share_memory_".split())
 _ACCESS = ("__get__", "__set__")
 
 
@@ -81,43 +85,62 @@ def changes_nothing(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 _DATA = torch._C.TensorBase.data
 
-Report = Callable[[nn.Parameter, Tensor], object]
+
+class Guardian(Protocol):
+    """The object that unshards parameters whose data is needed, or raises an error."""
+
+    def touched(self, params: Sequence[nn.Parameter], what: str) -> None:
+        """Unshard ``params``, whose data ``what`` needs, or raise an error.
+
+        All of them have data on return. Outside of forward and backward, they have it until the next call.
+        """
+
+    def keeps_unsharded(self, param: nn.Parameter) -> bool:
+        """Return whether a sharded ``param`` would keep its data after :meth:`touched` for as long as it is in use."""
+
+    def is_reading(self, param: nn.Parameter) -> bool:
+        """Return whether ``param`` is unsharded for a read outside of forward and backward, until the next call of
+        :meth:`touched`.
+        """
+
+    def exposed(self, param: nn.Parameter, values: Tensor) -> None:
+        """Note that ``param.data`` was read and returned ``values``, through which ``param`` may be written."""
+
+    def assign(self, param: nn.Parameter, values: Tensor) -> bool:
+        """Copy ``values`` into an unsharded ``param``, whose ``data`` is set to them.
+
+        Returns: False if they do not fit: ``param`` becomes a view of them.
+        """
 
 
-class _ReportedData:
-    """The attribute ``data``, which calls ``report`` with the parameter and the tensor that is returned."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
+class _WatchedData:
+    """The attribute ``data`` of all parameters. The guardian of a parameter sees reads and writes of it."""
 
     def __get__(self, param: nn.Parameter | None, owner: type[Any]) -> Any:
         if param is None:
             return _DATA
-        values = _DATA.__get__(param)  # type: ignore[attr-defined]
-        self._report(param, values)
+        guardian = _guardian_of(param)
+        is_lent = guardian is not None and guardian.is_reading(param)
+        values = ShardedValues(param) if is_lent else get_data(param)
+        if guardian is not None:
+            guardian.exposed(param, values)
         return values
 
     def __set__(self, param: nn.Parameter, values: Tensor) -> None:
-        _DATA.__set__(param, values)  # type: ignore[attr-defined]
+        guardian = None if is_sharded(param) else _guardian_of(param)
+        if guardian is None or values is param or not guardian.assign(param, values):
+            set_data(param, values)
 
 
-def report_reads(report: Report) -> None:
-    """Call ``report`` at every read of a parameter's ``data`` from now on."""
-    if not isinstance(nn.Parameter.__dict__.get("data"), _ReportedData):
-        setattr(nn.Parameter, "data", _ReportedData(report))  # noqa: B010 - torch declares it as a tensor
+def get_data(param: nn.Parameter) -> Tensor:
+    """Return ``param.data`` without telling the guardian."""
+    values: Tensor = _DATA.__get__(param)  # type: ignore[attr-defined]
+    return values
 
 
-class Guardian(Protocol):
-    """The object that unshards a parameter whose data is needed, or raises an error."""
-
-    def touched(self, param: nn.Parameter, what: str) -> None:
-        """Unshard a sharded ``param``, whose data ``what`` needs, or raise an error."""
-
-    def provides(self, param: nn.Parameter) -> bool:
-        """Return whether :meth:`touched` would unshard ``param`` now."""
-
-    def exposed(self, param: nn.Parameter, values: Tensor) -> None:
-        """Note that ``param.data`` was read and returned ``values``, through which ``param`` may be written."""
+def set_data(param: nn.Parameter, values: Tensor) -> None:
+    """Make ``param`` a view of ``values``: ``param.data = values`` without telling the guardian."""
+    _DATA.__set__(param, values)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -129,18 +152,6 @@ class _Claim:
 
     name: str
     guardian: Callable[[], Guardian | None] = lambda: None
-
-    def touched(self, param: nn.Parameter, what: str) -> None:
-        if (guardian := self.guardian()) is None:
-            raise PartitaError(
-                f"parameter '{self.name}' has no data: it was sharded when its engine was closed ({what} needs it); "
-                "save, export, or take engine.state_dict() before engine.close()"
-            )
-        guardian.touched(param, what)
-
-    def provides(self, param: nn.Parameter) -> bool:
-        guardian = self.guardian()
-        return guardian is not None and guardian.provides(param)
 
 
 _abandoned = WeakIdKeyDictionary()  # parameters with only this rank's shard, left by an engine that has ended
@@ -158,18 +169,28 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if (name := asked_for(func)) not in METADATA and not changes_nothing(func, args, kwargs):
-            described = read_as_metadata(name, args)
-            for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, ShardedParameter) and leaf is not described:
-                    if name in _DETACHED and func.__name__ != "__set__" and not _claims[leaf].provides(leaf):
-                        return ShardedValues(leaf)
-                    _claims[leaf].touched(leaf, name)
-                    if has_own_functions(leaf):
-                        return func(*args, **kwargs)
+        kwargs, name = kwargs or {}, asked_for(func)
+        if name not in METADATA and not changes_nothing(func, args, kwargs):
+            first = args[0] if args else None
+            if isinstance(first, ShardedParameter) and not _keeps_unsharded(first):
+                if name in _DETACHED and func.__name__ != "__set__":
+                    return ShardedValues(first)
+                if name in _MEMORY:
+                    raise _no_memory(first, name)
+            if name == "data" and func.__name__ == "__set__":
+                unshard([args[0]], name)
+                args[0].data = args[1]
+                return None
+            return _call_with_values(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        unshard([self], "__deepcopy__")
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(ShardedValues(self).copied(), self.requires_grad).__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -181,10 +202,12 @@ class ShardedParameter(nn.Parameter):
 class ShardedValues(Tensor):
     """The result of ``param.data`` and ``param.detach()`` while ``param`` is sharded: its shape, dtype and device.
 
-    Functions that need values get those of the parameter, which raises its error as long as it is sharded.
+    Functions that need values get those of the parameter, each time anew, as if this were a view of it. Functions that
+    need the memory of a tensor get a copy.
     """
 
     param: nn.Parameter
+    memory: Tensor | None
 
     @staticmethod
     def __new__(cls, param: nn.Parameter) -> "ShardedValues":
@@ -192,7 +215,21 @@ class ShardedValues(Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         made.param = param
+        made.memory = None
         return made
+
+    def read_with(self, param: nn.Parameter) -> Tensor:
+        """Return a view of the current values, for an operation with them and ``param``."""
+        unshard([self.param, param], "data")
+        return get_data(self.param)
+
+    def copied(self) -> Tensor:
+        """Return the parameter's current values, in memory that belongs to this object."""
+        unshard([self.param], "a copy")
+        values = get_data(self.param)
+        if self.memory is None:
+            self.memory = torch.empty_like(values)
+        return self.memory.copy_(values)
 
     @classmethod
     def __torch_function__(
@@ -208,19 +245,9 @@ class ShardedValues(Tensor):
                 return func(*args, **kwargs)
         if (name in _DETACHED and func.__name__ != "__set__") or changes_nothing(func, args, kwargs):
             return args[0]
-        described = read_as_metadata(name, args)
-
-        def values(leaf: Any) -> Any:
-            if not isinstance(leaf, ShardedValues):
-                return leaf
-            if leaf is described:
-                return leaf.param
-            if is_sharded(leaf.param):
-                touch(leaf.param, name)
-            return leaf.param.data
-
-        args, kwargs = torch.utils._pytree.tree_map(values, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        if name in _MEMORY and isinstance(args[0], ShardedValues):
+            return func(args[0].copied(), *args[1:], **kwargs)
+        return _call_with_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -237,16 +264,58 @@ class ShardedValues(Tensor):
     __format__ = ShardedParameter.__format__
 
 
+def _call_with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with the values of all sharded parameters among its arguments, which are unsharded together."""
+    name, described = asked_for(func), read_as_metadata(asked_for(func), args)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if leaf is not described]
+    params = [leaf.param if isinstance(leaf, ShardedValues) else leaf for leaf in leaves]
+    params = [param for param in params if isinstance(param, nn.Parameter)]
+    unshard(params, name)
+
+    def values(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedValues):
+            return leaf
+        if leaf is described:
+            return leaf.param
+        if has_own_functions(leaf.param):
+            return leaf.param.detach()
+        found = get_data(leaf.param)
+        if (guardian := _guardian_of(leaf.param)) is not None:
+            guardian.exposed(leaf.param, found)
+        return found
+
+    first = args[0] if args else None
+    if any(isinstance(leaf, ShardedValues) for leaf in (*leaves, described)):
+        args, kwargs = torch.utils._pytree.tree_map(values, (tuple(args), dict(kwargs)))
+    if any(has_own_functions(param) for param in params):
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    return first if args and result is args[0] else result  # p.data.mul_(2) is p.data
+
+
+def _no_memory(param: nn.Parameter, what: str) -> PartitaError:
+    return PartitaError(
+        f"parameter '{_claims[param].name}' is sharded: its data is split over the ranks between uses ({what} needs "
+        "memory that stays): take it inside `with engine.gathered(...)`, or take engine.state_dict()"
+    )
+
+
 def claim(param: nn.Parameter, name: str, guardian: Guardian) -> None:
     """Make ``guardian`` responsible for ``param``, for as long as the guardian lives."""
-    report_reads(_report_read)
+    if not isinstance(nn.Parameter.__dict__.get("data"), _WatchedData):
+        setattr(nn.Parameter, "data", _WatchedData())  # noqa: B010 - torch declares it as a tensor
     _claims[param] = _Claim(name, weakref.ref(guardian))
 
 
-def _report_read(param: nn.Parameter, values: Tensor) -> None:
-    claim = _claims.get(param)
-    if claim is not None and (guardian := claim.guardian()) is not None:
-        guardian.exposed(param, values)
+def _guardian_of(param: nn.Parameter) -> Guardian | None:
+    claim: _Claim | None = _claims.get(param)
+    return None if claim is None else claim.guardian()
+
+
+def _keeps_unsharded(param: nn.Parameter) -> bool:
+    guardian = _guardian_of(param)
+    return guardian is not None and guardian.keeps_unsharded(param)
 
 
 def disclaim(param: nn.Parameter) -> None:
@@ -298,9 +367,19 @@ def _already_claimed(name: str) -> ConfigError:
     )
 
 
-def touch(param: nn.Parameter, what: str) -> None:
-    """Unshard a sharded ``param`` for ``what``, or raise an error."""
-    _claims[param].touched(param, what)
+def unshard(params: Iterable[nn.Parameter], what: str) -> None:
+    """Unshard the sharded ones of ``params`` for ``what``, or raise an error; all of them have data on return."""
+    of_guardian = dict[Guardian, list[nn.Parameter]]()
+    for param in params:
+        if (guardian := _guardian_of(param)) is not None:
+            of_guardian.setdefault(guardian, []).append(param)
+        elif is_sharded(param):
+            raise PartitaError(
+                f"parameter '{_claims[param].name}' has no data: it was sharded when its engine was closed ({what} "
+                "needs it); save, export, or take engine.state_dict() before engine.close()"
+            )
+    for guardian, of_one in of_guardian.items():
+        guardian.touched(of_one, what)
 
 
 def mark_sharded(param: nn.Parameter, kind: type[ShardedParameter] = ShardedParameter) -> None:

@@ -65,7 +65,7 @@ class ExactLoads:
 
 
 def _is_rounded(member: Member, values: Tensor) -> bool:
-    """Return whether an unsharded parameter would round the values."""
+    """Return whether a parameter would round the values."""
     param = member.param
     with torch._C.DisableTorchFunctionSubclass():
         fits = param.shape == values.shape and not member.span.place.is_part

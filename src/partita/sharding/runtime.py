@@ -19,6 +19,7 @@ from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
+from partita.memory.streams import record
 from partita.memory.tiers import StateMemory
 from partita.sharding.assemble import Assembly, Source, make_units
 from partita.sharding.buckets import Bucket
@@ -28,12 +29,12 @@ from partita.sharding.gradient_buffer import BucketLayout
 from partita.sharding.hooks import ForwardHooks, LastHook, UnitEvents, announce
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
-from partita.sharding.placeholder import claim, disclaim, leave_share, restore_class
+from partita.sharding.placeholder import ShardedValues, claim, disclaim, leave_share, restore_class
 from partita.sharding.precision import ExactLoads, cast_buffers, forward_precision
 from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.segment import Segment
-from partita.sharding.structure import Structure, Written
+from partita.sharding.structure import Structure, Written, store_shards
 from partita.sharding.unit import Unit, UnitResources, UnitState
 from partita.sharding.unit_events import Subscriber
 from partita.sharding.unshard import Unsharder
@@ -130,7 +131,7 @@ class Runtime:
             count = self.unsharder.forwards_under_way
             early_output = self.events.early_output
             self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now, early_output)]
-            rounding = [m for unit, m in self.members() if unit.always_unsharded and m.segment.keeps_digits]
+            rounding = [member for _, member in self.members() if member.segment.keeps_digits]
             self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})
             self._refresh()
@@ -280,35 +281,58 @@ class Runtime:
         waits = Subscriber(opened=lambda call: call.unit.finish_update())
         self.events.subscribe([unit for unit in units if unit.always_unsharded], waits)
 
-    def touched(self, param: nn.Parameter, what: str) -> None:
+    def touched(self, params: Sequence[nn.Parameter], what: str) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
-        unit, _ = self._members[id(param)]
-        if unit.always_unsharded:
-            unit.finish_update()
-        else:
-            self.unsharder.touched(param, what)
+        sharded = list[nn.Parameter]()
+        for param in params:
+            unit, _ = self._members[id(param)]
+            if unit.always_unsharded:
+                unit.finish_update()
+            else:
+                sharded.append(param)
+        if sharded:
+            self.unsharder.touched(sharded, what)
 
-    def provides(self, param: nn.Parameter) -> bool:
+    def keeps_unsharded(self, param: nn.Parameter) -> bool:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
-        return self._members[id(param)][0].always_unsharded or self.unsharder.in_forward
+        return self._members[id(param)][0].always_unsharded or self.unsharder.keeps_unsharded
+
+    def is_reading(self, param: nn.Parameter) -> bool:
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
+        return self.unsharder.is_reading(param)
 
     def exposed(self, param: nn.Parameter, values: Tensor) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
-        if id(param) in self._members:
+        if id(param) not in self._members:
+            return
+        self.structure.note_data(param, values)
+        if not isinstance(values, ShardedValues):
             self.written.expose(*self._members[id(param)], values)
 
+    def assign(self, param: nn.Parameter, values: Tensor) -> bool:
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
+        return id(param) in self._members and self.structure.assign(*self._members[id(param)], values, self.written)
+
+    def store_written(self) -> None:
+        """Store the values that the user's code has written into parameters. No update may be running."""
+        self.unsharder.end_reads()
+        self.written.store_all()
+
     def _store_exactly(self, loaded: list[tuple[Member, Tensor]]) -> None:
-        """Store fp32 values of parameters that are stored unsharded and have got the rounded values."""
+        """Store fp32 values of parameters that have got the rounded values."""
         by_segment = defaultdict[int, list[tuple[Member, Tensor]]](list)
         for member, values in loaded:
             by_segment[id(member.segment)].append((member, values))
         for pairs in by_segment.values():
             unit, segment = self._members[id(pairs[0][0].param)][0], pairs[0][0].segment
-            unit.finish_update()
+            self.touched([member.param for member, _ in pairs], "load_state_dict")
             flat = {member.fqn: member.flat(values.to(segment.full.device, torch.float32)) for member, values in pairs}
             for member, _ in pairs:
                 member.values.copy_(segment.rounded(flat[member.fqn]))
+            if not unit.always_unsharded:
+                store_shards(segment, flat.keys())
             segment.set_master(flat)
+            unit.updated = record(self.device)
         self.written.stored([member for member, _ in loaded])
 
     def end_micro_batch(self) -> None:
@@ -365,6 +389,7 @@ class Runtime:
 
         Unsharded ones are plain parameters again. Those with only this rank's slice are refused by later engines.
         """
+        self.unsharder.end_reads()
         for hook in self._hooks:
             hook.remove()
         with torch._C.DisableTorchFunctionSubclass():

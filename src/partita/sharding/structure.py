@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -23,6 +24,7 @@ from partita.layout.parameters import find_all_parameters, find_quantized_params
 from partita.memory import accelerator
 from partita.memory.streams import record
 from partita.sharding.parameter import Member
+from partita.sharding.placeholder import ShardedParameter, ShardedValues
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitState
 
@@ -64,6 +66,7 @@ class Written:
         self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
         self._exposed = dict[int, _Exposed]()  # by the member's id
         self._sums = dict[str, Tensor]()
+        self._kept = dict[Unit, Tensor]()  # checksums of the memory that sharded units keep
 
     def __bool__(self) -> bool:
         """True if written values of some parameters must be copied to other memory; the same on all ranks."""
@@ -141,6 +144,26 @@ class Written:
             for member in unit.members if self._exposed else ():
                 self._exposed.pop(id(member), None)
 
+    def note_kept(self, unit: Unit) -> None:
+        """Note the values in the memory that a unit keeps for graphs and views while it is sharded."""
+        self._kept[unit] = _checksums(unit)
+
+    def check_kept(self, unit: Unit) -> None:
+        """Check that nothing was written into the memory that a sharded unit keeps.
+
+        Raises:
+            PartitaError: a parameter was written through a view of it that the user has kept.
+        """
+        if (before := self._kept.pop(unit, None)) is None:
+            return
+        changed = accelerator.read(_checksums(unit) != before).tolist()
+        if any(changed):
+            raise PartitaError(
+                f"parameter '{unit.members[changed.index(True)].fqn}' was written through a view that was kept while "
+                "the parameter was sharded: the written values are lost; write into the parameter itself, or inside "
+                "`with engine.gathered(..., modify=True)`"
+            )
+
     def _store_from(self, unit: Unit, is_recomputed: bool) -> None:
         if not (written := self._found(unit.members)):
             return
@@ -151,7 +174,7 @@ class Written:
             by_segment[id(member.segment)].append(member)
         for members in by_segment.values():
             self._warn_of_rounding(members[0])
-            _store(members[0].segment, {member.fqn for member in members})
+            store_shards(members[0].segment, {member.fqn for member in members})
         unit.updated = record(unit.storage.device)
         if unit.has_secondary:
             _store_secondary(unit)
@@ -201,6 +224,11 @@ class Written:
             self._sums[member.fqn] = checksum(member.values)
 
 
+def _checksums(unit: Unit) -> Tensor:
+    """Return the checksum of each parameter of a unit whose memory has values."""
+    return torch.stack([checksum(member.values) for member in unit.members])
+
+
 def checksum(values: Tensor) -> Tensor:
     """Return the sum of the bits of a dense tensor as integers; a scalar on its device."""
     bits = values.view({2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.uint8))
@@ -236,7 +264,7 @@ def _check_stored(unit: Unit, member: Member, is_recomputed: bool) -> None:
         )
 
 
-def _store(segment: Segment, names: set[str]) -> None:
+def store_shards(segment: Segment, names: AbstractSet[str]) -> None:
     """Store this rank's shard of the named parameters from an unsharded segment."""
     shard = segment.part(segment.full, segment.plan.param_stored)
     lease = segment.stored.lease()
@@ -271,6 +299,8 @@ class Structure:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.model = model
         self.relocated = set[int]()
+        self._assigned = set[int]()  # ids of parameters whose data was set to other values
+        self._data = dict[int, list[weakref.ref[Tensor]]]()  # by the parameter's id: what its data has returned
         self.modules = list[nn.Module]()  # all modules of the model, in its order, as of the last check
         self._recorded = [(unit, [_with_owners(member) for member in unit.members]) for unit in units]
         self._names = {id(member.param): member.fqn for unit in units for member in unit.members}
@@ -316,6 +346,45 @@ class Structure:
                     if unit.state is not UnitState.UNSHARDED or not _same(param, member.within(member.segment.full)):
                         raise PartitaError(_MOVED.format(member.fqn))
 
+    def assign(self, unit: Unit, member: Member, values: Tensor, written: Written) -> bool:
+        """Copy ``values`` into an unsharded parameter whose ``data`` is set to them.
+
+        Returns: False if they do not fit the parameter.
+
+        Raises:
+            PartitaError: they do not fit, and the parameter is sharded between uses. Or the previous values are still
+                referred to: they would change, too.
+        """
+        param = member.param
+        if id(param) in self.relocated or member.sharded_kind is not ShardedParameter:
+            return False
+        returned = [data for view in self._data.get(id(param), ()) if (data := view()) is not None]
+        if any(data is values for data in returned):
+            return True  # param.data = param.data.to(device)
+        if isinstance(values, ShardedValues):
+            values = values.read_with(param)
+        like = (values.shape, values.dtype, values.device, values.layout)
+        if like != (param.shape, param.dtype, param.device, torch.strided):
+            if unit.always_unsharded:
+                return False  # an error at the next forward, unless it is undone before
+            raise PartitaError(_MOVED.format(member.fqn))
+        is_same = values.data_ptr() == param.data_ptr() and values.stride() == param.stride()
+        if is_same and id(param) not in self._assigned:
+            return True
+        if is_same or returned:
+            raise PartitaError(_OVERWRITTEN.format(member.fqn))
+        self._assigned.add(id(param))
+        data = member.within(member.segment.full)
+        written.expose(unit, member, data)
+        shares_memory = values.untyped_storage()._cdata == unit.storage._cdata
+        data.copy_(values.detach().clone() if shares_memory else values.detach())
+        return True
+
+    def note_data(self, param: nn.Parameter, data: Tensor) -> None:
+        """Note that ``param.data`` has returned ``data``."""
+        living = [view for view in self._data.get(id(param), ()) if view() is not None]
+        self._data[id(param)] = [*living, weakref.ref(data)]
+
     def _check_parameters(self) -> None:
         """Check that replaced and added modules have the same parameters."""
         found = {id(param): name for name, param in self.model.named_parameters()}
@@ -359,6 +428,11 @@ _MOVED = (
     "parameter '{}' is no longer a view of its unit's flat buffer: its .data, dtype or device was changed after "
     "initialize (model.double(), model.to(), param.data = ..., flatten_parameters()). Do that before initialize; to "
     "change values, write them in place inside `with engine.gathered(..., modify=True)`"
+)
+_OVERWRITTEN = (
+    "parameter '{}': param.data was set to other values while its previous param.data is kept, maybe as a backup. "
+    "partita copies the new values into the parameter's memory, so the kept tensor changes, too: keep "
+    "param.data.clone(), and restore it by param.data.copy_(kept)"
 )
 _REPLACED = (
     "parameter '{}' was replaced ({} is another object now): its new values would never be trained. "

@@ -14,7 +14,7 @@ from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record
 from partita.sharding.interpreter import Interpreter, Running
 from partita.sharding.parameter import Member, replace_data
-from partita.sharding.placeholder import mark_sharded, restore_class
+from partita.sharding.placeholder import get_data, mark_sharded, restore_class, set_data
 from partita.sharding.segment import Segment
 from partita.table.planned import PlannedUnit
 from partita.table.steps import steps
@@ -113,6 +113,10 @@ class Unit:
     def title(self) -> str:
         """The unit's name in messages."""
         return self.name or f"{type(self.module).__name__} (root)"
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Return the name of one of the unit's parameters."""
+        return next(member.fqn for member in self.members if member.param is param)
 
     # ----------------------------------------------------------------- unsharding
 
@@ -269,7 +273,7 @@ class Unit:
         if param.is_meta or param.device != view.device or param.dtype != view.dtype:
             replace_data(param, view)
         else:
-            param.data = view
+            set_data(param, view)
 
     def move(self, member: Member) -> None:
         """Make a parameter of the unit a view of ``full`` again, after ``full`` was reallocated."""
@@ -280,7 +284,7 @@ class Unit:
 
         Returns: False if the parameter is not a view of the unit's storage.
         """
-        view = member.param.data
+        view = get_data(member.param)
         if view.untyped_storage()._cdata != self.storage._cdata:
             return False
         replace_data(member.param, view.to(member.own_device, member.own_dtype, copy=True))

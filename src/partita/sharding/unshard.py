@@ -15,10 +15,13 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.memory.step_events import span
+from partita.sharding.placeholder import is_sharded
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitState
 from partita.sharding.unit_events import Subscriber, UnitCall
 from partita.sharding.unshard_order import UnshardOrder
+
+_READ = "a read of a sharded parameter"
 
 
 class References:
@@ -100,6 +103,7 @@ class Unsharder:
         self._records = True
         self._warned: set[str] = set()
         self._referred: dict[Unit, References] = {}  # of units in engine.gathered, or that keep their memory since
+        self._reads: list[Unit] = []  # unsharded for the user's code between forwards
         self._forward_depth = 0
         self.version = 0
         self.within_batch = False
@@ -173,25 +177,61 @@ class Unsharder:
 
     # ------------------------------------------------------- outside of calls
 
-    def touched(self, param: nn.Parameter, what: str) -> None:
+    def touched(self, params: Sequence[nn.Parameter], what: str) -> None:
         """See :class:`~partita.sharding.placeholder.Guardian`."""
-        unit = self._owner[id(param)]
-        fqn = next(member.fqn for member in unit.members if member.param is param)
-        if not self.in_forward:
+        if not self.keeps_unsharded:
+            self._read(params, what)
+            return
+        for param in params:
+            unit = self._owner[id(param)]
+            if unit.state is UnitState.UNSHARDED:
+                continue
+            if unit.title not in self._warned:
+                self._warned.add(unit.title)
+                warnings.warn(
+                    f"parameter '{unit.name_of(param)}' is read outside the forward of its unit '{unit.title}', which "
+                    "now stays unsharded until the step ends; to unshard it with its reader, name a module that "
+                    "contains both in zero.units",
+                    stacklevel=2,
+                )
+            unit.pinned = True
+            self.open(unit)
+            unit.open_calls -= 1
+
+    def _read(self, params: Sequence[nn.Parameter], what: str) -> None:
+        """Unshard parameters for a read or write by the user's code between forwards. A collective.
+
+        Their units are resharded at the next such read of other units, and before a forward or a step. Only one call's
+        units are unsharded at a time; graphs and views that outlive it keep the memory that they refer to.
+        """
+        sharded = next((param for param in params if is_sharded(param)), None)
+        if sharded is None:
+            return
+        self._check_all_read(self._owner[id(sharded)].name_of(sharded), what)
+        units = list(dict.fromkeys(self._owner[id(param)] for param in params))
+        self.end_reads(but=units)
+        self.hold([unit for unit in units if unit not in self._reads])
+        self._reads = units
+
+    def _check_all_read(self, fqn: str, what: str) -> None:
+        try:
+            self._unshard_order.synchronize(_READ)
+        except PartitaError as error:
             raise PartitaError(
-                f"parameter '{fqn}' is sharded: its data is split over the ranks between uses ({what} needs it); "
-                "read, copy or write it inside `with engine.gathered(...)`, or take engine.state_dict()"
-            )
-        if unit.title not in self._warned:
-            self._warned.add(unit.title)
-            warnings.warn(
-                f"parameter '{fqn}' is read outside the forward of its unit '{unit.title}', which now stays unsharded "
-                "until the step ends; to unshard it with its reader, name a module that contains both in zero.units",
-                stacklevel=2,
-            )
-        unit.pinned = True
-        self.open(unit)
-        unit.open_calls -= 1
+                f"'{what}' needs the values of parameter '{fqn}', which is sharded between uses, and not every rank "
+                "asks for them: read and write parameters on every rank (not under `if rank == 0`), or take "
+                f"engine.state_dict() on every rank. {error}"
+            ) from error
+
+    def is_reading(self, param: nn.Parameter) -> bool:
+        """See :class:`~partita.sharding.placeholder.Guardian`."""
+        return bool(self._reads) and self._owner.get(id(param)) in self._reads
+
+    def end_reads(self, but: Sequence[Unit] = ()) -> None:
+        """Reshard the units, except ``but``, that the user's code has read or written between forwards."""
+        if ended := [unit for unit in self._reads if unit not in but]:
+            self._reads = [unit for unit in self._reads if unit in but]
+            self.release_hold(ended)
 
     def hold(self, units: Sequence[Unit]) -> None:
         """Unshard units outside of any forward until the matching :meth:`release_hold`, in memory beyond the pool.
@@ -239,11 +279,13 @@ class Unsharder:
         kept = [unit for unit in self._referred if unit.keeps_memory and unit.state is UnitState.SHARDED]
         for unit in kept:
             if not self._referred[unit].grown(self.version):
+                self._written.check_kept(unit)
                 del self._referred[unit]
                 unit.drop_memory()
 
     def begin_forward(self) -> None:
         """Begin a forward of the model. The order of units is recorded if it has a backward."""
+        self.end_reads()
         self._records = torch.is_grad_enabled()
         if self.within_batch:
             return
@@ -256,9 +298,9 @@ class Unsharder:
         self._forward_depth = num
 
     @property
-    def in_forward(self) -> bool:
-        """True if a forward of the model is running."""
-        return self._forward_depth > 0
+    def keeps_unsharded(self) -> bool:
+        """True if a forward of the model or a backward is running: what it reads stays unsharded until the step."""
+        return self._forward_depth > 0 or torch._C._current_graph_task_id() != -1
 
     def reset(self) -> None:
         """Close calls that an exception left open. Called when no forward and no backward is running."""
@@ -270,6 +312,7 @@ class Unsharder:
         """End a micro-batch: reshard pinned units, and use the recorded order next. Synchronizes the ranks if any unit
         is sharded.
         """
+        self.end_reads()
         for unit in self.units:
             unit.pinned = False
         self.reset()
@@ -287,6 +330,7 @@ class Unsharder:
         """Note a change of the parameters: graphs of earlier forwards are invalid, and units that stayed unsharded for
         them are resharded.
         """
+        self.end_reads()
         self.version += 1
         for unit in self.units:
             unit.has_secondary = False
@@ -308,6 +352,8 @@ class Unsharder:
     def _reshard(self, unit: Unit) -> None:
         try:
             self._written.take_from(unit)
+            if unit.keeps_memory:
+                self._written.note_kept(unit)
         finally:
             unit.reshard()
 
@@ -327,6 +373,8 @@ class Unsharder:
                     self._evict(idle)
         elif not must and not unit.can_unshard:
             return False
+        if unit.keeps_memory:
+            self._written.check_kept(unit)
         self._unshard_order.gathers(unit.number)
         unit.start_unshard(spare, exact)
         return True

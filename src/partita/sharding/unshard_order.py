@@ -15,6 +15,7 @@ from partita.comm.control_message import ControlMessage
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.stall import Stall
+from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 
@@ -33,6 +34,13 @@ class UnshardOrder(Protocol):
 
         Raises:
             PartitaError: ranks gather different units; the message names them.
+        """
+
+    def synchronize(self, call: str) -> None:
+        """Wait until every rank is at ``call`` (its name, at most 40 letters).
+
+        Raises:
+            PartitaError: a rank is at another call or waits in another collective.
         """
 
     def step(self) -> None:
@@ -84,6 +92,9 @@ class ComparedLogs:
                 raise
         raise _different(self._log, self._group.ranks, found)
 
+    def synchronize(self, call: str) -> None:
+        check_synchronized(self._group, self._mesh.watchdog, call)
+
     def step(self) -> None:
         self._log.add(STEP)
         message = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step")
@@ -117,6 +128,10 @@ class Announcements:
     def wait(self, gathered: Event) -> None:
         self._verify()
         gathered.wait()
+
+    def synchronize(self, call: str) -> None:
+        self._verify()
+        check_synchronized(self._group, self._mesh.watchdog, call)
 
     def step(self) -> None:
         self.gathers(STEP)

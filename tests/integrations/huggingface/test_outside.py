@@ -23,16 +23,11 @@ REFUSED = {
 # It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those
 # of plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; fp16 is not autocast.
 NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed precision differ ("
-# It reads a parameter after training. At stage 3 it is sharded then, and has no data.
-AT_REST = "PartitaError: parameter 'a' is sharded: its data is split over the ranks between uses ("
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("stage", "training", "reached"),
-    [(1, NO_FP16_AUTOCAST, "FP16 training check."), (3, AT_REST, "**Training integ")],
-)
-def test_accelerates_own_checks(stage: int, training: str, reached: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accelerates_own_checks(stage: int, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"zero": {"stage": stage}, "precision": {"compute": "fp32"}}))
     script = ("-m", "tests.integrations.huggingface.outside", str(tmp_path))
@@ -47,11 +42,11 @@ def test_accelerates_own_checks(stage: int, training: str, reached: str, tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert reached in done.stdout
+    assert "FP16 training check." in done.stdout
     for rank in range(2):
         outcomes = json.loads((tmp_path / f"{rank}.json").read_text())
         errors = {name: error for name, error in outcomes.items() if error}
-        expected = REFUSED | {"training_check": training}
+        expected = REFUSED | {"training_check": NO_FP16_AUTOCAST}
         assert errors.keys() == expected.keys()
         for name, error in errors.items():
             assert error.startswith(expected[name]), name

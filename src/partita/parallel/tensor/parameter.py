@@ -33,7 +33,7 @@ from partita.sharding.placeholder import (
     is_access,
     is_sharded,
     read_as_metadata,
-    touch,
+    unshard,
 )
 from partita.table.place import Place
 
@@ -486,12 +486,13 @@ class UseLocalShards(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         replaced = list[tuple[str, Tensor, type]]()
+        params = [param for name in self._shardings if (param := self._params.get(name)) is not None]
+        if any(is_sharded(param) for param in params):
+            unshard(params, "its module's forward")
         for name, sharding in self._shardings.items():
             value = self._params.get(name)
             if value is None:
                 continue
-            if is_sharded(value):
-                touch(value, "its module's forward")
             if isinstance(value, SplitParameter):
                 replaced.append((name, value, type(value)))
                 value.__class__ = _known[value].kind

@@ -96,7 +96,7 @@ class Agreeing:
         self.num_steps += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Made:
     """The runtime's parts for the units of one rank, and the guardian of their parameters."""
 

@@ -56,6 +56,7 @@ from partita.parallel.pipeline.run import Pipeline
 from partita.parallel.pipeline.schedule_cost import simulate
 from partita.parallel.random import agreed_seed
 from partita.parallel.tensor.parameter import SplitParameters, check_hooks
+from partita.sharding import layer_drop
 from partita.sharding.assemble import check_same_buckets, check_same_model
 from partita.sharding.placeholder import check_not_off_stage, check_unclaimed
 from partita.sharding.runtime import Runtime
@@ -144,6 +145,10 @@ def _build(
         check_capacity(blueprint, model, mesh.device)
         if mesh.rank == 0:
             log_lower_stage(blueprint, model, mesh.device)
+        if any(not unit.always_unsharded for unit in blueprint.units):
+            notice = layer_drop.switch_off(model, parallel.transforms.at(Order.ATTENTION))
+            if notice and mesh.rank == 0:
+                _log.info("%s", notice)
         attention = find_attention(model, settings)
         chosen = SelectedModules.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)

@@ -1,0 +1,106 @@
+"""LayerDrop: ranks skip different layers at stages 0 to 2, and none at stage 3."""
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partita
+from tests.kit import seeds
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
+
+
+def wav2vec2(rate: float) -> nn.Module:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        vocab_size=12,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(4, 4),
+        conv_kernel=(4, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.0,
+        layerdrop=rate,
+        **{f"{name}_dropout": 0.0 for name in ("hidden", "attention", "activation", "feat_proj", "final")},
+    )
+    return Wav2Vec2ForCTC(config)
+
+
+def bart(rate: float) -> nn.Module:
+    from transformers import BartConfig, BartModel
+
+    config = BartConfig(
+        vocab_size=32,
+        d_model=16,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=16,
+        dropout=0.0,
+        encoder_layerdrop=rate,
+        decoder_layerdrop=rate,
+    )
+    return BartModel(config)
+
+
+MODELS: dict[str, Any] = {"wav2vec2": wav2vec2, "bart": bart}
+
+
+def loss(model: Any, rank: int, step: int) -> Tensor:
+    generator = seeds.generator(1000 * step + rank)
+    if "Bart" in type(getattr(model, "module", model)).__name__:
+        found = model(input_ids=torch.randint(4, 32, (2, 8), generator=generator)).last_hidden_state
+    else:
+        found = model(input_values=torch.randn(2, 256, generator=generator)).logits
+    return found.square().mean()  # type: ignore[no-any-return]
+
+
+def trains_as_without(name: str) -> None:
+    expected = list[float]()
+    for rate in (0.0, 0.9):
+        seeds.start()
+        with partita.initialize(MODELS[name](rate), {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}}) as engine:
+            losses = list[float]()
+            for step in range(3):
+                found = loss(engine, rank(), step)
+                engine.backward(found)
+                engine.step()
+                losses.append(found.item())
+        expected = expected or losses
+        assert losses == expected
+
+
+def is_undone(name: str, stage: int) -> list[str]:
+    model = MODELS[name](0.5)
+    before = {each: dict(vars(module)) for each, module in model.named_modules()}
+    with mock.patch.object(logging.getLogger("partita"), "info") as told:
+        partita.initialize(model, {"zero": {"stage": stage}}).close()
+    for each, module in model.named_modules():
+        assert vars(module).keys() == before[each].keys()
+        assert getattr(module, "layerdrop", 0.5) == 0.5
+    return [str(call) for call in told.call_args_list if "no layers are dropped" in str(call)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_runs_at_stage_3(name: str) -> None:
+    on_ranks(2, trains_as_without, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_told_and_undone(name: str) -> None:
+    said = on_ranks(2, is_undone, name, 3)
+    assert [len(each) for each in said] == [1, 0]
+    assert on_ranks(2, is_undone, name, 2) == [[], []]

@@ -77,7 +77,8 @@ clean:
 # Libraries of the client scripts. They are apart, too: tests must not depend on them.
 .venv/clients: | .venv/.torch
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ \
-	  diffusers torchdiffeq scipy torch_geometric importlib_metadata zipp
+	  diffusers torchdiffeq torch_geometric importlib_metadata zipp sentence-transformers scikit-learn scipy joblib \
+	  threadpoolctl narwhals
 
 $(INSTALLED): .venv/.torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"

@@ -18,7 +18,15 @@ def _search_path() -> list[str]:
 
 
 def losses(script: list[str], config: dict[str, object] | None, folder: Path) -> list[float]:
-    """Run a script, and return the numbers of the lines ``loss <number>`` that it prints.
+    """Run a script as :func:`run` does. Return the numbers of the lines ``loss <number>`` that it prints."""
+    printed = run(script, config, folder)
+    found = [float(line.split()[1]) for line in printed.splitlines() if line.startswith("loss ")]
+    assert found, f"no losses in: {printed[-2000:]}"
+    return found
+
+
+def run(script: list[str], config: dict[str, object] | None, folder: Path) -> str:
+    """Run a script in ``folder``, and return what it prints.
 
     Args:
         script: the path of a script (or -m and a module), and its arguments.
@@ -48,6 +56,4 @@ def losses(script: list[str], config: dict[str, object] | None, folder: Path) ->
         check=False,
     )
     assert done.returncode == 0, f"{' '.join(script)}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    found = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
-    assert found, f"no losses in: {done.stdout[-2000:]}"
-    return found
+    return done.stdout

@@ -429,9 +429,19 @@ def test_ranks_that_write_differently_are_told(write: Any, plan: str, use: str) 
         assert "engine.gathered(..., modify=True)" in said
 
 
-@matrix(write=[_clamp, _foreach, _views], plan=PLANS)
+@matrix(write=[_clamp, _foreach], plan=PLANS)
 def test_what_is_written_through_data_lasts(write: Any, plan: str) -> None:
     on_ranks(2, lasts_through_data, write, plan)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if not plan.startswith("stage 3")])
+def test_what_is_written_through_views_of_data_lasts(plan: str) -> None:
+    on_ranks(2, lasts_through_data, _views, plan)
+
+
+def test_views_of_several_sharded_units_are_not_written() -> None:
+    with pytest.raises(PartitaError, match="was written through a view that was kept while the parameter was sharded"):
+        on_ranks(2, lasts_through_data, _views, "stage 3")
 
 
 @pytest.mark.parametrize("plan", ["stage 2", "host"])

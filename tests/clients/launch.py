@@ -25,7 +25,7 @@ def losses(script: list[str], config: dict[str, object] | None, folder: Path) ->
     return found
 
 
-def run(script: list[str], config: dict[str, object] | None, folder: Path) -> str:
+def run(script: list[str], config: dict[str, object] | None, folder: Path, timeout_s: float = TIMEOUT_S) -> str:
     """Run a script in ``folder``, and return what it prints.
 
     Args:
@@ -39,7 +39,7 @@ def run(script: list[str], config: dict[str, object] | None, folder: Path) -> st
         path = folder / "config.json"
         path.write_text(json.dumps(config))
         launcher += ["partita.cli.main", "run", "--config", str(path), f"--processes={PROCESSES}"]
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*launcher, *script],
         cwd=folder,
         env={
@@ -50,10 +50,15 @@ def run(script: list[str], config: dict[str, object] | None, folder: Path) -> st
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(str(Path(each).resolve()) for each in _search_path()),
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
     )
-    assert done.returncode == 0, f"{' '.join(script)}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    try:
+        printed, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its processes
+        process.wait(60)
+        raise
+    assert process.returncode == 0, f"{' '.join(script)}: {printed[-2000:]}\n{errors[-4000:]}"
+    return printed

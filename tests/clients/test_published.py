@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from tests.clients.launch import run
+from tests.clients.launch import TIMEOUT_S, run
 
 WORDS = [f"w{number}" for number in range(60)]
 ARGUMENTS = """
@@ -65,7 +66,12 @@ def logged(case: str, config: dict[str, object] | None, folder: Path, named: lis
     """Run a script of TRL, and return the losses of its last checkpoint's log."""
     script, output = case.split()[0], folder / "trained"
     command = ["-m", f"trl.scripts.{script}", "--output_dir", str(output), *named, *ARGUMENTS, *TRL[case]]
-    run(command, config, folder)
+    try:
+        run(command, config, folder, 100 if config is None else TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        if config is not None:
+            raise
+        # Without partita, TRL's scripts now and then do not end after their last line on two processes without a GPU.
     log = json.loads((output / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in log if "loss" in entry]
 

@@ -367,7 +367,7 @@ def test_copies_in_16_bits_are_plain_models(mode: str) -> None:
     on_ranks(2, copies_in_16_bits, mode)
 
 
-def test_deepcopy_says_why_not() -> None:
+def test_copies_of_the_model() -> None:
     on_ranks(2, copies)
 
 

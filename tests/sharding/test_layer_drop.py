@@ -84,10 +84,11 @@ def trains_as_without(name: str) -> None:
 
 
 def is_undone(name: str, stage: int) -> list[str]:
+    offload = {"parameters": "host"} if stage == 3 else {}  # sharded on one rank, too
     model = MODELS[name](0.5)
     before = {each: dict(vars(module)) for each, module in model.named_modules()}
     with mock.patch.object(logging.getLogger("partita"), "info") as told:
-        partita.initialize(model, {"zero": {"stage": stage}}).close()
+        partita.initialize(model, {"zero": {"stage": stage, "offload": offload}}).close()
     for each, module in model.named_modules():
         assert vars(module).keys() == before[each].keys()
         assert getattr(module, "layerdrop", 0.5) == 0.5
@@ -104,3 +105,4 @@ def test_it_is_told_and_undone(name: str) -> None:
     said = on_ranks(2, is_undone, name, 3)
     assert [len(each) for each in said] == [1, 0]
     assert on_ranks(2, is_undone, name, 2) == [[], []]
+    assert on_ranks(1, is_undone, name, 3) == [[]]

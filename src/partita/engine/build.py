@@ -145,10 +145,7 @@ def _build(
         check_capacity(blueprint, model, mesh.device)
         if mesh.rank == 0:
             log_lower_stage(blueprint, model, mesh.device)
-        if any(not unit.always_unsharded for unit in blueprint.units):
-            notice = layer_drop.switch_off(model, parallel.transforms.at(Order.ATTENTION))
-            if notice and mesh.rank == 0:
-                _log.info("%s", notice)
+        _run_every_layer(model, blueprint, parallel, mesh)
         attention = find_attention(model, settings)
         chosen = SelectedModules.of(model, settings, [unit.name for unit in blueprint.units])
     _agree(model, blueprint, optimizer, settings, collectives)
@@ -213,6 +210,15 @@ def _build(
         pipeline,
         replica_check,
     )
+
+
+def _run_every_layer(model: nn.Module, blueprint: Blueprint, parallel: AppliedParallelism, mesh: Mesh) -> None:
+    """Switch LayerDrop off if ranks share sharded parameters."""
+    if mesh.num_ranks == 1 or all(unit.always_unsharded for unit in blueprint.units):
+        return
+    notice = layer_drop.switch_off(model, parallel.transforms.at(Order.ATTENTION))
+    if notice and mesh.rank == 0:
+        _log.info("%s", notice)
 
 
 def along_axes(settings: Config) -> Needs:

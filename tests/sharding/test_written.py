@@ -80,6 +80,7 @@ def lasts(plan: str, folder: Path) -> None:
         train_step(engine, 0)
         expected = fresh_values(engine.module)
         engine.module.load_state_dict(expected)
+        holds(engine, expected)
         train_step(engine, 1)
         holds(engine, expected)
         with torch.no_grad():

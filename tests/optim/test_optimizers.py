@@ -503,35 +503,6 @@ def declared() -> None:
         traits._DECLARED.update(known)
 
 
-def needs_closure() -> None:
-    for stage in (0, 1):
-        with pytest.raises(ConfigError, match="optimizer LBFGS evaluates the loss in its step .*or one rank"):
-            partita.initialize(Stack(1), {"zero": {"stage": stage}}, optimizer=lambda p: torch.optim.LBFGS(p, 0.1))
-
-
-def closure_on_one_rank() -> None:
-    seeds.start()
-    plain = Stack(1)
-    torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=3).step(lambda: _closure(plain, plain.zero_grad))
-    seeds.start()
-    model = Stack(1)
-    with partita.initialize(
-        model, {"zero": {"stage": 1}}, optimizer=lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3)
-    ) as engine:
-        engine.optimizer.step(lambda: _closure(engine, engine.zero_grad))
-        engine.zero_grad()
-        weights = whole_weights(engine)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(weights[name], param.detach(), msg=name)
-
-
-def _closure(model: Any, zero_grad: Callable[[], None]) -> float:
-    zero_grad()
-    loss = square_loss(model, 0, 0)
-    model.backward(loss) if isinstance(model, partita.Engine) else loss.backward()
-    return loss.item()
-
-
 def on_parts_of_the_model(config: Mapping[str, Any], kind: type[Optimizer]) -> None:
     with pytest.raises(ConfigError, match=f"optimizer {kind.__name__} cannot run on"):
         partita.initialize(Stack(2), config, optimizer=lambda params: kind(params))
@@ -687,12 +658,6 @@ def test_group_added_later() -> None:
 
 def test_hooks_of_the_optimizer() -> None:
     on_ranks(2, hooks_of_the_optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:.*LBFGS")
-def test_one_that_needs_a_closure() -> None:
-    on_ranks(2, needs_closure)
-    on_ranks(1, closure_on_one_rank)
 
 
 @pytest.mark.parametrize(

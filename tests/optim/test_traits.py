@@ -187,9 +187,7 @@ class Ascending(Scaled):
 
 
 DIFFERS = "in a trial its result differs if each of two ranks has half of the "
-NEEDS_CLOSURE = (
-    r"evaluates the loss in its step \(step\(closure\)\), which engine.step\(\) does not do on several ranks"
-)
+NEEDS_CLOSURE = r"evaluates the loss in its step \(step\(closure\)\), and needs all parameters for it"
 
 
 def message(kind: type[Optimizer], reason: str, what: str = "slices of parameters") -> str:

@@ -24,6 +24,7 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
+from partita.parallel.collected_outputs import CollectedOutputs
 from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
 from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, RING, Sizes
@@ -35,7 +36,7 @@ from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit import seeds
 from tests.kit.models import FAMILIES
 from tests.kit.training import Loss, Trained, rank, train_engine, train_module, world
-from tests.parallel import zoo
+from tests.parallel import collecting, zoo
 from tests.parallel.zoo import VOCAB, WIDTH, Batch
 
 LENGTH = 23
@@ -62,14 +63,16 @@ _T5: dict[str, Any] = {
 # Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
 OWN = {
     "llama-one-key-head": partial(FAMILIES["llama"], **_SIZES, num_key_value_heads=1),
+    "llama-caching": partial(FAMILIES["llama"], **{**_SIZES, "use_cache": True}, num_key_value_heads=2),
     "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5)),
     "t5-eager": lambda: T5ForConditionalGeneration(T5Config(**_T5, attn_implementation="eager")),
     "gemma2-eager": lambda: Gemma2ForCausalLM(
         Gemma2Config(**_SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8, attn_implementation="eager")
     ),
+    **collecting.BUILD,
 }
-NAMES = ("llama", "qwen3", "qwen3moe", "gpt2", "neox", "phi3", "olmo2", "bert", "vit", "decoder", *OWN)
+NAMES = ("llama", "qwen3", "qwen3moe", "balanced", "gpt2", "neox", "phi3", "olmo2", "bert", "vit", "decoder", *OWN)
 
 
 def built(name: str) -> nn.Module:
@@ -82,6 +85,8 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
     random = seeds.generator(step)
     if name == "vit":
         return zoo.batch(name, step, samples)
+    if name in collecting.BUILD:
+        return collecting.batch(name, step, samples)
     tokens = torch.randint(3, VOCAB, (samples, length + 1), generator=random)
     if name.startswith("decoder"):
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -113,7 +118,11 @@ def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequencePa
     transforms = ModuleTransforms()
     with transforms.temporary():
         group, alone = collectives.group(("sequence",)), collectives.group(())
-        yield SequenceParallel(model, collectives.mesh, group, alone, transforms.at(Order.SEQUENCE))
+        changes = transforms.at(Order.SEQUENCE)
+        parallel = SequenceParallel(model, collectives.mesh, group, alone, changes)
+        blocks = [name for stack in parallel.stacks for name in stack.blocks]
+        CollectedOutputs(model, blocks, parallel.stacks, changes, across_stages=False)
+        yield parallel
 
 
 @dataclass
@@ -556,7 +565,7 @@ def refused(what: str) -> None:
     elif what == "flash":
         model.config._attn_implementation_internal = "flash_attention_2"
     elif what == "collected":
-        batch["output_hidden_states"] = True  # type: ignore[assignment]
+        batch["output_attentions"] = True  # type: ignore[assignment]
     with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
         output = engine(**batch)
         if what == "alone" and rank() == 0:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from partita.train.decoder import Decoder, DecoderShape
 from tests.kit import seeds
 from tests.kit.models import FAMILIES, Family
+from tests.parallel import collecting
 
 VOCAB, WIDTH = 128, 48
 Batch = dict[str, Tensor]
@@ -86,6 +87,8 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(FAMILIES["llama"], **_GROUPED),
     "qwen3": partial(FAMILIES["qwen3"], **_GROUPED, head_dim=8),
     "qwen3moe": partial(FAMILIES["qwen3moe"], **_GROUPED, **_MOE),
+    # Its loss depends on the router logits of all blocks.
+    "balanced": partial(FAMILIES["qwen3moe"], **_GROUPED, **_MOE, output_router_logits=True, router_aux_loss_coef=0.5),
     "gpt2": partial(FAMILIES["gpt2"], **_GPT2),
     "bloom": Family(
         "Bloom", "BloomForCausalLM", {"hidden_size": WIDTH, "n_layer": 4, "n_head": 6, "vocab_size": VOCAB}
@@ -109,6 +112,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "sequential": lambda: nn.Sequential(
         nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 7)
     ),
+    **collecting.BUILD,
 }
 TIED = ("gpt2", "bloom", "mamba", "t5", "bert", "skipping")
 
@@ -120,6 +124,8 @@ def build(name: str) -> nn.Module:
 
 def batch(name: str, number: int, num_samples: int = 2) -> Any:
     """Random tokens, the first sample padded on the left, with labels; images where the model takes them."""
+    if name in collecting.BUILD:
+        return collecting.batch(name, number, num_samples)
     generator = seeds.generator(number)
     if name == "sequential":
         return torch.randn(num_samples, WIDTH, generator=generator)

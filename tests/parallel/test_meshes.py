@@ -90,7 +90,7 @@ def test_blocks_of_gathered_in_one_another(axis: str, stage: int) -> None:
     on_ranks(2, nested, axis, stage, timeout=TIMEOUT_S)
 
 
-@matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2"))
+@matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2", "balanced"))
 def test_two_axes(parallel: dict[str, int], name: str) -> None:
     check(name, parallel, [{"stage": 0}, {"stage": 3}], num_steps=3)
 

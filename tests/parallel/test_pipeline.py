@@ -1,5 +1,6 @@
 """Pipelines of processes: the bits of data parallelism, at every stage and in every order of work."""
 
+import copy
 import math
 import re
 from collections.abc import Mapping
@@ -285,14 +286,35 @@ def wrong() -> None:
         with pytest.raises(ConfigError, match=message):
             partita.initialize(model, config)
         assert type(model.lm_head.weight) is nn.Parameter
-    model = stages.build("qwen3moe")
-    model.config.output_router_logits = True
-    with pytest.raises(ConfigError, match="set output_router_logits to False in the model's config"):
-        partita.initialize(model, {"parallel": {"pipeline": 2}})
 
 
 def test_what_cannot_be_cut() -> None:
     on_ranks(2, wrong)
+
+
+def generated(stage: int) -> None:
+    """Inside ``gathered`` each rank runs the model as one process does; batches before and after are not changed."""
+    model, batch = stages.build("llama"), stages.batch("llama", 0)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    plain = copy.deepcopy(model).eval()
+    config = {"parallel": {"pipeline": 2}, "zero": {"stage": stage}, "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+    with partita.initialize(model, config) as engine:
+        losses = [engine.train_batch([batch]).item()]
+        model.eval()
+        with engine.gathered(), torch.no_grad():
+            assert torch.equal(model.generate(**inputs, **options), plain.generate(**inputs, **options))
+            assert engine(**batch).loss.item() == plain(**batch).loss.item()
+        model.train()
+        losses.append(engine.train_batch([batch]).item())
+        assert losses[0] == losses[1]
+        with engine.gathered(model.lm_head), pytest.raises(PartitaError, match="call the model inside engine.gathered"):
+            model(**batch)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_text_is_generated_on_a_gathered_model(stage: int) -> None:
+    on_ranks(4, generated, stage)
 
 
 def bypassing() -> str:

@@ -27,7 +27,15 @@ def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    ("name", "by"), [("decoder", "config"), ("llama", "config"), ("llama", "model"), ("decoder", "user")]
+    ("name", "by"),
+    [
+        ("decoder", "config"),
+        ("llama", "config"),
+        ("llama", "model"),
+        ("decoder", "user"),
+        ("balanced", "config"),
+        ("balanced", "model"),
+    ],
 )
 def test_recomputed_blocks_know_their_slices(name: str, by: str) -> None:
     for off, largest in on_ranks(2, sequence.recomputed, name, by):
@@ -51,7 +59,7 @@ def test_losses_are_those_of_whole_logits() -> None:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-@matrix(name=["llama", "qwen3", "gpt2", "decoder", "vit", "t5"], ranks=[2, 3])
+@matrix(name=["llama", "llama-caching", "qwen3", "gpt2", "decoder", "vit", "t5", "llava", "wav2vec2"], ranks=[2, 3])
 def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
     (plain,) = on_ranks(1, sequence.trained_plainly, name, 1)
     for found in on_ranks(ranks, sequence.trained, name, ranks):
@@ -59,7 +67,8 @@ def test_engines_train_as_one_process_does(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("own", "no samples"), ("own", "few positions"), ("llama", "few positions")]
+    ("name", "what"),
+    [("own", "no samples"), ("own", "few positions"), ("llama", "few positions"), ("balanced", "few positions")],
 )
 def test_batches_that_cannot_be_split_train(name: str, what: str) -> None:
     (plain,) = on_ranks(1, sequence.trained_on_few, name, what, None)
@@ -85,7 +94,7 @@ ERRORS = {
     "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
     "flash": "got 'flash_attention_2': load the model with attn_implementation='sdpa'",
     "cached": "expected attention over this rank's .* positions; got 1 queries and [89] keys",
-    "collected": "output_hidden_states returns outputs of each block, of which a rank has only its slice",
+    "collected": "output_attentions returns the attention weights of each block, of which a rank has only its slice",
     "alone": "'argmax' reads logits that are split over 3 sequence ranks, and not all of them do",
 }
 

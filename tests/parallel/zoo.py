@@ -61,6 +61,8 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama-4": _tiny("llama", **{**_GROUPED, "num_hidden_layers": 4}),
     "qwen3": _tiny("qwen3", **_GROUPED, head_dim=8),
     "qwen3moe": _tiny("qwen3moe", **_GROUPED, **_MOE),
+    # Its loss depends on the router logits of all blocks and positions.
+    "balanced": _tiny("qwen3moe", **_GROUPED, **_MOE, output_router_logits=True, router_aux_loss_coef=0.5),
     "mixtral": _tiny("mixtral", **_GROUPED),
     "gpt2": _tiny("gpt2", **_GPT2),
     "bloom": _causal("Bloom", hidden_size=WIDTH, n_layer=2, n_head=6, vocab_size=VOCAB, **_NO_DROPOUT, use_cache=False),

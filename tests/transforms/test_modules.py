@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partita.transforms.modules import ModuleTransforms, Order, find
+from partita.transforms.modules import WITHIN_STAGE, ModuleTransforms, Order, find
 from tests.kit.state import attached_to
 
 
@@ -57,20 +57,20 @@ def test_finding_the_outermost_active_wrapper_of_a_class() -> None:
     found = find(module, Adds)
     assert found is not None
     assert found.name == "c"
-    with transforms.suspended([module], through=Order.ATTENTION):
+    with transforms.suspended([module], levels=WITHIN_STAGE | {Order.ATTENTION}):
         assert find(module, Adds) is None
         assert find(module, Doubles) is not None
     assert find(Says(), Adds) is None
 
 
-def test_suspending_leaves_later_levels() -> None:
+def test_suspending_leaves_other_levels() -> None:
     module, transforms = wrapped()
     for _ in range(2):
-        with transforms.suspended([module], through=Order.SEQUENCE):
+        with transforms.suspended([module], levels=WITHIN_STAGE):
             assert module("x") == "c(x)"
-            with transforms.suspended([nn.ModuleList([module])], through=Order.SEQUENCE):
+            with transforms.suspended([nn.ModuleList([module])], levels=WITHIN_STAGE):
                 assert module("x") == "c(x)"
-                with transforms.suspended([module], through=Order.STAGE):
+                with transforms.suspended([module], levels=list(Order)):
                     assert module("x") == "x"
                 transforms.at(Order.TENSOR).wrap_forward(module, Adds("d"))
             assert module("x") == "c(d(x))"
@@ -78,14 +78,14 @@ def test_suspending_leaves_later_levels() -> None:
         transforms.undo()
         assert module("x") == "x"
         module, transforms = wrapped()
-    with transforms.suspended([Says()], through=Order.STAGE):
+    with transforms.suspended([Says()], levels=list(Order)):
         assert module("x") == "c(b(a(x)))"
 
 
 def test_what_is_always_on_is_not_suspended() -> None:
     module, transforms = wrapped()
     transforms.at(Order.SEQUENCE).wrap_forward(module, Adds("d"), always=True)
-    with transforms.suspended([module], through=Order.STAGE):
+    with transforms.suspended([module], levels=list(Order)):
         assert module("x") == "d(x)"
 
 
@@ -177,7 +177,7 @@ def test_attributes_are_suspended_and_not_clobbered() -> None:
     changes = transforms.at(Order.TENSOR)
     changes.set_attribute(module, "padding_idx", None)
     changes.set_attribute(module, "own", 3)
-    with transforms.suspended([module], through=Order.TENSOR):
+    with transforms.suspended([module], levels=[Order.TENSOR]):
         assert module.padding_idx == 1
         assert not hasattr(module, "own")
     assert module.padding_idx is None

@@ -19,6 +19,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.inspection.modules import owning_ranks
 from partita.optim.fused import rule_of
 from partita.optim.step import StepResult, Updater
+from partita.optim.traits import needs_closure
 from partita.sharding.runtime import Runtime
 
 # Limit on rewinds without getting past the same step.
@@ -82,6 +83,12 @@ class Checkpoints:
     def save(self, folder: str | Path | None) -> Path:
         """See :meth:`Engine.save`."""
         section = self._config.checkpoint
+        if needs_closure(self._updater.optimizer):
+            raise PartitaError(
+                f"engine.save: optimizer {type(self._updater.optimizer).__name__} evaluates the loss in its step, so "
+                "the engine does not know which states it keeps, and a checkpoint would lack some; save the model "
+                "alone, by engine.state_dict()"
+            )
         folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
         runtime = self._content.runtime

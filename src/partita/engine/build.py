@@ -43,7 +43,6 @@ from partita.optim.in_backward import BackwardUpdater
 from partita.optim.states import check_groups
 from partita.optim.step import StepUpdater, Updater
 from partita.optim.traits import (
-    check_closure,
     check_elementwise,
     check_states_can_be_saved,
     counted_attributes,
@@ -242,8 +241,6 @@ def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: 
     in_parts = mesh.shape.pipeline > 1 or settings.precision.gradients == "in_backward"
     if is_cut or in_parts or not all(row.updates_on_device for row in rows):
         check_elementwise(optimizer, cuts=is_cut)
-    elif mesh.num_ranks > 1:
-        check_closure(optimizer)
     check_states_can_be_saved(optimizer)
 
 

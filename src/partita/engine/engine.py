@@ -1,6 +1,6 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -71,13 +71,13 @@ class Engine:
         """Run the model's forward. Inputs are cast to the compute dtype.
 
         Raises:
-            PartitaError: the model is split into pipeline stages (``parallel.pipeline``), or ranks of one data
-            coordinate
-                have different inputs.
+            PartitaError: the model is split into pipeline stages (``parallel.pipeline``) outside
+                :meth:`gathered`, or ranks of one data coordinate have different inputs.
         """
-        batch_check = self._open().batch_check
-        self._check_no_stages("engine(...)")
-        batch_check.check(args, kwargs)
+        parts = self._open()
+        if not parts.gathered.num_open:
+            self._check_no_stages("engine(...)")
+        parts.batch_check.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @report_out_of_memory("backward")
@@ -86,8 +86,7 @@ class Engine:
 
         Raises:
             PartitaError: ``loss`` is not a scalar that depends on the parameters, they were updated since its forward,
-            or
-                the model is split into pipeline stages (``parallel.pipeline``).
+                or the model is split into pipeline stages (``parallel.pipeline``).
         """
         self._open()
         self._check_no_stages("engine.backward")
@@ -99,13 +98,18 @@ class Engine:
         self._micro_batches.backward([loss], [None])
 
     @report_out_of_memory("step")
-    def step(self) -> StepResult:
-        """End a micro-batch. After the last of a batch, clip gradients, update the parameters, and zero gradients."""
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:
+        """End a micro-batch. After the last of a batch, clip gradients, update the parameters, and zero gradients.
+
+        Args:
+            closure: runs forward and :meth:`backward`, and returns the loss. Optimizers that evaluate the loss in their
+                step (LBFGS, SAM) need it; they get the mean loss over the ranks, at ``zero.stage: 0``.
+        """
         parts = self._open()
         if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         self._check_no_stages("engine.step")
-        return self._micro_batches.end()
+        return self._micro_batches.end() if closure is None else self._micro_batches.step_by_closure(closure)
 
     @report_out_of_memory("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:

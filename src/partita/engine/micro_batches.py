@@ -12,7 +12,8 @@ from partita.engine.batches import arguments, call, loss_of
 from partita.engine.build import Parts
 from partita.errors import PartitaError
 from partita.optim.schedule import EngineSchedule
-from partita.optim.step import StepResult
+from partita.optim.step import StepResult, StepUpdater
+from partita.optim.traits import needs_closure
 from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.reducer import scaled_by
 
@@ -38,6 +39,7 @@ class MicroBatches:
         self._num_backwards = num * parts.pipeline.schedule.shape.chunks
         self._has_failed = False  # the batch of the last call of `train`
         self._schedule = EngineSchedule(parts.scheduler)
+        self._needs_closure = needs_closure(parts.optimizer)
         self.begin(0)
 
     def begin(self, done: int) -> None:
@@ -118,6 +120,30 @@ class MicroBatches:
                 f"the next backward. Autograd: {error}"
             ) from error
 
+    def step_by_closure(self, closure: Callable[[], Any]) -> StepResult:
+        """Run a step with an optimizer that is given a closure, which runs forward and backward and returns the loss.
+
+        Raises:
+            PartitaError: a batch has several micro-batches, or updates are made in backward.
+        """
+        parts, updater = self._parts, self._parts.updater
+        if self.num > 1 or not isinstance(updater, StepUpdater):
+            key = "batch.accumulate: 1" if self.num > 1 else "precision.gradients: fp32"
+            raise PartitaError(f"engine.step(closure): a closure evaluates the loss of a full batch; set {key}")
+        if not self._needs_closure:
+            torch.enable_grad()(closure)()
+            return self.end()
+
+        def evaluate() -> Any:
+            self.begin(0)
+            loss = closure()
+            parts.activations.check()
+            parts.runtime.end_micro_batch()
+            return loss
+
+        self._schedule.check()
+        return self._updated(updater.update_by_closure(evaluate))
+
     def end(self) -> StepResult:
         """End a micro-batch. After the last one clip gradients, update the parameters, and zero the gradients."""
         parts = self._parts
@@ -129,16 +155,27 @@ class MicroBatches:
         if done < self._num_backwards:
             result = StepResult(False, None, parts.updater.scale.value, False, parts.updater.rates)
         else:
+            if self._needs_closure:
+                raise PartitaError(
+                    f"{type(parts.optimizer).__name__} evaluates the loss in its step: call engine.step(closure) with "
+                    "a closure that runs engine.backward(loss) and returns the loss"
+                )
             self._schedule.check()
-            result = parts.updater.update()
-            if result.stepped:
-                parts.runtime.updated()
-                parts.activations.updated()
-                parts.replica_check.after_update(parts.updater.steps)
-                self._schedule.step()
-            result = parts.checkpoints.after_update(result)
-            self._schedule.note()
-        self.begin(done % self._num_backwards)
+            return self._updated(parts.updater.update())
+        self.begin(done)
+        return result
+
+    def _updated(self, result: StepResult) -> StepResult:
+        """Start the next batch after an update."""
+        parts = self._parts
+        if result.stepped:
+            parts.runtime.updated()
+            parts.activations.updated()
+            parts.replica_check.after_update(parts.updater.steps)
+            self._schedule.step()
+        result = parts.checkpoints.after_update(result)
+        self._schedule.note()
+        self.begin(0)
         return result
 
     # ------------------------------------------------------------------------ a batch

@@ -19,7 +19,7 @@ from partita.sharding.runtime import Runtime
 from partita.sharding.structure import checksum
 from partita.sharding.unit import Unit
 from partita.sharding.unshard import gradient_node
-from partita.transforms.modules import ModuleTransforms, Order
+from partita.transforms.modules import OF_AXES, ModuleTransforms
 
 
 class Gathered:
@@ -67,7 +67,7 @@ class Gathered:
             before = {key: param._version for key, (_, param) in watched.items()}
             copied = [] if modify else [info for info in unsharded if self._is_copied(info)]
             sums = [checksum(info.param.detach().flatten()) for info in copied]
-            with self._transforms.suspended(items, through=Order.SEQUENCE):
+            with self._transforms.suspended(items, OF_AXES):
                 yield
             written = {key for key, (_, param) in watched.items() if param._version != before[key]}
             written |= {id(member.param) for member in self._runtime.written.through_data(members)}

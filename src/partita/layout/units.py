@@ -166,3 +166,26 @@ def find_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
             yield full, child
         else:
             yield from find_blocks(child, full)
+
+
+def find_text_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks of a transformers model's part for text, or all blocks of a model without other parts.
+
+    Blocks for images or audio run before those for text, on other positions. A value that passes them by (the text's
+    embedding) would not be among their arguments.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name, block in find_blocks(model):
+        if text is config or type(getattr(model_around(model, name), "config", None)) is type(text):
+            yield name, block
+
+
+def model_around(model: nn.Module, block: str) -> nn.Module | None:
+    """Return the innermost transformers model around a block; None if there is none."""
+    while block:
+        block = block.rpartition(".")[0]
+        module = model.get_submodule(block)
+        if hasattr(module, "_can_record_outputs"):
+            return module
+    return None

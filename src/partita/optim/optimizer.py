@@ -143,14 +143,14 @@ def clone_of(optimizer: Optimizer, groups: Groups, state: dict[Tensor, Any]) -> 
     return clone
 
 
-def run_step(optimizer: Optimizer) -> None:
+def run_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
     """Run the optimizer's step.
 
     Raises:
         PartitaError: it needs a state that a parameter does not have.
     """
     try:
-        optimizer.step()
+        optimizer.step() if closure is None else optimizer.step(closure)
     except KeyError as error:
         raise PartitaError(
             f"optimizer {type(optimizer).__name__}: its step found no state {error}. Group settings that add a state "
@@ -241,12 +241,16 @@ class Guard:
         optimizer = self._optimizer
         return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
 
-    def step(self, needed: bool) -> None:
-        """Run the step of the engine; if it is not ``needed``, only to call the user's hooks."""
+    def step(self, needed: bool, closure: Callable[[], Any] | None = None) -> None:
+        """Run the step of the engine; if it is not ``needed``, only to call the user's hooks.
+
+        Args:
+            closure: evaluates the loss and its gradients, for optimizers that do it in their step.
+        """
         if needed or self.watched:
             self._steps = True
             try:
-                run_step(self._optimizer)
+                run_step(self._optimizer, closure)
             finally:
                 self._steps = False
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it

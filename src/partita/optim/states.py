@@ -151,7 +151,7 @@ class Views:
                         optimizer.state[view.tensor] = self._cut(state, view)
                 if view.num_elements:
                     params.append(view.tensor)
-            group["params"] = params
+            group["params"][:] = params  # the list itself: LBFGS keeps a reference to it
 
     def _add_to_group(self, number: int, view: View) -> None:
         if id(view) in self._grouped:

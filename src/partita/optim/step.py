@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -351,6 +351,74 @@ class StepUpdater(Updater):
         if measured.scale == self.scale.value:
             self.scale.succeeded()
         return result
+
+    def update_by_closure(self, evaluate: Callable[[], Any]) -> StepResult:
+        """Run the step of an optimizer that evaluates the loss in it (LBFGS, SAM).
+
+        Each evaluation finds the weights that the optimizer has written, and gives its parameters the reduced and
+        clipped gradients. It returns the mean loss over the ranks, so that all of them take the same steps.
+
+        Args:
+            evaluate: runs forward and backward, and returns the loss.
+
+        Raises:
+            PartitaError: a feature is used that needs one evaluation per step, or a gradient is not finite.
+        """
+        kind = type(self.optimizer).__name__
+        problem = "overlapped updates (zero.offload)" if not self._updates.are_inline else ""
+        problem = problem or ("an fp16 loss scale (precision.compute: fp16)" if self.scale.dynamic else "")
+        problem = problem or ("communication.every" if self._listeners else "")
+        if problem:
+            raise PartitaError(f"engine.step(closure): {kind} evaluates the loss several times; not with {problem}")
+        norm = 0.0
+
+        def closure() -> Any:
+            nonlocal norm
+            self._runtime.publish()
+            loss = evaluate()
+            norm = self._give_gradients()
+            return self._mean_loss(loss)
+
+        self.take_written()
+        if self._reducer.holds_batch:  # of a backward before the step, as for SAM
+            norm = self._give_gradients()
+        self._guard.step(True, torch.enable_grad()(closure))
+        for view in self.views:
+            view.tensor.grad = None
+        self._runtime.publish()
+        self.steps += 1
+        return StepResult(True, norm, self.scale.value, False, self.rates)
+
+    def _give_gradients(self) -> float:
+        """Complete the gradients of a backward, and give the optimizer's parameters copies of them. Return their norm
+        before clipping.
+
+        Raises:
+            PartitaError: a gradient is not finite.
+        """
+        measured = self._measure("engine.step(closure)")
+        max_norm = self._clip_norm if self._clip_once is None else self._clip_once
+        self.give_up()
+        if not math.isfinite(measured.norm):
+            culprit = self._find_culprit()
+            self._reducer.zero()
+            raise PartitaError(f"engine.step(closure): {culprit}; a step that evaluates the loss cannot be skipped")
+        self._reducer.gather(measured.used, 1.0)
+        factor = factor_of(measured.norm, measured.scale, max_norm)
+        gradients = self._updates.gradients(measured.used)
+        for view in self.views:
+            grad = gradients.get(view.tensor)
+            view.tensor.grad = grad if grad is None or factor == 1.0 else grad.mul_(factor)
+        self._reducer.zero()
+        return measured.norm
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """Return the mean of the ranks' losses, in the form of this rank's: a tensor or a number."""
+        if loss is None:
+            return None
+        own = torch.as_tensor(loss, dtype=torch.float64, device="cpu").detach().reshape(1)
+        mean = self._runtime.collectives.all_ranks.exchange(own, "the loss of a closure").wait().mean()
+        return mean.to(loss.device, loss.dtype) if isinstance(loss, Tensor) else mean.item()
 
     def _measure(self, call: str) -> Measured:
         """Complete the gradients of a batch and measure their norm."""

@@ -105,15 +105,15 @@ def check_closure(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it does; the message names the class.
     """
-    if _needs_closure(optimizer):
+    if needs_closure(optimizer):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} evaluates the loss in its step (step(closure)), which engine.step() "
-            "does not do on several ranks, at any stage: use an optimizer whose step() needs no closure (AdamW), "
-            "or one rank, with optimizer.step(closure)"
+            f"optimizer {type(optimizer).__name__} evaluates the loss in its step (step(closure)), and needs all "
+            "parameters for it: set zero.stage to 0, without offload, tensor or pipeline parallelism, and call "
+            "engine.step(closure); or use an optimizer whose step() needs no closure (AdamW)"
         )
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether a step on small parameters fails without a closure, and succeeds with one."""
     if _keeps_step(type(optimizer), _ELEMENTWISE) or _stepped(optimizer) is not None:
         return False

@@ -271,6 +271,28 @@ class Updates:
         inline = {id(segment) for unit in self._inline for segment in unit.segments}
         return [bucket for bucket in self._runtime.reducer.buckets if id(bucket.segments[0]) in inline]
 
+    @property
+    def are_inline(self) -> bool:
+        """True if one step of the optimizer itself updates all units."""
+        return not self._overlapped
+
+    def gradients(self, used: AbstractSet[int]) -> dict[Tensor, Tensor]:
+        """Return copies of the reduced gradients, by the optimizer's parameters.
+
+        Args:
+            used: ids of the members that got a gradient on any rank.
+        """
+        segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
+        found = dict[Tensor, Tensor]()
+
+        def copy(chosen: AbstractSet[int]) -> None:
+            for view, _ in (each for segment in segments for each in segment.changing):
+                assert view.tensor.grad is not None
+                found[view.tensor] = view.tensor.grad.clone()
+
+        Update(self._inline, segments).run(copy)
+        return found
+
     def note_settings(self) -> None:
         """Take a snapshot of the optimizer's settings, before any update: some optimizers count in them."""
         self._settings = Snapshot(self._context.rule.optimizer, self._counted)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from partita.parallel.collected_outputs import CollectedOutputs
 from partita.parallel.pipeline.cut import StageCut
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.blocks import Blocks
@@ -25,6 +26,8 @@ class AppliedParallelism:
         cut: where the stages of the pipeline begin; None without a pipeline.
         copy_input: the inputs of layers that are split over tensor ranks; None without tensor parallelism.
         stacks: the blocks that run on slices of the sequence, by the module that contains them.
+        collected: the outputs of single blocks that the model collects; None without a pipeline or sequence
+            parallelism.
         streams: the modules' streams of random numbers; None if they draw from torch's generators.
     """
 
@@ -36,6 +39,7 @@ class AppliedParallelism:
     cut: StageCut | None = None
     copy_input: CopyToTensorRanks | None = None
     stacks: list[Blocks] = field(default_factory=list)
+    collected: CollectedOutputs | None = None
     streams: RandomStreams | None = None
 
     def begin_micro_batch(self, step: int, number: int) -> None:

@@ -8,7 +8,7 @@ hooks) by one in ``module._compiled_call_impl``, so a wrapper can be suspended o
 import inspect
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -39,6 +39,11 @@ class Order(IntEnum):
     RECOMPUTE = auto()
     LOSS = auto()
     STAGE = auto()
+
+
+# The levels of the changes that the parallel axes make to a stage's modules, and those of all axes.
+WITHIN_STAGE = frozenset({Order.PARAMETERS, Order.WEIGHT_GRADIENT, Order.TENSOR, Order.SEQUENCE})
+OF_AXES = WITHIN_STAGE | {Order.STAGE}
 
 
 class _Link:
@@ -198,13 +203,13 @@ class ModuleTransforms:
         self._undo(self._on({id(module) for module in modules}))
 
     @contextmanager
-    def suspended(self, items: Iterable[nn.Module | nn.Parameter], through: Order) -> Iterator[None]:
-        """Skip the changes up to the level ``through`` on the modules among ``items`` and their submodules.
+    def suspended(self, items: Iterable[nn.Module | nn.Parameter], levels: Collection[Order]) -> Iterator[None]:
+        """Skip the changes of these levels on the modules among ``items`` and their submodules.
 
         Blocks may be nested.
         """
         modules = {id(inner) for item in items if isinstance(item, nn.Module) for inner in item.modules()}
-        changes = [change for change in self._on(modules) if change.order <= through]
+        changes = [change for change in self._on(modules) if change.order in levels]
         for change in reversed(changes):
             change.suspend()
         try:

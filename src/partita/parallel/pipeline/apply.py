@@ -7,7 +7,6 @@ from torch import nn
 
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
-from partita.errors import ConfigError
 from partita.layout.blueprint import compute_encoding
 from partita.layout.dtypes import dtype_of
 from partita.layout.full_precision import find_full_precision
@@ -33,10 +32,9 @@ def cut_model(model: nn.Module, resolved: Resolved, mesh: Mesh, parallel: Applie
     """Cut the model into stages, and mark the parameters that only other ranks store.
 
     Raises:
-        ConfigError: the model cannot be cut as the config says, or computes its loss from values inside blocks.
+        ConfigError: the model cannot be cut as the config says.
     """
     asked = resolved.config.parallel
-    _check_loss(model)
     names = None if asked.cut == "auto" else asked.cut
     parallel.cut = found = cut(model, asked.pipeline * asked.chunks, names, mesh.device)
     own = mesh.coordinate("pipeline")
@@ -71,17 +69,3 @@ def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> 
     """Undo the changes of other axes to modules that run only on other stages."""
     modules = [module for module in model.modules() if any(True for _ in module.parameters())]
     transforms.remove(m for m in modules if all(is_off_stage(param) for param in m.parameters()))
-
-
-def _check_loss(model: nn.Module) -> None:
-    """Refuse a loss that a transformers model computes from values inside all blocks.
-
-    Raises:
-        ConfigError: the model's config asks for such a loss.
-    """
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError(
-            f"parallel.pipeline: {type(model).__name__} computes a loss from the router logits of all blocks "
-            "(output_router_logits), and a stage has only those of its own blocks: set output_router_logits to False "
-            "in the model's config"
-        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
 from partita.layout.parameters import find_all_parameters
-from partita.layout.units import find_blocks
+from partita.layout.units import find_text_blocks
 from partita.parallel.pipeline.off_stage import all_off_stage
 from partita.parallel.pipeline.placeholder_output import PlaceholderOutput
 from partita.sharding.buffers import buffers_kept
@@ -86,7 +86,7 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a name is not that of a module, or it is that of a module inside a block.
     """
-    found = [name for name, _ in find_blocks(model)]
+    found = [name for name, _ in find_text_blocks(model)]
     if isinstance(model, nn.Sequential):
         top_level = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
         found += [name for name in top_level if not any(_inside(block, name) or block == name for block in found)]

@@ -4,7 +4,7 @@ A stage that returned placeholders instead would run the rest of the forward on 
 code of the user that reads values.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,14 +16,16 @@ from partita.sharding.hooks import EarlyOutput
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a block's call. Calls with different ``form`` may lack different arguments."""
+    """The arguments of a block's call, and what earlier blocks pass on to the end of the forward. Calls with different
+    ``form`` may lack different values.
+    """
 
     leaves: list[Any]
     spec: TreeSpec
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Arguments":
-        return Arguments(*tree_flatten((args, dict(kwargs))))
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any], passed_on: Sequence[Tensor] = ()) -> "Arguments":
+        return Arguments(*tree_flatten((args, dict(kwargs), tuple(passed_on))))
 
     @property
     def form(self) -> object:

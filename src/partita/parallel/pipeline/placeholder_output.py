@@ -1,13 +1,14 @@
 """Placeholder output of a block that another stage runs: shapes and dtypes, without data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
+from partita.parallel.collected_outputs import CollectedOutputs
 from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, Trial, all_off_stage, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
@@ -21,24 +22,41 @@ class PlaceholderOutput:
     The shapes and dtypes of the output are found by running the module without data, once for each combination of
     shapes and dtypes of its arguments. If the forward needs data (routing, for example), the module runs with zeros. If
     zeros also fail, the output is like the first tensor in the arguments. Other tensors that the run stores (an
-    auxiliary loss) are placeholders, too.
+    auxiliary loss) are placeholders, too. So are the router logits of the module's routers, which are recorded.
 
     Args:
         suspended: a context manager that suspends the changes of other axes to the given modules.
+        collected: records the router logits.
     """
 
-    def __init__(self, module: nn.Module, name: str, device: torch.device, suspended: Suspend) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        device: torch.device,
+        suspended: Suspend,
+        collected: CollectedOutputs | None = None,
+    ) -> None:
         self._module = module
         self._name = name
         self._device = device
         self._suspended = suspended
+        self._collected = collected
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        key = (_key(args), _key(kwargs), self._module.training)
+        collected = self._collected
+        has_logits = collected is not None and collected.collects_router_logits
+        key = (_key(args), _key(kwargs), self._module.training, has_logits)
         if key not in self._forms:
-            self._forms[key] = map_tensors(self._find(args, kwargs), self._without_data)
-        return map_tensors(self._forms[key], self._placeholder_for)
+            found = self._find(args, kwargs)
+            if collected is not None:
+                collected.check_found(self._module, self._name, found[1])
+            self._forms[key] = map_tensors(found, self._without_data)
+        output, router_logits = map_tensors(self._forms[key], self._placeholder_for)
+        if collected is not None:
+            collected.router_logits += router_logits
+        return output
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         return without_data(tensor, self._name)._form
@@ -46,19 +64,24 @@ class PlaceholderOutput:
     def _placeholder_for(self, form: Tensor) -> Tensor:
         return OffStageTensor(form, self._device, self._name)
 
-    def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+        """Return an output of the module without data, and its router logits.
+
+        Routers run before their experts, so a run that fails at the experts has found the logits.
+        """
+        first, second = list[Tensor](), list[Tensor]()
         try:
-            return self._run(args, kwargs, Trial(has_data=False))
+            return self._run(args, kwargs, Trial(has_data=False), first), first
         except DataNeededError:
             pass
         try:
-            return self._run(args, kwargs, Trial(has_data=True))
+            return self._run(args, kwargs, Trial(has_data=True), second), second
         except (RuntimeError, ValueError, LookupError):
-            return next(tensors_in((args, kwargs)))
+            return next(tensors_in((args, kwargs))), max(first, second, key=len)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trial: Trial) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], trial: Trial, router_logits: list[Tensor]) -> Any:
         """Run the module. Floating-point arguments are replaced by placeholders. Other arguments (positions, masks)
-        keep their values, because the forward may branch on them.
+        keep their values, because the forward may branch on them. The list receives the router logits.
         """
 
         def replaced(tensor: Tensor) -> Tensor:
@@ -80,6 +103,7 @@ class PlaceholderOutput:
                 self._suspended([self._module]),
                 all_off_stage(self._module, self._device),
                 buffers_kept(self._module),
+                nullcontext() if self._collected is None else self._collected.recorded_in(router_logits),
             ):
                 return self._module.forward(*args, **kwargs)
         finally:

@@ -22,7 +22,7 @@ from partita.parallel.pipeline.schedule import Action, Schedule, Shape, Work, ma
 from partita.parallel.pipeline.stage import MakePlaceholder, Stages, missing_input_error
 from partita.sharding.hooks import EarlyOutput
 from partita.table.mesh_shape import PIPELINE_AXES
-from partita.transforms.modules import Order
+from partita.transforms.modules import WITHIN_STAGE, Order
 
 
 @dataclass
@@ -68,7 +68,9 @@ class Pipeline:
             around = dict(modules_outside_blocks(model, cut.blocks, held))
             placeholder = partial(_placeholder, parallel, device)
             changes = parallel.transforms.at(Order.STAGE)
-            self._stages = Stages(model, cut.blocks, around, placeholder, EarlyExit(early_output), changes)
+            assert parallel.collected is not None
+            early_exit = EarlyExit(early_output)
+            self._stages = Stages(model, cut.blocks, around, placeholder, early_exit, parallel.collected, changes)
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
             self._gradients_before = dict(gradients_before(schedule, numbers))
@@ -199,7 +201,11 @@ def gradients_before(schedule: Schedule, stages: Sequence[int]) -> Iterator[tupl
 
 def _placeholder(parallel: AppliedParallelism, device: torch.device, module: nn.Module, name: str) -> MakePlaceholder:
     placeholder = PlaceholderOutput(
-        module, name, device, partial(parallel.transforms.suspended, through=Order.SEQUENCE)
+        module,
+        name,
+        device,
+        partial(parallel.transforms.suspended, levels=WITHIN_STAGE),
+        parallel.collected,
     )
     stack = next((stack for stack in parallel.stacks if module in stack.blocks.values()), None)
     return placeholder if stack is None else partial(stack.placeholder_output, module, placeholder)

@@ -3,6 +3,9 @@
 The forward runs from the beginning, without data for values that depend on parameters of earlier stages. At the stage's
 first block the missing values arrive. The forward ends when it calls the first block of the next stage. The code
 between two blocks belongs to the stage of the earlier one, and the code before all blocks to the first stage.
+
+Outputs of single blocks that the model collects (router logits, hidden states) are passed on from stage to stage with
+the arguments of each stage's first block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
+from partita.parallel.collected_outputs import CollectedOutputs
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, is_missing, received_value
 from partita.sharding.hooks import call_within_hooks
@@ -52,6 +56,7 @@ class Stages:
         outside: other modules with parameters that this rank holds, by name.
         placeholder: returns, for a module and its name, the function that makes its placeholder output.
         early_exit: ends forwards that continue on the next stage.
+        collected: outputs of single blocks, which stages pass on.
         changes: wraps the modules' calls.
     """
 
@@ -62,10 +67,12 @@ class Stages:
         outside: Mapping[str, nn.Module],
         placeholder: Callable[[nn.Module, str], MakePlaceholder],
         early_exit: EarlyExit,
+        collected: CollectedOutputs,
         changes: Level,
     ) -> None:
         self.blocks = blocks
         self.early_exit = early_exit
+        self.collected = collected
         self.stage_forward: StageForward | None = None
         modules = dict(model.named_modules())
         stands: list[tuple[nn.Module, str, int | None]]
@@ -88,6 +95,7 @@ class Stages:
             output = self.early_exit.run(call)
         finally:
             self.stage_forward = None
+            self.collected.clear()
         if stop < len(self.blocks) and not isinstance(output, Arguments):
             raise PartitaError(
                 f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
@@ -113,18 +121,27 @@ class _Call:
         if stage_forward is None:
             raise PartitaError(
                 f"'{self._name}' was called outside engine.train_batch and engine.eval_batch: under parallel.pipeline "
-                "no rank has the whole model; feed it by these"
+                "no rank has the whole model: call these, or call the model inside engine.gathered()"
             )
         if index is None:
             return own(*args, **kwargs) if stage_forward.outside_is_own else self._pass(args, kwargs)
         if index < stage_forward.position or stage_forward.position <= stage_forward.stop < index:
             raise self._out_of_order(stage_forward.position, index)
         stage_forward.position = index + 1
-        if index == stage_forward.stop:
-            self._stages.early_exit.leave(Arguments.of(args, kwargs))
+        collected = self._stages.collected
+        if index == 0:
+            collected.add_hidden_states((args, kwargs))
         if index < stage_forward.start:
-            return self._pass(args, kwargs)
-        return self._call(own, stage_forward, Arguments.of(args, kwargs))
+            output = self._pass(args, kwargs)
+            collected.add_hidden_states(output)
+            return output
+        is_at_cut = index in (stage_forward.start, stage_forward.stop)
+        arguments = Arguments.of(args, kwargs, collected.passed_on if is_at_cut else ())
+        if index == stage_forward.stop:
+            self._stages.early_exit.leave(arguments)
+        output = self._call(own, stage_forward, arguments)
+        collected.add_hidden_states(output)
+        return output
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the placeholder output of a module that another stage runs.
@@ -152,7 +169,7 @@ class _Call:
             if lacking:
                 for at, value in zip(lacking, stage_forward.receive(arguments, lacking), strict=True):
                     leaves[at].value = value
-        args, kwargs = tree_unflatten([received_value(leaf) for leaf in leaves], arguments.spec)
+        args, kwargs, _ = tree_unflatten([received_value(leaf) for leaf in leaves], arguments.spec)
         for leaf in leaves:
             if is_missing(leaf):
                 raise missing_input_error(leaf, f"'{self._name}'")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import ConfigError, PartitaError
-from partita.layout.units import find_blocks
+from partita.layout.units import find_blocks, find_text_blocks
 from partita.parallel.sequence.attention import IMPLEMENTATIONS, register_in_transformers
 from partita.parallel.sequence.biases import use_full_biases
 from partita.parallel.sequence.blocks import Blocks
@@ -21,8 +21,6 @@ from partita.transforms.modules import Level
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
-# Arguments that make transformers' models return outputs of blocks, of which each rank has only a slice.
-_BLOCK_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class SequenceParallel:
@@ -47,13 +45,15 @@ class SequenceParallel:
             )
         kinds = _offer_attention(model, changes)
         self.stacks = [Blocks(blocks, mesh, group, alone, changes, intercept=not kinds) for blocks in stacks]
-        changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_block_outputs), with_kwargs=True).remove)
+        changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_attentions), with_kwargs=True).remove)
         changes.on_undo(model.register_forward_pre_hook(Hook(self._begin)).remove)
         changes.on_undo(model.register_forward_hook(Hook(self._end), always_call=True).remove)
         implementations = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
         self.lines = [
             f"{name}: a slice of the sequence, attention by {implementations}" for blocks in stacks for name in blocks
         ]
+        split = {name for blocks in stacks for name in blocks}
+        self.lines += [f"{name}: all positions on each rank" for name, _ in find_blocks(model) if name not in split]
         if (head := _output_layer(model, stacks)) is not None:
             changes.wrap_forward(head[1], SlicedOutputLayer(self.stacks[-1]))
             self.lines.append(f"{head[0]}: a slice of the sequence, logits up to the loss")
@@ -66,14 +66,13 @@ class SequenceParallel:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         forward_ends(self.group)
 
-    def _refuse_block_outputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        config = getattr(module, "config", None)
-        for name in _BLOCK_OUTPUTS:
-            if kwargs.get(name, getattr(config, name, None)):
-                raise PartitaError(
-                    f"{name} returns outputs of each block, of which a rank has only its slice under {KEY}: "
-                    f"{self.group.size}; set {name} to False"
-                )
+    def _refuse_attentions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        flag = "output_attentions"
+        if kwargs.get(flag, getattr(getattr(module, "config", None), flag, None)):
+            raise PartitaError(
+                f"{flag} returns the attention weights of each block, of which a rank has only its slice under {KEY}: "
+                f"{self.group.size}; set {flag} to False"
+            )
 
 
 class SlicedOutputLayer:
@@ -123,7 +122,7 @@ def _attention_config(module: nn.Module) -> Any:
 def _stacks(model: nn.Module) -> list[dict[str, nn.Module]]:
     """Return the blocks of each container, by name."""
     found = dict[str, dict[str, nn.Module]]()
-    for name, block in find_blocks(model):
+    for name, block in find_text_blocks(model):
         found.setdefault(name.rpartition(".")[0], {})[name] = block
     return list(found.values())
 

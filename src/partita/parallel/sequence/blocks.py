@@ -139,7 +139,7 @@ class Blocks:
         """Return a block's arguments with the slices of hidden states gathered to all positions."""
         slices = self.slices
         assert slices is not None
-        return _map_split_arguments(module, arguments, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
+        return _map_split_arguments(module, arguments, lambda x: gather(x, 1, slices) if is_slice(x, slices) else x)
 
     def _slice_of(self, tensor: Tensor, slices: Slices, batch: int) -> Tensor:
         dim = sequence_dim(tensor, slices.length, batch)
@@ -163,7 +163,7 @@ class Blocks:
 
         def whole(tensor: Tensor) -> Tensor:
             shape = tensor.shape
-            return tensor.new_empty((shape[0], slices.length, shape[2])) if _is_slice(tensor, slices) else tensor
+            return tensor.new_empty((shape[0], slices.length, shape[2])) if is_slice(tensor, slices) else tensor
 
         def own(tensor: Tensor) -> Tensor:
             is_whole = _is_hidden_states(tensor) and tensor.shape[1] == slices.length
@@ -182,7 +182,7 @@ class Blocks:
         if slices is None:
             return None
         self._sliced.clear()
-        return map_tensors(output, lambda x: gather(x, 1, slices) if _is_slice(x, slices) else x)
+        return map_tensors(output, lambda x: gather(x, 1, slices) if is_slice(x, slices) else x)
 
 
 def _is_hidden_states(tensor: Tensor) -> bool:
@@ -190,7 +190,8 @@ def _is_hidden_states(tensor: Tensor) -> bool:
     return tensor.dim() == 3 and tensor.is_floating_point()
 
 
-def _is_slice(tensor: Tensor, slices: Slices) -> bool:
+def is_slice(tensor: Tensor, slices: Slices) -> bool:
+    """Return whether a tensor may contain hidden states of this rank's positions only."""
     return _is_hidden_states(tensor) and tensor.shape[1] == slices.num_own
 
 

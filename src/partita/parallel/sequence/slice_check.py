@@ -6,6 +6,7 @@ that is initialized to 0 may hide the difference, so the check also runs with co
 buffers to which noise is added.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from partita.parallel.sequence.slices import Slices
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.hooks import Hook
 from partita.sharding.placeholder import is_sharded
-from partita.sharding.pytree import map_tensors
+from partita.sharding.pytree import held_tensors, map_tensors
 
 # Positions of each rank: enough to detect mixing, and not likely to be another size of a model.
 _POSITIONS = 11
@@ -55,10 +56,10 @@ def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> Non
             given = blocks.whole(block, (args, kwargs))
             sample = shortened(given, slices, min(slices.length // slices.group.size, _POSITIONS))
             try:
-                whole = hidden_in(block.forward(*sample[0], **sample[1]))
+                whole = _output(block, sample)
             except (RuntimeError, ValueError, LookupError):  # it does not accept shorter sequences
                 sample = given
-                whole = hidden_in(block.forward(*sample[0], **sample[1]))
+                whole = _output(block, sample)
             if whole is None:
                 return
             _compare_outputs(blocks, block, sample, whole)
@@ -66,7 +67,7 @@ def check_block(blocks: Blocks, block: nn.Module, args: Any, kwargs: Any) -> Non
         with torch.enable_grad():
             for scale in _SCALES:
                 with _NoisyCopies(block, scale) as noisy:
-                    whole = hidden_in(block.forward(*sample[0], **sample[1]))
+                    whole = _output(block, sample)
                     if whole is not None and _num_infinite(whole) <= num_infinite:
                         own = _compare_outputs(blocks, block, sample, whole)
                         _compare_gradients(blocks, block, sample, (whole, own), noisy)
@@ -128,13 +129,26 @@ def _compare_gradients(
 def _on_slices(blocks: Blocks, block: nn.Module, sample: Any, slices: Slices, name: str) -> Tensor | None:
     try:
         args, kwargs = blocks.slice_arguments(block, sample, slices)
-        return hidden_in(block.forward(*args, **kwargs))
+        return _output(block, (args, kwargs))
     except PartitaError:
         raise
     except Exception as error:
         raise PartitaError(
             f"{KEY}: {slices.group.size}: '{name}' runs on full sequences and fails on slices: {error}"
         ) from error
+
+
+def _output(block: nn.Module, sample: Any) -> Tensor | None:
+    """Return the hidden states that a block computes. What it writes into a cache of keys and values is lost."""
+    args, kwargs = sample
+    return hidden_in(block.forward(*map(_cache_copy, args), **{key: _cache_copy(kwargs[key]) for key in kwargs}))
+
+
+def _cache_copy(value: Any) -> Any:
+    """Return a copy of a cache of transformers, of which no tensor is shared; any other value unchanged."""
+    if not hasattr(value, "get_seq_length"):
+        return value
+    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in held_tensors(value)})
 
 
 def _mixes_positions(name: str, size: int, what: str) -> PartitaError:

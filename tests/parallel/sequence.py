@@ -24,7 +24,7 @@ from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.world import Rendezvous
 from partita.memory.accelerator import HOST
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.sequence import attention, ring
 from partita.parallel.sequence.apply import SequenceParallel
 from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, RING, Sizes
@@ -121,7 +121,7 @@ def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequencePa
         changes = transforms.at(Order.SEQUENCE)
         parallel = SequenceParallel(model, collectives.mesh, group, alone, changes)
         blocks = [name for stack in parallel.stacks for name in stack.blocks]
-        CollectedOutputs(model, blocks, parallel.stacks, changes, across_stages=False)
+        BlockOutputs(model, blocks, parallel.stacks, changes, across_stages=False)
         yield parallel
 
 

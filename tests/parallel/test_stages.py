@@ -14,7 +14,7 @@ import partita
 from partita import ConfigError, PartitaError
 from partita.layout.off_stage import is_off_stage
 from partita.layout.parameters import find_all_parameters
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.pipeline.cut import StageCut, cut, modules_outside_blocks
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import mark_off_stage, received_value
@@ -30,8 +30,8 @@ CPU = torch.device("cpu")
 ROUNDING = 3e-6  # of a gradient's largest: sums over branches that a cut takes apart
 
 
-def _placeholder(collected: CollectedOutputs, module: nn.Module, name: str) -> PlaceholderOutput:
-    return PlaceholderOutput(module, name, CPU, lambda _: nullcontext(), collected)
+def _placeholder(block_outputs: BlockOutputs, module: nn.Module, name: str) -> PlaceholderOutput:
+    return PlaceholderOutput(module, name, CPU, lambda _: nullcontext(), block_outputs)
 
 
 class Stage:
@@ -49,10 +49,10 @@ class Stage:
         held = {id(param) for param in self.model.parameters() if not is_off_stage(param)}
         around = dict(modules_outside_blocks(self.model, self.cut.blocks, held))
         changes = self.transforms.at(Order.STAGE)
-        collected = CollectedOutputs(self.model, self.cut.blocks, (), changes, across_stages=True)
+        block_outputs = BlockOutputs(self.model, self.cut.blocks, (), changes, across_stages=True)
         early_exit = EarlyExit(EarlyOutput())
-        placeholder = partial(_placeholder, collected)
-        self.stages = Stages(self.model, self.cut.blocks, around, placeholder, early_exit, collected, changes)
+        placeholder = partial(_placeholder, block_outputs)
+        self.stages = Stages(self.model, self.cut.blocks, around, placeholder, early_exit, block_outputs, changes)
         self.start, self.stop = self.cut.block_bounds[number : number + 2]
         self.leaves, self.places = list[Tensor](), list[int]()
 

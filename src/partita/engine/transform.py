@@ -18,7 +18,7 @@ from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.memory.accelerator import is_simulated
 from partita.parallel.applied import AppliedParallelism
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.pipeline.apply import cut_model, remove_from_other_stages
 from partita.parallel.pipeline.deferred_gradients import WeightGradients, defer_weight_gradients
 from partita.parallel.random import RandomStreams
@@ -69,7 +69,7 @@ def apply_axes(
         is_cut = parallel.cut is not None
         blocks = parallel.cut.blocks if parallel.cut else [name for stack in parallel.stacks for name in stack.blocks]
         changes = transforms.at(Order.SEQUENCE)
-        parallel.collected = CollectedOutputs(model, blocks, parallel.stacks, changes, across_stages=is_cut)
+        parallel.block_outputs = BlockOutputs(model, blocks, parallel.stacks, changes, across_stages=is_cut)
     if seed is not None:
         part = f"{SEQUENCE} {mesh.coordinate(SEQUENCE)}" if mesh.size(SEQUENCE) > 1 else ""
         parallel.streams = RandomStreams(model, seed, mesh.coordinate("data"), mesh.device, part)

@@ -12,6 +12,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -174,7 +175,7 @@ def find_text_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Blocks for images or audio run before those for text, on other positions. A value that passes them by (the text's
     embedding) would not be among their arguments.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name, block in find_blocks(model):
         if text is config or type(getattr(model_around(model, name), "config", None)) is type(text):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.pipeline.cut import StageCut
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.blocks import Blocks
@@ -26,7 +26,7 @@ class AppliedParallelism:
         cut: where the stages of the pipeline begin; None without a pipeline.
         copy_input: the inputs of layers that are split over tensor ranks; None without tensor parallelism.
         stacks: the blocks that run on slices of the sequence, by the module that contains them.
-        collected: the outputs of single blocks that the model collects; None without a pipeline or sequence
+        block_outputs: the outputs of single blocks that the model collects; None without a pipeline or sequence
             parallelism.
         streams: the modules' streams of random numbers; None if they draw from torch's generators.
     """
@@ -39,7 +39,7 @@ class AppliedParallelism:
     cut: StageCut | None = None
     copy_input: CopyToTensorRanks | None = None
     stacks: list[Blocks] = field(default_factory=list)
-    collected: CollectedOutputs | None = None
+    block_outputs: BlockOutputs | None = None
     streams: RandomStreams | None = None
 
     def begin_micro_batch(self, step: int, number: int) -> None:

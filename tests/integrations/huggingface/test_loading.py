@@ -1,5 +1,6 @@
 """``from_pretrained`` under several ranks: rank 0 reads, and the values reach the others with the engine."""
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, modeling_utils
+from transformers.distributed import DistributedConfig
 
+from partita import ConfigError
 from partita.integrations.huggingface import rank_0_reads
 from partita.sharding import unread
 from partita.sharding.unread import is_unread
@@ -130,3 +133,25 @@ def test_other_ranks_draw_as_rank_0_does(from_state_dict: bool, tmp_path: Path) 
         assert torch.equal(head, other)
         assert torch.equal(after, after_other)
         assert apart == (rank == 1)
+
+
+DISTRIBUTED: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 2}, "leave distributed_config out, and set parallel.tensor: 2 in partita's configuration"),
+    (
+        {"fsdp_size": 2, "tp_size": 2, "fsdp_cpu_offload": True},
+        "set parallel.tensor: 2, zero.stage: 3, zero.offload.parameters: host, zero.offload.optimizer: host in",
+    ),
+    ({"fsdp_size": 2, "dp_replicate_size": 2}, "set zero.stage: 3, zero.replicate: nodes in partita's configuration"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), DISTRIBUTED)
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_what_transformers_would_shard_is_refused_with_the_settings_for_it(
+    fields: dict[str, Any], message: str, as_dict: bool, tmp_path: Path
+) -> None:
+    llama().save_pretrained(tmp_path)
+    asked: Any = fields if as_dict else DistributedConfig(**fields)
+    with rank_0_reads(), pytest.raises(ConfigError, match=re.escape(message)):
+        LlamaForCausalLM.from_pretrained(tmp_path, distributed_config=asked)
+    LlamaForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig())

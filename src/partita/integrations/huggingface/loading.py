@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,9 +13,12 @@ from transformers.modeling_utils import load_state_dict
 
 from partita.comm import world
 from partita.config.launchers import launch_environment
+from partita.errors import ConfigError
 from partita.sharding.unread import Read, copy_on_meta, leave_unread
 
 _LOAD, _FINALIZE = PreTrainedModel._load_pretrained_model, PreTrainedModel._finalize_model_loading
+# Fields of transformers' DistributedConfig, and the keys with which partita does the same.
+_SIZES = {"tp_size": "parallel.tensor", "pp_size": "parallel.pipeline", "ep_size": "parallel.tensor"}
 _sources = WeakKeyDictionary[PreTrainedModel, Read]()  # until their models are finalized
 
 
@@ -27,22 +30,46 @@ def rank_0_reads() -> Iterator[None]:
     an engine exists, such as a forward. Parameters and buffers that are not in the files are initialized as on rank 0,
     so that all ranks draw the same random numbers. Every rank reads quantized models.
     """
-    before = PreTrainedModel._load_pretrained_model, PreTrainedModel._finalize_model_loading
+    names = ("_load_pretrained_model", "_finalize_model_loading", "prepare_distribute_model")
+    before = {name: vars(PreTrainedModel)[name] for name in names if name in vars(PreTrainedModel)}
     read_on_rank_0()
     try:
         yield
     finally:
-        _set(*before)
+        for name in names:
+            if name in before:
+                setattr(PreTrainedModel, name, before[name])
+            else:  # inherited
+                delattr(PreTrainedModel, name)
 
 
 def read_on_rank_0() -> None:
     """Make ``from_pretrained`` behave as inside :func:`rank_0_reads` from now on."""
-    _set(_load, _finalize)
+    PreTrainedModel._load_pretrained_model = staticmethod(_load)
+    PreTrainedModel._finalize_model_loading = staticmethod(_finalize)
+    PreTrainedModel.prepare_distribute_model = staticmethod(_refuse_to_distribute)
 
 
-def _set(load: Any, finalize: Any) -> None:
-    PreTrainedModel._load_pretrained_model = staticmethod(load)
-    PreTrainedModel._finalize_model_loading = staticmethod(finalize)
+def _refuse_to_distribute(distributed_config: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a ``DistributedConfig``, and name the settings of partita that do the same.
+
+    Raises:
+        ConfigError: always.
+    """
+    asked = dict(distributed_config) if isinstance(distributed_config, dict) else vars(distributed_config)
+    found: dict[str, object] = {key: asked[name] for name, key in _SIZES.items() if (asked.get(name) or 1) > 1}
+    if (asked.get("fsdp_size") or 1) > 1:
+        found["zero.stage"] = 3
+    if (asked.get("dp_replicate_size") or 1) > 1:
+        found["zero.replicate"] = "nodes"
+    if asked.get("fsdp_cpu_offload"):
+        found |= {"zero.offload.parameters": "host", "zero.offload.optimizer": "host"}
+    settings = ", ".join(f"{key}: {value}" for key, value in found.items())
+    raise ConfigError(
+        "from_pretrained(distributed_config=...): transformers would shard the model while loading it, and partita "
+        "shards it in prepare: leave distributed_config out"
+        + (f", and set {settings} in partita's configuration" if settings else "")
+    )
 
 
 def _load(model: PreTrainedModel, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.memory.generators import generators_kept
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, Trial, all_off_stage, without_data
 from partita.sharding.buffers import buffers_kept
 from partita.sharding.pytree import map_tensors, tensors_in
@@ -26,7 +26,7 @@ class PlaceholderOutput:
 
     Args:
         suspended: a context manager that suspends the changes of other axes to the given modules.
-        collected: records the router logits.
+        block_outputs: records the router logits.
     """
 
     def __init__(
@@ -35,27 +35,27 @@ class PlaceholderOutput:
         name: str,
         device: torch.device,
         suspended: Suspend,
-        collected: CollectedOutputs | None = None,
+        block_outputs: BlockOutputs | None = None,
     ) -> None:
         self._module = module
         self._name = name
         self._device = device
         self._suspended = suspended
-        self._collected = collected
+        self._block_outputs = block_outputs
         self._forms = dict[Any, Any]()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        collected = self._collected
-        has_logits = collected is not None and collected.collects_router_logits
+        block_outputs = self._block_outputs
+        has_logits = block_outputs is not None and block_outputs.collects_router_logits
         key = (_key(args), _key(kwargs), self._module.training, has_logits)
         if key not in self._forms:
             found = self._find(args, kwargs)
-            if collected is not None:
-                collected.check_found(self._module, self._name, found[1])
+            if block_outputs is not None:
+                block_outputs.check_found(self._module, self._name, found[1])
             self._forms[key] = map_tensors(found, self._without_data)
         output, router_logits = map_tensors(self._forms[key], self._placeholder_for)
-        if collected is not None:
-            collected.router_logits += router_logits
+        if block_outputs is not None:
+            block_outputs.router_logits += router_logits
         return output
 
     def _without_data(self, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class PlaceholderOutput:
                 self._suspended([self._module]),
                 all_off_stage(self._module, self._device),
                 buffers_kept(self._module),
-                nullcontext() if self._collected is None else self._collected.recorded_in(router_logits),
+                nullcontext() if self._block_outputs is None else self._block_outputs.recorded_in(router_logits),
             ):
                 return self._module.forward(*args, **kwargs)
         finally:

@@ -68,9 +68,9 @@ class Pipeline:
             around = dict(modules_outside_blocks(model, cut.blocks, held))
             placeholder = partial(_placeholder, parallel, device)
             changes = parallel.transforms.at(Order.STAGE)
-            assert parallel.collected is not None
+            assert parallel.block_outputs is not None
             early_exit = EarlyExit(early_output)
-            self._stages = Stages(model, cut.blocks, around, placeholder, early_exit, parallel.collected, changes)
+            self._stages = Stages(model, cut.blocks, around, placeholder, early_exit, parallel.block_outputs, changes)
             numbers = [shape.stage(self._group.index, chunk) for chunk in range(shape.chunks)]
             self._edges = [Edges(self._group, number, shape.num_stages, device) for number in numbers]
             self._gradients_before = dict(gradients_before(schedule, numbers))
@@ -205,7 +205,7 @@ def _placeholder(parallel: AppliedParallelism, device: torch.device, module: nn.
         name,
         device,
         partial(parallel.transforms.suspended, levels=WITHIN_STAGE),
-        parallel.collected,
+        parallel.block_outputs,
     )
     stack = next((stack for stack in parallel.stacks if module in stack.blocks.values()), None)
     return placeholder if stack is None else partial(stack.placeholder_output, module, placeholder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from partita.errors import PartitaError
-from partita.parallel.collected_outputs import CollectedOutputs
+from partita.parallel.block_outputs import BlockOutputs
 from partita.parallel.pipeline.early_exit import Arguments, EarlyExit
 from partita.parallel.pipeline.off_stage import DataNeededError, OffStageTensor, is_missing, received_value
 from partita.sharding.hooks import call_within_hooks
@@ -56,7 +56,7 @@ class Stages:
         outside: other modules with parameters that this rank holds, by name.
         placeholder: returns, for a module and its name, the function that makes its placeholder output.
         early_exit: ends forwards that continue on the next stage.
-        collected: outputs of single blocks, which stages pass on.
+        block_outputs: outputs of single blocks, which stages pass on.
         changes: wraps the modules' calls.
     """
 
@@ -67,12 +67,12 @@ class Stages:
         outside: Mapping[str, nn.Module],
         placeholder: Callable[[nn.Module, str], MakePlaceholder],
         early_exit: EarlyExit,
-        collected: CollectedOutputs,
+        block_outputs: BlockOutputs,
         changes: Level,
     ) -> None:
         self.blocks = blocks
         self.early_exit = early_exit
-        self.collected = collected
+        self.block_outputs = block_outputs
         self.stage_forward: StageForward | None = None
         modules = dict(model.named_modules())
         stands: list[tuple[nn.Module, str, int | None]]
@@ -95,7 +95,7 @@ class Stages:
             output = self.early_exit.run(call)
         finally:
             self.stage_forward = None
-            self.collected.clear()
+            self.block_outputs.clear()
         if stop < len(self.blocks) and not isinstance(output, Arguments):
             raise PartitaError(
                 f"the forward ended without a call of '{self.blocks[stop]}', with which the next stage of the pipeline "
@@ -128,19 +128,19 @@ class _Call:
         if index < stage_forward.position or stage_forward.position <= stage_forward.stop < index:
             raise self._out_of_order(stage_forward.position, index)
         stage_forward.position = index + 1
-        collected = self._stages.collected
+        block_outputs = self._stages.block_outputs
         if index == 0:
-            collected.add_hidden_states((args, kwargs))
+            block_outputs.add_hidden_states((args, kwargs))
         if index < stage_forward.start:
             output = self._pass(args, kwargs)
-            collected.add_hidden_states(output)
+            block_outputs.add_hidden_states(output)
             return output
         is_at_cut = index in (stage_forward.start, stage_forward.stop)
-        arguments = Arguments.of(args, kwargs, collected.passed_on if is_at_cut else ())
+        arguments = Arguments.of(args, kwargs, block_outputs.passed_on if is_at_cut else ())
         if index == stage_forward.stop:
             self._stages.early_exit.leave(arguments)
         output = self._call(own, stage_forward, arguments)
-        collected.add_hidden_states(output)
+        block_outputs.add_hidden_states(output)
         return output
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 With ``output_hidden_states`` a model returns the hidden states after each block, and some heads compute a weighted sum
 of them. With ``output_router_logits`` it returns the outputs of the routers in its blocks, and computes a loss that
 balances experts. A pipeline stage runs only its own blocks, and under sequence parallelism blocks see only a slice of
-the positions. :class:`CollectedOutputs` completes both: slices are gathered, and pipeline stages pass the values on to
+the positions. :class:`BlockOutputs` completes both: slices are gathered, and pipeline stages pass the values on to
 the next stage (:mod:`partita.parallel.pipeline.stage`).
 """
 
@@ -28,7 +28,7 @@ _HIDDEN_STATES, _ROUTER_LOGITS = "hidden_states", "router_logits"
 FLAGS = {field: f"output_{field}" for field in (_HIDDEN_STATES, _ROUTER_LOGITS)}
 
 
-class CollectedOutputs:
+class BlockOutputs:
     """The outputs of single blocks in the running forward.
 
     Args:
@@ -58,7 +58,7 @@ class CollectedOutputs:
     ) -> None:
         self.router_logits = list[Tensor]()
         self.hidden_states = list[Tensor]()
-        self._collected = frozenset[str]()  # what the innermost running model collects
+        self._asked = frozenset[str]()  # what the innermost running model collects
         self._stacks = stacks
         self._changes = changes
         self._across_stages = across_stages
@@ -75,7 +75,7 @@ class CollectedOutputs:
     @property
     def collects_router_logits(self) -> bool:
         """True inside the forward of a model that returns router logits."""
-        return _ROUTER_LOGITS in self._collected
+        return _ROUTER_LOGITS in self._asked
 
     @property
     def passed_on(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class CollectedOutputs:
 
     def add_hidden_states(self, values: Any) -> None:
         """Note the hidden states among a block's arguments or in its output, if a model collects them."""
-        if self._across_stages and _HIDDEN_STATES in self._collected:
+        if self._across_stages and _HIDDEN_STATES in self._asked:
             self.hidden_states += [tensor for tensor in tensors_in(values) if tensor.is_floating_point()][:1]
 
     # ------------------------------------------------------------------------- forward
@@ -97,18 +97,18 @@ class CollectedOutputs:
     def _run(
         self, owner: nn.Module, routers: dict[nn.Module, int], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the forward of a model, and complete the collected outputs that it returns."""
+        """Run the forward of a model, and complete the block outputs that it returns."""
         config = getattr(owner, "config", None)
         asked = frozenset(field for field, flag in FLAGS.items() if kwargs.get(flag, getattr(config, flag, False)))
         if not asked:
             return forward(*args, **kwargs)
         if _ROUTER_LOGITS in asked:
             self._watch(routers)
-        first, outer, self._collected = len(self.router_logits), self._collected, asked
+        first, outer, self._asked = len(self.router_logits), self._asked, asked
         try:
             return self._completed(owner, asked, forward(*args, **kwargs), self.router_logits[first:])
         finally:
-            self._collected = outer
+            self._asked = outer
             self.hidden_states.clear()  # later stages do not run the code that reads them
             if not self._across_stages:
                 del self.router_logits[first:]

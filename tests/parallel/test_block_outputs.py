@@ -1,0 +1,107 @@
+"""What a model collects from its blocks, where it cannot be completed: errors that name the setting to change."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.parallel.block_outputs import BlockOutputs
+from partita.transforms.modules import ModuleTransforms, Order
+from tests.kit.ranks import on_ranks
+from tests.parallel import sequence, stages
+
+AXES = ("sequence", "pipeline")
+
+
+def fixed(axis: str) -> dict[str, Any]:
+    return {"parallel": {axis: 2}, "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+
+
+def loss_of(model: nn.Module, axis: str, batch: Any) -> float:
+    """The loss of one batch on two ranks of an axis, whose learning rate is 0."""
+    with partita.initialize(model, fixed(axis)) as engine:
+        return engine.train_batch([batch]).item()
+
+
+def asked_in_the_call() -> None:
+    """The same as by the model's config, and nothing is collected in calls that do not ask for it."""
+    for axis in AXES:
+        model, batch = stages.build("balanced"), stages.batch("balanced", 1)
+        expected = [model(**batch, output_router_logits=asked).loss.item() for asked in (True, False)]
+        model.config.output_router_logits = False
+        assert abs(expected[0] - expected[1]) > 0.1
+        with partita.initialize(
+            model, {"parallel": {axis: 2}, "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+        ) as engine:
+            for asked, loss in zip((False, True, False, True), (*reversed(expected), *reversed(expected)), strict=True):
+                found = engine.train_batch([{**batch, "output_router_logits": asked}]).item()
+                assert found == pytest.approx(loss, rel=1e-5), (axis, asked)
+
+
+def test_a_call_may_ask_for_router_logits() -> None:
+    on_ranks(2, asked_in_the_call)
+
+
+def hidden_states() -> float:
+    """How far hidden states on slices are from those of one process."""
+    model, batch = sequence.built("llama"), sequence.batch_of("llama")
+    expected = model(**batch, output_hidden_states=True).hidden_states
+    with partita.initialize(model, {"parallel": {"sequence": 2}}) as engine:
+        found = engine(**batch, output_hidden_states=True).hidden_states
+        assert len(found) == len(expected) == 3
+        return max(float((one - other).detach().abs().max()) for one, other in zip(found, expected, strict=True))
+
+
+def test_hidden_states_have_all_positions() -> None:
+    assert max(on_ranks(2, hidden_states)) < 1e-5
+
+
+def without_fields() -> None:
+    for axis in AXES:
+        model, batch = stages.build("balanced"), stages.batch("balanced", 1)
+        model.model.config.return_dict = False
+        with pytest.raises(
+            PartitaError, match="expected an output with fields, .* set return_dict to True, or"
+        ) as info:
+            loss_of(model, axis, batch)
+        assert "got a tuple" in str(info.value)
+
+
+def test_outputs_without_fields_are_refused() -> None:
+    on_ranks(2, without_fields)
+
+
+def undeclared() -> None:
+    for axis in AXES:
+        model = stages.build("llama")
+        model.config.output_router_logits = True
+        with pytest.raises(ConfigError, match="does not say in _can_record_outputs .* set output_router_logits to"):
+            partita.initialize(model, {"parallel": {axis: 2}})
+
+
+def test_models_that_do_not_declare_their_routers_are_refused() -> None:
+    on_ranks(2, undeclared)
+
+
+def test_router_logits_that_a_run_without_data_does_not_find_are_named() -> None:
+    model, transforms = stages.build("balanced"), ModuleTransforms()
+    blocks = [f"model.layers.{number}" for number in range(4)]
+    outputs = BlockOutputs(model, blocks, (), transforms.at(Order.SEQUENCE), across_stages=True)
+    errors = list[str]()
+
+    def check(module: nn.Module, args: Any) -> None:
+        outputs.check_found(module, "model.layers.1", [torch.zeros(1)])
+        with pytest.raises(PartitaError) as info:
+            outputs.check_found(module, "model.layers.1", [])
+        errors.append(str(info.value))
+
+    model.model.layers[1].register_forward_pre_hook(check)
+    model(**stages.batch("balanced", 0))
+    assert errors == [
+        "parallel.pipeline: 'model.layers.1': expected the router logits of 1 routers, whose shapes are found by a run "
+        "without data; got 0; set output_router_logits to False"
+    ]
+    outputs.check_found(model.model.layers[1], "model.layers.1", [])  # outside a forward that collects them

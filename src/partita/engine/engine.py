@@ -9,10 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.load import LoadOptions, Restored
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
-from partita.config.resolve import Resolved
+from partita.comm.values import gather_values
+from partita.config.resolve import Resolved, describe
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Parts, UserArguments, build
 from partita.engine.micro_batches import MicroBatches
@@ -27,6 +29,8 @@ from partita.optim.step import StepResult, StepUpdater
 from partita.table.mesh_shape import AXES, BATCH_AXES
 from partita.table.state_plan import StatePlan
 from partita.table.traffic import TrafficReport
+
+_NUM_SETTINGS = 4  # lines of the start that `repr` shows: mesh, sharding, batch, precision
 
 
 class Engine:
@@ -61,8 +65,35 @@ class Engine:
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
+        num_params = sum(info.param.numel() for info in parts.whole.infos)
+        title = f"Engine of {type(model).__name__}: {num_params:,} parameters in {len(self.units)} units"
+        self._description = [title, *describe(resolved).splitlines()[:_NUM_SETTINGS]]
         self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
+
+    def __repr__(self) -> str:
+        title, *settings = self._description
+        return "\n".join([f"{title}, {'closed' if self._closed else f'step {self.global_step}'}", *settings])
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the mesh."""
+        return self.mesh.rank
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which prints and logs."""
+        return self.mesh.rank == 0
+
+    @property
+    def global_step(self) -> int:
+        """The number of complete batches so far, with those whose update was skipped. Checkpoints restore it."""
+        return self._parts.updater.steps
 
     # ------------------------------------------------------------------ training
 
@@ -311,6 +342,44 @@ class Engine:
         restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()
         return restored
+
+    def resume(self, folder: str | Path | None = None) -> Restored | None:
+        """Load the newest complete checkpoint in the folder of a run, as :meth:`load` does. Return what was restored,
+        or None if the run has saved none yet.
+
+        Args:
+            folder: None: ``checkpoint.dir``.
+        """
+        found = folder if folder is not None else self.config.checkpoint.dir
+        if found is not None and not self.any(bool(complete_checkpoints(Path(found)))):
+            return None
+        return self.load(found)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the model's parameters; under ZeRO they may be sharded (see :meth:`gathered`)."""
+        return self.module.parameters()
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this.
+
+        Raises:
+            PartitaError: within seconds, if a rank waits in another collective instead.
+        """
+        self.check_synchronized("engine.barrier")
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Concatenate tensors of all data-parallel ranks along dim 0, in rank order; for metrics, on every rank.
+
+        Args:
+            values: ``[n, ...]``; ``n`` may differ between the ranks. Ranks of one data coordinate have the same values.
+
+        Returns:
+            ``[sum of n, ...]``, on the device of ``values``, without a graph.
+
+        Raises:
+            PartitaError: it is a scalar, or the ranks have tensors of other shapes or dtypes.
+        """
+        return gather_values(values, self._open().runtime.collectives.group(("data",)), "engine.gather")
 
     def each(self, value: Tensor | float) -> list[float]:
         """Gather a number from every rank, in rank order."""

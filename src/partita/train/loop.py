@@ -17,7 +17,6 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
-from partita.checkpoint.format.folder import complete_checkpoints
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
@@ -139,11 +138,11 @@ class _Run:
 
     def _resume(self) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps that are done."""
-        folder, digest = self._job.engine.checkpoint.dir, self._batches.corpus.digest
-        if folder is None or not self._engine.any(bool(complete_checkpoints(Path(folder)))):
+        digest = self._batches.corpus.digest
+        restored = self._engine.resume() if self._saves else None
+        if restored is None:
             self._engine.extra[CORPUS] = digest
             return 0
-        restored = self._engine.load(folder)
         self._progress.print_line(str(restored))
         if self._engine.extra.get(CORPUS, digest) != digest:
             self._progress.print_line(

@@ -1,6 +1,7 @@
 """Micro-batches of one global batch: draw them, pass them to the model, and find the loss."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -67,15 +68,30 @@ def draw_for_evaluation(
     return drawn
 
 
+@dataclass(frozen=True)
+class LossCall:
+    """A micro-batch with the function that computes its loss, by one call of the model.
+
+    ``inputs`` are the arguments of that call, equal on ranks of one data coordinate.
+    """
+
+    inputs: Any
+    compute: Callable[[], Tensor]
+
+
 def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the model's arguments for a micro-batch: (positional, keyword). A mapping gives keyword arguments."""
+    if isinstance(batch, LossCall):
+        return arguments(batch.inputs)
     if isinstance(batch, Mapping):
         return (), batch
     return (batch if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """Return the model's output for a micro-batch."""
+    """Return the model's output for a micro-batch, or the loss that its function computes."""
+    if isinstance(batch, LossCall):
+        return batch.compute()
     args, kwargs = arguments(batch)
     return model(*args, **kwargs)
 
@@ -86,6 +102,8 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | Non
     Raises:
         PartitaError: it is not a scalar.
     """
+    if isinstance(batch, LossCall):
+        loss_fn = None
     loss = loss_fn(output, batch) if loss_fn else getattr(output, "loss", output)
     if isinstance(output, Mapping) and not loss_fn:
         loss = output.get("loss", loss)

@@ -168,22 +168,24 @@ class Engine:
         return self.mean(loss)
 
     @report_out_of_memory("eval_batch")
-    def eval_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
+    def eval_batch(self, iterator: Iterator[Any] | Sequence[Any], *, local: bool = False) -> Tensor:
         """Return the mean loss of some micro-batches over all ranks, in evaluation mode and without gradients.
 
         These are ``batch.accumulate`` micro-batches of an iterator (fewer if it ends before), or all of a list.
 
+        Args:
+            local: return the mean over this data rank's micro-batches alone.
+
         Raises:
             StopIteration: the iterators of all ranks are empty.
             PartitaError: it is not an iterator, ranks have different numbers of micro-batches, or the model's output
-            has
-                no loss.
+                has no loss.
         """
         self._open()
         drawn = draw_for_evaluation(iterator, self._micro_batches.num, self.each)
         with self._closed_by_errors():
             loss = self._micro_batches.evaluate(drawn)
-        return self.mean(loss)
+        return accelerator.read(loss) if local else self.mean(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -5,15 +5,34 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed
+import transformers
 from torch.optim.lr_scheduler import LambdaLR
 
-from partita import ConfigError
-from partita.integrations.huggingface import Accelerator
-from tests.integrations.huggingface.runs import VOCABULARY, Run, alone, histories, llama, samples
+from partita import ConfigError, PartitaError
+from partita.integrations.huggingface import Accelerator, on_partita
+from tests.integrations.huggingface.runs import (
+    VOCABULARY,
+    Run,
+    alone,
+    arguments,
+    end,
+    histories,
+    llama,
+    reset,
+    rows_of,
+    samples,
+    scratch,
+    trainer_of,
+)
 from tests.kit.ranks import on_ranks
 
 TIMEOUT_S = 300
-AXES: dict[str, dict[str, int]] = {"tensor": {"tensor": 2}, "sequence": {"sequence": 2}}
+AXES: dict[str, dict[str, int]] = {
+    "tensor": {"tensor": 2},
+    "sequence": {"sequence": 2},
+    "pipeline": {"pipeline": 2},
+}
 ARGUMENTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "include_num_input_tokens_seen": "all"}
 
 
@@ -23,10 +42,16 @@ def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
     plain = on_ranks(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
     runs = [
         Run({"zero": {"stage": stage}, "parallel": AXES[axis]}, arguments, num_samples=18)
-        for axis, stage, arguments in (("tensor", 1, ARGUMENTS), ("tensor", 3, per_rank), ("sequence", 2, ARGUMENTS))
+        for axis, stage, arguments in (
+            ("tensor", 1, ARGUMENTS),
+            ("tensor", 3, per_rank),
+            ("sequence", 2, ARGUMENTS),
+            ("pipeline", 1, ARGUMENTS),
+            ("pipeline", 3, per_rank),
+        )
     ]
     for found in on_ranks(4, histories, runs, timeout=TIMEOUT_S):
-        for rows, expected in zip(found, (plain[0], plain[1], plain[0]), strict=True):
+        for rows, expected in zip(found, (plain[0], plain[1], plain[0], plain[0], plain[1]), strict=True):
             assert len(rows) == len(expected) > 6
             for row, wanted in zip(rows, expected, strict=True):
                 assert row == pytest.approx(wanted, rel=2e-5), row["step"]
@@ -91,3 +116,60 @@ def test_what_the_loop_cannot_feed_is_refused() -> None:
     assert "parallel.pipeline: 2 under accelerate's loop, which calls forward and backward itself" in pipeline
     assert "write the loop with partita.initialize and engine.train_batch" in pipeline
     assert "set dispatch_batches=False" in dispatched
+
+
+def resumed(stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]], bool]:
+    """What a run in two stages of a pipeline logs: in one piece, and resumed in its middle; and whether generated text
+    is that of the model in one process.
+    """
+    run = Run({"zero": {"stage": stage}, "parallel": {"pipeline": 2}}, {"save_strategy": "steps", "save_steps": 2})
+    prompt = {"input_ids": torch.arange(5, 9)[None], "max_new_tokens": 4, "do_sample": False}
+    with alone(), scratch() as folder:
+        trainer = trainer_of(run, folder / "whole")
+        trainer.train()
+        whole = rows_of(trainer)
+        end(trainer)
+        reset()
+        again = trainer_of(run, folder / "again")
+        again.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
+        text = again.model.generate(**prompt)
+        again.save_model(str(folder / "model"))
+        end(again)
+        torch.distributed.barrier()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+        same = torch.equal(text, plain.generate(**prompt))
+        torch.distributed.barrier()
+        return whole, rows_of(again), same
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_trainer_s_pipeline_saves_resumes_and_generates(stage: int) -> None:
+    for whole, again, same in on_ranks(2, resumed, stage, timeout=TIMEOUT_S):
+        assert same
+        assert again == whole
+        assert len(whole) > 3
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def without_predictions() -> None:
+    config = {"parallel": {"pipeline": 2}}
+    message = (
+        r"parallel.pipeline: 2: OwnLoss.compute_loss may read what only the last stage has: pass compute_loss_func"
+    )
+    with alone(), scratch() as folder, pytest.raises(ConfigError, match=message):
+        on_partita(OwnLoss, config)(model=llama(), args=arguments(folder))
+    with alone(), scratch() as folder:
+        trainer = trainer_of(Run(config), folder, compute_metrics=lambda found: {})
+        with pytest.raises(
+            PartitaError, match="set prediction_loss_only=True in TrainingArguments, without compute_met"
+        ):
+            trainer.evaluate()
+        end(trainer)
+
+
+def test_what_only_the_last_stage_has_is_refused() -> None:
+    on_ranks(2, without_predictions)

@@ -45,6 +45,7 @@ class Accelerator(accelerate.Accelerator):
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
             defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation).
         partita_values: additional configuration values, by key.
+        trains_by_batch: the loop passes full batches to ``engine.train_batch``, as pipelines need them.
         **kwargs: accelerate's own arguments. The sizes of ``parallelism_config`` become ``parallel`` of the config.
 
     Raises:
@@ -58,6 +59,7 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         partita_config: Source = None,
         partita_values: Mapping[str, object] | None = None,
+        trains_by_batch: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_no_other_library(kwargs)
@@ -84,9 +86,11 @@ class Accelerator(accelerate.Accelerator):
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
         mesh = resolve(settings, self.num_processes, self.device.type).mesh  # also checks the batch sizes
-        self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop")
+        self.num_stages = mesh.pipeline
+        self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop", trains_by_batch=trains_by_batch)
         self._sharing = Sharing(self.data_rank)
-        self.engines = Engines(_without_batch(settings), precision.compute, self.device)
+        batch_by_engine = settings if mesh.pipeline > 1 else _without_batch(settings)
+        self.engines = Engines(batch_by_engine, precision.compute, self.device)
         self._schedule = config.schedule
         self._waiting = list[nn.Module]()  # prepared models without a prepared optimizer
 
@@ -198,7 +202,8 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Skip gradient reduction inside, if gradients are stored unsharded between micro-batches."""
         prepared = self.engines.of(model)
-        with prepared.engine.no_sync() if prepared and accumulates_unsharded(prepared.engine) else nullcontext():
+        skips = prepared is not None and self.num_stages == 1 and accumulates_unsharded(prepared.engine)
+        with prepared.engine.no_sync() if prepared is not None and skips else nullcontext():
             yield
 
     def clip_grad_norm_(

@@ -15,7 +15,7 @@ def hook_generation(engine: Engine) -> None:
     """Make the model's ``generate`` gather sharded parameters. It becomes a collective."""
     model = engine.module
     shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.always_unsharded)
-    if shard_bytes and callable(getattr(model, "generate", None)):
+    if (shard_bytes or engine.mesh.size("pipeline") > 1) and callable(getattr(model, "generate", None)):
         model.generate = Generation(engine, model.generate, shard_bytes)  # type: ignore[assignment, arg-type]
 
 
@@ -27,7 +27,8 @@ def unhook_generation(model: nn.Module) -> None:
 class Generation:
     """A ``generate`` that first gathers all parameters.
 
-    If they do not fit on some rank, all ranks generate in lockstep and gather unit by unit.
+    If they do not fit on some rank, all ranks generate in lockstep and gather unit by unit. A pipeline always gathers,
+    because no rank has all units.
 
     Args:
         num_bytes: bytes of the sharded parameters.
@@ -44,7 +45,7 @@ class Generation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
         engine.check_synchronized("generate")
-        if engine.any(self._num_bytes > self._free_bytes()):
+        if engine.mesh.size("pipeline") == 1 and engine.any(self._num_bytes > self._free_bytes()):
             return self._generate(*args, **kwargs | {"synced_gpus": engine.mesh.num_ranks > 1})
         with engine.gathered():
             return self._generate(*args, **kwargs | {"synced_gpus": False})

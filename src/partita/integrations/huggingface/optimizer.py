@@ -25,15 +25,17 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the batch's gradients to a global norm; return the norm before clipping, on the engine's device."""
-        if self._engine.config.precision.gradients == "in_backward":
+        if self._ahead is None and self._engine.config.precision.gradients == "in_backward":
             # Each unit was clipped and updated in its backward; the rest of the step returns the norm.
-            self._ahead = self._ahead or self._engine.step()
-            norm = self._ahead.grad_norm
-        else:
-            norm = self._engine.clip_grad_norm(max_norm)
+            self._ahead = self._engine.step()
+        norm = self._engine.clip_grad_norm(max_norm) if self._ahead is None else self._ahead.grad_norm
         return torch.tensor(
             float("nan") if norm is None else norm, dtype=torch.float32, device=self._engine.mesh.device
         )
+
+    def stepped_ahead(self, result: StepResult) -> None:
+        """Note that the engine has made the next step already, with the batch of a pipeline."""
+        self._ahead = result
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.gradient_state.sync_gradients:

@@ -63,7 +63,8 @@ class Sharing:
         """Select the values of one rank per data-parallel position from the gathered values of all ranks."""
 
         def first(rows: Tensor) -> Tensor:
-            return torch.cat(rows.chunk(self._data_rank.num * self._data_rank.copies)[:: self._data_rank.copies])
+            by_rank = rows.chunk(self._data_rank.num * self._data_rank.copies)
+            return torch.cat([by_rank[rank] for rank in self._data_rank.first])
 
         return gathered if self._data_rank.copies == 1 else recursively_apply(first, gathered)
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import transformers
 import transformers.trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
+from partita.engine.batches import LossCall
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
@@ -53,6 +54,7 @@ class Trainer(transformers.Trainer):
         optimizer, scheduler = kwargs.get("optimizers", (None, None))
         self._makes_optimizer = optimizer is None
         self._makes_scheduler = scheduler is None
+        self._pending = list[dict[str, Any]]()  # micro-batches of a pipeline's next batch
         super().__init__(*args, **kwargs)
 
     @property
@@ -77,11 +79,13 @@ class Trainer(transformers.Trainer):
         }
         if args.auto_find_batch_size:
             _check_unsharded(config, args)
-        made = partial(self.accelerator_class, partita_config=config, partita_values=values)
+        made = partial(self.accelerator_class, partita_config=config, partita_values=values, trains_by_batch=True)
         with patched(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
         if self._makes_scheduler:
             self.accelerator.engines.omit_section("schedule")  # create_scheduler handles it
+        if self.accelerator.num_stages > 1:
+            _check_loss(type(self), self.accelerator.num_stages)
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that receive the same samples: tensor ranks x sequence ranks."""
@@ -129,6 +133,72 @@ class Trainer(transformers.Trainer):
             self.create_optimizer()
             _, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         return super().evaluation_loop(*args, **kwargs)
+
+    # ---------------------------------------------------------------------- pipeline
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Run a micro-batch's forward and backward; in a pipeline, those of a full batch with its last micro-batch.
+
+        Returns:
+            The loss. In a pipeline it is that of the batch, and 0 for the micro-batches before the last one.
+        """
+        if self.accelerator.num_stages == 1:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        model.train()
+        self._pending.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), dtype=torch.float32, device=self.args.device)
+        batch, self._pending = self._pending, []
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = self.compute_loss_func is not None or (
+                self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            )
+        num = self.args.gradient_accumulation_steps
+        weight = num if scaled else num / len(batch)  # the engine divides by the number
+        calls = [self._loss_call(model, inputs, num_items_in_batch, weight) for inputs in batch]
+        # The last batch of an epoch may be shorter than the schedule; what is added has no gradient.
+        calls += [self._loss_call(model, batch[-1], num_items_in_batch, 0.0)] * (num - len(batch))
+        mean = self._engine.train_batch(calls)
+        self.optimizer.stepped_ahead(self._engine.last_step)  # type: ignore[union-attr]
+        return mean.to(self.args.device)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate a batch as the base class does; in a pipeline, only its loss.
+
+        Raises:
+            PartitaError: more than the loss is needed in a pipeline.
+        """
+        if self.accelerator.num_stages == 1:
+            found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return found
+        if not prediction_loss_only:
+            raise PartitaError(
+                f"parallel.pipeline: {self.accelerator.num_stages}: an evaluation has only the loss, because the "
+                "predictions are on the last stage: set prediction_loss_only=True in TrainingArguments, without "
+                "compute_metrics"
+            )
+        inputs = self._prepare_inputs(inputs)
+        num_items = self._get_num_items_in_batch([inputs], self.args.device)
+        loss = self._engine.eval_batch([self._loss_call(model, inputs, num_items, 1.0)], local=True)
+        return loss.to(self.args.device), None, None
+
+    def _loss_call(self, model: nn.Module, inputs: dict[str, Any], num_items: Any, weight: float) -> LossCall:
+        """Return a micro-batch whose loss :meth:`compute_loss` computes; it is multiplied by ``weight``."""
+
+        def compute() -> Tensor:
+            with self.compute_loss_context_manager():
+                loss: Tensor = self.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+            return loss * weight
+
+        return LossCall(inputs, compute)
 
     # -------------------------------------------------------------------- resuming
 
@@ -203,6 +273,21 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
     bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
     own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, bases, own)
+
+
+def _check_loss(kind: type[transformers.Trainer], num_stages: int) -> None:
+    """Check that a trainer computes its loss from the model's output alone, which only the last stage has.
+
+    Raises:
+        ConfigError: its class computes the loss in another way.
+    """
+    for name in ("compute_loss", "training_step", "prediction_step"):
+        owner = next(each for each in kind.__mro__ if each is not Trainer and name in vars(each))
+        if owner is not transformers.Trainer:
+            raise ConfigError(
+                f"parallel.pipeline: {num_stages}: {owner.__name__}.{name} may read what only the last stage has: pass "
+                "compute_loss_func to transformers' Trainer in its place, or use parallel.tensor and parallel.sequence"
+            )
 
 
 def _check_unsharded(config: Config, args: Any) -> None:

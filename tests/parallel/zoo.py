@@ -41,7 +41,13 @@ _T5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 96}
 _NO_VIT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _VIT = {**_SIZES, "intermediate_size": 96, "image_size": 16, "patch_size": 4, "num_labels": 7, **_NO_VIT_DROPOUT}
 _MAMBA = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCAB, "use_cache": False}
-_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+}
 _GEMMA3N = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
@@ -81,7 +87,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gemma2": _tiny("gemma2", **_GROUPED, head_dim=8),
     "bert": _tiny("bert", **_DECODER),
     "mamba": _causal("Mamba", **_MAMBA, state_size=8, time_step_rank=4),
-    "jamba": _causal("Jamba", **_GROUPED, **_JAMBA, mamba_d_state=8, mamba_dt_rank=4),
+    "jamba": _causal("Jamba", **{**_GROUPED, **_JAMBA}, mamba_d_state=8, mamba_dt_rank=4),
     "gemma3n": Family("Gemma3nText", "Gemma3nForCausalLM", {**_GROUPED, **_GEMMA3N}),
 }
 

@@ -382,9 +382,11 @@ class StepUpdater(Updater):
         self.take_written()
         if self._reducer.holds_batch:  # of a backward before the step, as for SAM
             norm = self._give_gradients()
-        self._guard.step(True, torch.enable_grad()(closure))
-        for view in self.views:
-            view.tensor.grad = None
+        try:
+            self._guard.step(True, torch.enable_grad()(closure))
+        finally:
+            for view in self.views:
+                view.tensor.grad = None
         self._runtime.publish()
         self.steps += 1
         return StepResult(True, norm, self.scale.value, False, self.rates)

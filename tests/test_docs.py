@@ -354,7 +354,7 @@ BAD = [
     "`partita.initialize(model, optimiser=...)`",
     "`torch.optim.Adamw`",
     "`engine.train_batches(iterator)`",
-    "`with engine.gather(module):`",
+    "`with engine.gathering(module):`",
     "`Publisher.publicise`",
     "`hooks -> executer -> collectives`",
     "`PARTITA_REQUIRE_KERNEL=1`",

@@ -63,7 +63,6 @@ _T5: dict[str, Any] = {
 # Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
 OWN = {
     "llama-one-key-head": partial(FAMILIES["llama"], **_SIZES, num_key_value_heads=1),
-    "llama-caching": partial(FAMILIES["llama"], **{**_SIZES, "use_cache": True}, num_key_value_heads=2),
     "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5)),
     "t5-eager": lambda: T5ForConditionalGeneration(T5Config(**_T5, attn_implementation="eager")),
@@ -574,6 +573,15 @@ def refused(what: str) -> None:
             cache = engine(batch["input_ids"], use_cache=True).past_key_values
             engine(batch["input_ids"][:, :1], past_key_values=cache, use_cache=True)
         engine.backward(output.loss)
+
+
+def cached() -> tuple[float, list[int]]:
+    """A first call fills a cache: the difference of its loss, and the positions that this rank has of each layer."""
+    model, batch = built("llama"), batch_of("llama")
+    expected = model(**batch, use_cache=True).loss.item()
+    with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
+        output = engine(**batch, use_cache=True)
+        return abs(output.loss.item() - expected), [layer.keys.shape[2] for layer in output.past_key_values.layers]
 
 
 def generated() -> bool:

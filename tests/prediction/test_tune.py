@@ -232,7 +232,7 @@ def build():
 @pytest.mark.parametrize(
     ("work", "timeout_s", "message", "lacks_memory"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "rank 0 was ended by SIGKILL; Linux sends it when memory runs out", True),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, "rank 0 was ended by SIGKILL; Linux", True),
         ("raise MemoryError('no more of it')", 60, "rank 0: PartitaError: out of memory in", True),
         ("time.sleep(600)", 1, "did not end within 1 s", False),
     ],

@@ -59,6 +59,36 @@ def test_hidden_states_have_all_positions() -> None:
     assert max(on_ranks(2, hidden_states)) < 1e-5
 
 
+def on_two_axes(name: str) -> None:
+    """Slices of hidden states, and router logits, pass from stage to stage."""
+    model, batch = stages.build(name), stages.batch(name, 1)
+    expected = model(**batch).loss.item()
+    config = {**fixed("sequence"), "parallel": {"sequence": 2, "pipeline": 2}}
+    with partita.initialize(model, config) as engine:
+        assert engine.train_batch([batch]).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "balanced", "llava"])
+def test_stages_pass_on_slices(name: str) -> None:
+    on_ranks(4, on_two_axes, name)
+
+
+def other_positions() -> float:
+    """How far a loss is from that of one process, where an image has as many positions as this rank's part of the text:
+    its hidden states are not slices.
+    """
+    model, batch = stages.build("llava"), stages.batch("llava", 0)
+    patches = 5  # 4, and one for the class
+    batch = {key: value if key == "pixel_values" else value[:, : 2 * patches] for key, value in batch.items()}
+    expected = model(**batch).loss.item()
+    with partita.initialize(model, fixed("sequence")) as engine:
+        return max(abs(engine.train_batch([batch]).item() - expected) for _ in range(2))
+
+
+def test_hidden_states_of_other_blocks_are_not_slices() -> None:
+    assert max(on_ranks(2, other_positions)) < 1e-5
+
+
 def without_fields() -> None:
     for axis in AXES:
         model, batch = stages.build("balanced"), stages.batch("balanced", 1)

@@ -301,6 +301,7 @@ def generated(stage: int) -> None:
     config = {"parallel": {"pipeline": 2}, "zero": {"stage": stage}, "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
     with partita.initialize(model, config) as engine:
         losses = [engine.train_batch([batch]).item()]
+        norm = engine.last_step.grad_norm
         model.eval()
         with engine.gathered(), torch.no_grad():
             assert torch.equal(model.generate(**inputs, **options), plain.generate(**inputs, **options))
@@ -310,6 +311,10 @@ def generated(stage: int) -> None:
         assert losses[0] == losses[1]
         with engine.gathered(model.lm_head), pytest.raises(PartitaError, match="call the model inside engine.gathered"):
             model(**batch)
+        with pytest.raises(PartitaError, match="this rank stores gradients only of its own stage"), engine.gathered():
+            engine(**batch).loss.backward()
+        assert engine.train_batch([batch]).item() == losses[0]
+        assert engine.last_step.grad_norm == norm
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -67,8 +67,10 @@ class Gathered:
             before = {key: param._version for key, (_, param) in watched.items()}
             copied = [] if modify else [info for info in unsharded if self._is_copied(info)]
             sums = [checksum(info.param.detach().flatten()) for info in copied]
+            had_gradients = self._runtime.reducer.holds_batch
             with self._transforms.suspended(items, OF_AXES):
                 yield
+            self._check_no_backward(had_gradients)
             written = {key for key, (_, param) in watched.items() if param._version != before[key]}
             written |= {id(member.param) for member in self._runtime.written.through_data(members)}
             for info, before_sum in zip(copied, sums, strict=True):
@@ -162,6 +164,24 @@ class Gathered:
             raise PartitaError(
                 "engine.backward inside engine.gathered(...): parameters that parallel.tensor splits are unsharded "
                 "there, but gradients are sharded: call it after the block (a penalty may be computed inside)"
+            )
+
+    def _check_no_backward(self, had_gradients: bool) -> None:
+        """Drop gradients of a backward that ran inside on all of a model that is split into stages: those of other
+        stages' parameters are lost.
+
+        Raises:
+            PartitaError: there are such gradients.
+        """
+        in_pipeline = self._runtime.collectives.mesh.shape.size("pipeline") > 1
+        if in_pipeline and not had_gradients and self._runtime.reducer.holds_batch:
+            self._updater.zero()
+            for info in self._whole.infos:
+                if self._whole.member_of(info) is None:
+                    info.param.grad = None
+            raise PartitaError(
+                "a backward inside engine.gathered(...) under parallel.pipeline: this rank stores gradients only of "
+                "its own stage; use torch.no_grad() there, and train with engine.train_batch"
             )
 
     def _parameters_of(self, items: tuple[nn.Module | nn.Parameter, ...]) -> set[int]:

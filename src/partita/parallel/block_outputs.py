@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import model_around
+from partita.parallel.pipeline.off_stage import is_missing, received_value
 from partita.parallel.sequence.blocks import Blocks, is_slice
 from partita.parallel.sequence.exchange import gather, is_checking
 from partita.parallel.sequence.slices import Slices
@@ -62,6 +63,7 @@ class BlockOutputs:
         self._stacks = stacks
         self._changes = changes
         self._across_stages = across_stages
+        self._owners = {stack: model_around(model, next(iter(stack.blocks))) for stack in stacks}
         owners = [model_around(model, block) for block in blocks]
         routers = {owner: dict[nn.Module, int]() for owner in owners if owner is not None}
         for owner, router, index in _routers(model, None, ()):
@@ -126,14 +128,19 @@ class BlockOutputs:
                 f"return_dict to True, or {FLAGS[min(asked)]} to False"
             )
         if output.get(_HIDDEN_STATES) is not None:
-            output[_HIDDEN_STATES] = map_tensors(output[_HIDDEN_STATES], self._of_all_positions)
+            output[_HIDDEN_STATES] = map_tensors(output[_HIDDEN_STATES], partial(self._of_all_positions, owner))
         if _ROUTER_LOGITS in asked and router_logits:
-            output[_ROUTER_LOGITS] = tuple(router_logits)
+            output[_ROUTER_LOGITS] = tuple(map(received_value, router_logits))
         return output
 
-    def _of_all_positions(self, hidden: Tensor) -> Tensor:
-        slices = next((s.slices for s in self._stacks if s.slices is not None and is_slice(hidden, s.slices)), None)
-        return hidden if slices is None or slices.group.size == 1 else gather(hidden, 1, slices)
+    def _of_all_positions(self, owner: nn.Module, hidden: Tensor) -> Tensor:
+        """Return hidden states of a model's blocks, gathered if they are those of this rank's positions."""
+        hidden = received_value(hidden)
+        for stack in self._stacks:
+            slices = stack.slices if stack.enabled and self._owners.get(stack) is owner else None
+            if slices is not None and slices.group.size > 1 and is_slice(hidden, slices):
+                return gather(hidden, 1, slices)
+        return hidden
 
     # ------------------------------------------------------------------------- routers
 
@@ -154,7 +161,7 @@ class BlockOutputs:
 
     def _gathered(self, router: nn.Module, logits: Tensor) -> Tensor:
         slices = self._slices(router)
-        if slices is None or slices.group.size == 1:
+        if slices is None or slices.group.size == 1 or is_missing(logits):  # runs without data have all positions
             return logits
         own = logits.unflatten(0, (-1, slices.num_own)) if logits.dim() == 2 else logits
         everything = gather(own, 1, slices)

@@ -88,7 +88,7 @@ class Trainer(transformers.Trainer):
             _check_loss(type(self), self.accelerator.num_stages)
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks that receive the same samples: tensor ranks x sequence ranks."""
+        """Return the number of ranks that receive the same samples: pipeline x sequence x tensor."""
         copies: int = self.accelerator.data_rank.copies
         return copies
 
@@ -204,6 +204,7 @@ class Trainer(transformers.Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as ``transformers.Trainer.train`` does; True resumes from the newest complete checkpoint."""
+        self._pending.clear()  # of a run that an error has ended
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
             resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))

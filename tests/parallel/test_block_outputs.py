@@ -73,20 +73,22 @@ def test_stages_pass_on_slices(name: str) -> None:
     on_ranks(4, on_two_axes, name)
 
 
-def other_positions() -> float:
-    """How far a loss is from that of one process, where an image has as many positions as this rank's part of the text:
-    its hidden states are not slices.
+def of_two_parts() -> float:
+    """How far hidden states of an encoder are from those of one process, if it has as many positions in all as this
+    rank has of the decoder's.
     """
-    model, batch = stages.build("llava"), stages.batch("llava", 0)
-    patches = 5  # 4, and one for the class
-    batch = {key: value if key == "pixel_values" else value[:, : 2 * patches] for key, value in batch.items()}
-    expected = model(**batch).loss.item()
+    model, batch = sequence.built("t5"), sequence.batch_of("t5")
+    batch = {"input_ids": batch["input_ids"][:, :11], "labels": batch["labels"][:, :22].contiguous()}
+    expected = model(**batch, output_hidden_states=True).encoder_hidden_states
     with partita.initialize(model, fixed("sequence")) as engine:
-        return max(abs(engine.train_batch([batch]).item() - expected) for _ in range(2))
+        for _ in range(2):  # in the second forward, the slices of the decoder's first one are known
+            found = engine(**batch, output_hidden_states=True).encoder_hidden_states
+        assert [one.shape for one in found] == [one.shape for one in expected]
+        return max(float((one - other).detach().abs().max()) for one, other in zip(found, expected, strict=True))
 
 
-def test_hidden_states_of_other_blocks_are_not_slices() -> None:
-    assert max(on_ranks(2, other_positions)) < 1e-5
+def test_hidden_states_of_one_part_are_not_slices_of_another() -> None:
+    assert max(on_ranks(2, of_two_parts)) < 1e-5
 
 
 def without_fields() -> None:

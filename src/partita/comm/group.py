@@ -141,11 +141,14 @@ class Group:
         with self._error_context(f"all-reduce of {purpose}"):
             return self.transport.sum(tensor, connections)
 
-    def all_to_all(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
+    def all_to_all(
+        self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], purpose: str, connections: str = "activations"
+    ) -> list[Tensor]:
         """Send ``sent[i]`` to rank ``i``, and return the received tensors in rank order.
 
         Args:
             shapes: shapes of the received tensors. They may differ, as long as sender and receiver agree.
+            connections: the purpose whose connections are used, and with whose messages these are in order.
         """
         if self.size == 1:
             return list(sent)
@@ -153,7 +156,7 @@ class Group:
         received = [part.new_empty(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
         self._count("all_to_all", purpose, sum(part.nbytes for part in parts) - parts[self.index].nbytes)
         with self._error_context(f"all-to-all of {purpose}"):
-            self.transport.all_to_all([part.view(-1) for part in received], [part.view(-1) for part in parts])
+            self.transport.all_to_all([p.view(-1) for p in received], [p.view(-1) for p in parts], connections)
         return received
 
     def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:

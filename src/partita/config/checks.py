@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from partita.config.extension import Extension
 from partita.config.messages import Contradiction, Row, conflict, row, setting
-from partita.config.schema import Config
+from partita.config.schema import Config, Muon
 
-_ADAMS = ("adam", "adamw", "onebit_adam")
+_ADAMS = ("adam", "adamw", "onebit_adam", "muon")
 # Keys that require certain values of another key: the key, the other key, these values, and a text.
 _REQUIRES: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("zero.keep_gathered", "zero.stage", (3,), "stage 3; at stages 0 to 2 parameters are never sharded"),
@@ -29,9 +29,10 @@ _REQUIRES: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
     ("communication.low_rank", "communication.gradients", ("low_rank",), "gradients: low_rank; {0} has no factors"),
-    ("optimizer.eps", "optimizer.name", _ADAMS, "adam or adamw; {0} does not use it"),
+    ("optimizer.eps", "optimizer.name", _ADAMS, "adam, adamw or muon; {0} does not use it"),
     ("optimizer.sends", "optimizer.name", ("onebit_adam",), "onebit_adam; with {0} ranks send gradients"),
-    ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; the momentum of {0} is betas[0]"),
+    ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; {0} has betas, and muon has optimizer.muon.momentum"),
+    *((f"optimizer.muon.{key}", "optimizer.name", ("muon",), "muon; it is {0}") for key in Muon.model_fields),
 )
 
 
@@ -87,6 +88,12 @@ def _states(config: Config, compute: str) -> Iterator[Contradiction]:
             ("precision.master", "precision.compute"),
             "precision.master: split stores the low bits of fp32 masters of bf16 parameters; fp16 is not supported",
             "set precision.compute to bf16",
+        )
+    if precision.master == "split" and config.optimizer.name == "muon":
+        yield (
+            ("precision.master", "optimizer.name"),
+            "precision.master: split requires adamw, adam, sgd or lion, whose updates are kernels",
+            "set precision.master to fp32",
         )
     if precision.moments == "int8" and config.optimizer.name not in ("adam", "adamw"):
         yield (

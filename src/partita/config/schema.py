@@ -15,6 +15,7 @@ from partita.config.values import (
     Auto,
     Bytes,
     ClassPath,
+    Coefficients,
     Count,
     CountOrZero,
     Flag,
@@ -41,6 +42,12 @@ TensorRules = Annotated[
     tuple[tuple[Text, TensorRule], ...],
     BeforeValidator(as_pairs, json_schema_input_type=dict[Text, TensorRule]),
     PlainSerializer(dict, return_type=dict[Text, TensorRule]),
+]
+MatrixRule = Literal["muon", "adamw"] | Count
+MatrixRules = Annotated[
+    tuple[tuple[Text, MatrixRule], ...],
+    BeforeValidator(as_pairs, json_schema_input_type=dict[Text, MatrixRule]),
+    PlainSerializer(dict, return_type=dict[Text, MatrixRule]),
 ]
 Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
@@ -164,19 +171,46 @@ class Batch(Section):
     total: Auto | Count = Field("auto", description="samples of one optimizer step, over all ranks")
 
 
+class Muon(Section):
+    """Settings of ``optimizer.name: muon``.
+
+    ``optimizer.betas`` and ``optimizer.eps`` are those of the AdamW for parameters that are no matrices.
+    """
+
+    momentum: Share = Field(0.95, description="decay of the running average of gradients")
+    nesterov: Flag = Field(True, description="orthogonalize a mean of the gradient and the running average")
+    steps: Count = Field(5, description="steps of the Newton-Schulz iteration")
+    coefficients: Coefficients = Field((3.4445, -4.775, 2.0315), description="a, b and c of the iteration")
+    scale: Literal["rms", "spectral", "original"] = Field(
+        "rms",
+        description="factor of the update of a matrix with o outputs and i inputs; rms: 0.2 sqrt(max(o, i)), which "
+        "suits learning rates of AdamW; spectral: sqrt(o / i); original: sqrt(max(1, o / i))",
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="dtype of the iteration; auto: bf16 on accelerators, fp32 on the CPU"
+    )
+    adamw_lr: NotNegative | None = Field(None, description="learning rate of AdamW; null: optimizer.lr")
+    rules: MatrixRules = Field(
+        (),
+        description="patterns of parameter names, each with muon, adamw, or the number of matrices with equal numbers "
+        "of outputs that the parameter consists of; the first pattern that matches a name decides",
+    )
+
+
 class Optimizer(Section):
     """The optimizer that is built if none is passed to ``initialize``."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "onebit_adam"] = Field(
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "onebit_adam"] = Field(
         "adamw",
-        description="adamw, adam, sgd, lion; onebit_adam: Adam whose second moment is frozen after a warm-up "
+        description="adamw, adam, sgd, lion; muon: orthogonalized momentum for matrices, AdamW for the rest; "
+        "onebit_adam: Adam whose second moment is frozen after a warm-up "
         "(communication.warmup_steps)",
     )
     lr: NotNegative = Field(1.0e-3, description="learning rate (the highest of the schedule)")
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not sgd)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (not sgd and lion)")
     weight_decay: NotNegative = Field(
-        0.01, description="weight decay: decoupled in adamw and lion, L2 in adam, onebit_adam and sgd"
+        0.01, description="weight decay: decoupled in adamw, lion and muon, L2 in adam, onebit_adam and sgd"
     )
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
     sends: Literal["averages", "gradients"] = Field(
@@ -184,6 +218,7 @@ class Optimizer(Section):
         description="onebit_adam: what ranks send after the warm-up: quantized running averages of gradients, or "
         "gradients (encoded by communication.gradients)",
     )
+    muon: Muon = Field(Muon(), description="settings of muon")
 
 
 class Schedule(Section):

@@ -106,6 +106,8 @@ Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False), BeforeVa
 NotNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(as_number)]
 Ratio = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(as_number)]
+_Number = Annotated[float, Strict(), Field(allow_inf_nan=False), BeforeValidator(as_number)]
+Coefficients = Annotated[tuple[_Number, _Number, _Number], Strict(), BeforeValidator(as_tuple)]
 SharePair = Annotated[tuple[Share, Share], Strict(), BeforeValidator(as_tuple)]
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Strict(), BeforeValidator(as_tuple)]

@@ -37,7 +37,7 @@ from partita.memory.scratch import open_scratch
 from partita.memory.tiers import StateMemory
 from partita.optim.build import Factory, build_optimizer, build_schedule, settings_of, wants_kernels
 from partita.optim.consensus import LossScale, ReplicaCheck
-from partita.optim.extension import RunExtension
+from partita.optim.extension import CollectiveOptimizer, RunExtension
 from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.states import check_groups
@@ -127,7 +127,7 @@ def _build(
     kernels = wants_kernels(settings, resolved.param_dtype, mesh.device)
     with shared_errors(all_ranks):
         params = list(model.parameters())
-        optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels)
+        optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels, model=model)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
     num_moments = states_per_element(optimizer)
@@ -249,7 +249,12 @@ def _agree(
 ) -> None:
     """Check that all ranks have the same plan, and connect the groups that any of them needs."""
     all_ranks = collectives.all_ranks
-    every = all_ranks.exchange_objects(blueprint.groups, "partita.initialize")
+    own = [blueprint.groups]
+    if isinstance(optimizer, CollectiveOptimizer):
+        own.append(optimizer.groups(blueprint))
+        for notice in optimizer.notices if all_ranks.index == 0 else ():
+            _log.info("%s", notice)
+    every = all_ranks.exchange_objects(united(own), "partita.initialize")
     collectives.open(united(every))  # also those of other stages alone
     check_same_model(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
     if settings.precision.gradients == "in_backward":

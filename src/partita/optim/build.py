@@ -15,6 +15,7 @@ from partita.errors import ConfigError
 from partita.memory.accelerator import is_host
 from partita.optim.extension import RunExtension
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
+from partita.optim.muon import Muon
 from partita.optim.schedule import Schedule
 from partita.optim.traits import runs_on_slices
 
@@ -43,10 +44,13 @@ def build_optimizer(
     extension: Extension = CORE,
     *,
     kernels: bool,
+    model: nn.Module | None = None,
 ) -> Optimizer:
     """Return the user's optimizer, the one that the user's callable creates, or the config's.
 
     Args:
+        params: parameters, or groups of them.
+        model: has the parameters; muon finds its matrices there.
         kernels: True if the config's optimizer is one of :mod:`partita.optim.fused` rather than torch's.
 
     Raises:
@@ -55,9 +59,9 @@ def build_optimizer(
     """
     if given is not None:
         _check_states(config)
-        if config.optimizer.name == "onebit_adam":
+        if (name := config.optimizer.name) in ("onebit_adam", "muon"):
             raise ConfigError(
-                "optimizer.name: onebit_adam was set, and an optimizer was passed to partita.initialize: leave one of "
+                f"optimizer.name: {name} was set, and an optimizer was passed to partita.initialize: leave one of "
                 "the two out"
             )
     if isinstance(given, Optimizer):
@@ -71,6 +75,8 @@ def build_optimizer(
         if not isinstance(made, Optimizer):
             raise ConfigError(f"optimizer: the callable returned a {_kind(made)}, expected a torch.optim.Optimizer")
         return made
+    if config.optimizer.name == "muon":
+        return Muon.of(params, config.optimizer, model)
     of_extension = extension.optimizer(params, config) if isinstance(extension, RunExtension) else None
     return _configured(params, config, kernels) if of_extension is None else of_extension
 

@@ -1,7 +1,7 @@
 """Run-time interface of optimizers that communicate, and of optional packages."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 
 from partita.config.extension import Extension
 from partita.config.schema import Config
+from partita.layout.blueprint import Blueprint
 from partita.optim.states import Views
+from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.table.mesh_shape import MeshShape
+from partita.table.purposes import Needs
 from partita.table.share import NO_SHARES, Shares
 
 
@@ -22,7 +25,21 @@ class CollectiveOptimizer(Optimizer):
 
     Its gradients are reduced and clipped. They and its parameters are flat slices, or full if master weights are not
     sharded. A rank without a slice of a parameter does not have it in its groups.
+
+    The engine steps a clone of it for each unit whose update overlaps (see :class:`partita.optim.optimizer.Snapshot`).
+    Its collectives use the connections of gradients, on whose stream these steps run.
+
+    Attributes:
+        coming: the parameters that the next step updates, the same on all ranks that have slices of them.
+        notices: lines to log at the start.
     """
+
+    coming: Sequence[Member] = ()
+    notices: Sequence[str] = ()
+
+    def groups(self, blueprint: Blueprint) -> Needs:
+        """Return the groups of its collectives, besides those of the blueprint, with their purposes."""
+        return {}
 
     @abstractmethod
     def connect(self, runtime: Runtime, views: Views) -> None:

@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 
 from partita.errors import PartitaError
 from partita.kernels.state import Weights
+from partita.optim.extension import CollectiveOptimizer
 from partita.optim.states import View, flat
+from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -107,8 +109,11 @@ class Snapshot:
         self._counted = counted
         self._attributes = copies(optimizer.__dict__, counted)
 
-    def step(self, chosen: AbstractSet[int]) -> Callable[[], None]:
+    def step(self, chosen: AbstractSet[int], coming: Sequence[Member] = ()) -> Callable[[], None]:
         """Run the optimizer's step on the ``chosen`` of its parameters (by id).
+
+        Args:
+            coming: the parameters that are updated on any rank.
 
         Returns: a function that copies the changed counters to the optimizer; call it on all ranks, also on those
         without chosen parameters.
@@ -116,9 +121,12 @@ class Snapshot:
         groups = [copies(group, group) for group in self._groups]
         for group in groups:
             group["params"] = [param for param in group["params"] if id(param) in chosen]
-        if not any(group["params"] for group in groups) and not self._counted:
+        is_collective = isinstance(self._optimizer, CollectiveOptimizer)
+        if not any(group["params"] for group in groups) and not self._counted and not is_collective:
             return lambda: None
         clone = clone_of(self._optimizer, groups, self._optimizer.state)
+        if isinstance(clone, CollectiveOptimizer):
+            clone.coming = coming
         clone.__dict__.update(copies(self._attributes, self._attributes))
         run_step(clone)
         return partial(self._take_up, groups, copies(clone.__dict__, self._counted))

@@ -25,6 +25,7 @@ from partita.memory import accelerator
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.tiers import Lease, StateMemory
+from partita.optim.extension import CollectiveOptimizer
 from partita.optim.fused import FusedOptimizer
 from partita.optim.optimizer import Guard, InMemory, Snapshot, UpdateRule
 from partita.optim.states import Leases, OptimizerStates, View, Views
@@ -59,11 +60,13 @@ class SegmentUpdate:
     Call :meth:`choose` and :meth:`open`, in any order, then :meth:`connect`, the optimizer's step, :meth:`close`, and
     :meth:`deliver`.
 
-    Attributes: ``changing``: this rank's views to update, each with its gradient if that is in ``.grad``.
+    Attributes: ``coming``: the parameters to update, on whichever rank; ``changing``: this rank's views of them, each
+    with its gradient if that is in ``.grad``.
     """
 
     def __init__(self, segment: Segment, bucket: Bucket, context: Context) -> None:
         self.segment = segment
+        self.coming: list[Member] = []
         self.changing: list[tuple[View, Tensor | None]] = []
         self._bucket = bucket
         self._context = context
@@ -111,6 +114,7 @@ class SegmentUpdate:
             with torch._C.DisableTorchFunctionSubclass():
                 trains = param.requires_grad
             if trains:
+                self.coming.append(member)
                 view = views.of(param)
                 grad = param.grad if is_in_place else None
                 dropped = is_in_place and grad is None  # by the user
@@ -218,12 +222,15 @@ class Update:
             for segment in self.segments:
                 segment.open()
 
-    def run(self, step: Callable[[AbstractSet[int]], Any]) -> None:
-        """Call ``step`` with the ids of the optimizer's parameters to update."""
+    def run(self, step: Callable[[AbstractSet[int], Sequence[Member]], Any]) -> None:
+        """Call ``step`` with the ids of the optimizer's parameters to update on this rank, and the parameters that are
+        updated on any rank.
+        """
         self.open()
         for segment in self.segments:
             segment.connect()
-        self.stepped = step({id(view.tensor) for segment in self.segments for view, _ in segment.changing})
+        chosen = {id(view.tensor) for segment in self.segments for view, _ in segment.changing}
+        self.stepped = step(chosen, [member for segment in self.segments for member in segment.coming])
         for segment in self.segments:
             segment.close()
 
@@ -250,7 +257,9 @@ class Updates:
         self._runtime = runtime
         self._context = context
         self._counted = counted
-        self._stream = Stream(runtime.device, "updates", waits=True)
+        self._is_collective = isinstance(context.rule.optimizer, CollectiveOptimizer)
+        gradients = runtime.collectives.mesh.stream("gradients")  # in one order with the collectives on its connections
+        self._stream = gradients if self._is_collective else Stream(runtime.device, "updates", waits=True)
         overlaps_all = context.rule.always_overlaps
         self._overlapped = [u for u in runtime.units if overlaps_all or not u.planned.row.updates_on_device]
         self._inline = [unit for unit in runtime.units if unit not in self._overlapped]
@@ -285,7 +294,7 @@ class Updates:
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         found = dict[Tensor, Tensor]()
 
-        def copy(chosen: AbstractSet[int]) -> None:
+        def copy(chosen: AbstractSet[int], coming: Sequence[Member]) -> None:
             for view, _ in (each for segment in segments for each in segment.changing):
                 assert view.tensor.grad is not None
                 found[view.tensor] = view.tensor.grad.clone()
@@ -321,10 +330,15 @@ class Updates:
         """Run one step on all units that are not overlapped."""
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         with span("update"):
-            Update(self._inline, segments).run(lambda _: guard.step(bool(self._inline)))
+            Update(self._inline, segments).run(partial(self._step_inline, guard))
         publisher, later = self._context.publisher, self._gathered_later
         publisher.publish([unit for unit in self._inline if unit not in later])
         publisher.publish([unit for unit in later if unit.trained], ahead=True)
+
+    def _step_inline(self, guard: Guard, chosen: AbstractSet[int], coming: Sequence[Member]) -> None:
+        if isinstance(optimizer := self._context.rule.optimizer, CollectiveOptimizer):
+            optimizer.coming = coming
+        guard.step(bool(self._inline))
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
         if self._overlapped:  # launched kernels may use states that the host will use
@@ -420,7 +434,8 @@ class Updates:
 
     def close(self) -> None:
         """End the thread of the stream."""
-        self._stream.close()
+        if not self._is_collective:
+            self._stream.close()
 
 
 def _place_in_model(unit: Unit) -> int:

@@ -8,6 +8,7 @@ copy of the key and value projections, and the ranks' partial gradients are summ
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,11 +102,9 @@ class Fused:
         width = head_width(module)
         if width is None or not is_linear(qkv) or not is_linear(out):
             return NotSplit("its projections are not known")
-        queries = num_inputs(out) // width
-        keys = (num_outputs(qkv) // width - queries) // 2
-        if num_outputs(qkv) != (queries + 2 * keys) * width or (self.by_head and keys not in (1, queries)):
+        if (numbers := self._numbers(qkv, out, width)) is None:
             return NotSplit(f"its fused projection of {num_outputs(qkv)} outputs has an unknown order of heads")
-        heads = Heads(queries, keys, splitter.size)
+        heads = Heads(*numbers, splitter.size)
         if not_split := _check(splitter, module, heads, [qkv, out], width):
             return not_split
         ranks = range(heads.size)
@@ -119,6 +118,32 @@ class Fused:
             changes.set_attribute(module, "config", own := copy.copy(module.config))
             own.num_attention_heads = length(heads.queries_of(splitter.rank))  # type: ignore[union-attr]
         return None
+
+    def _numbers(self, qkv: nn.Module, out: nn.Module, width: int) -> tuple[int, int] | None:
+        """Return the numbers of query and of key heads; None if the order of heads is unknown."""
+        queries = num_inputs(out) // width
+        keys = (num_outputs(qkv) // width - queries) // 2
+        is_known = num_outputs(qkv) == (queries + 2 * keys) * width and not (self.by_head and keys not in (1, queries))
+        return (queries, keys) if is_known else None
+
+    def projections(self, module: nn.Module) -> tuple[Ranges, Ranges, Ranges] | None:
+        """Return the outputs of the fused projection that are queries, keys and values; None if they are not known.
+
+        The module may already be split: sizes are those of its weights, which are still unsplit.
+        """
+        qkv, out, width = getattr(module, self.qkv, None), getattr(module, self.out, None), head_width(module)
+        if width is None or not isinstance(qkv, nn.Module) or not isinstance(out, nn.Module):
+            return None
+        if (numbers := self._numbers(qkv, out, width)) is None:
+            return None
+        queries, keys = numbers
+        if self.by_head and keys > 1:
+            starts = [[(3 * head + place) * width for head in range(queries)] for place in range(3)]
+            of_query, of_key, of_value = (tuple((start, start + width) for start in each) for each in starts)
+            return of_query, of_key, of_value
+        stops = (0, queries * width, (queries + keys) * width, (queries + 2 * keys) * width)
+        of_query, of_key, of_value = (((start, stop),) for start, stop in pairwise(stops))
+        return of_query, of_key, of_value
 
     def _outputs(self, heads: Heads, rank: int, width: int) -> Ranges:
         """Return the outputs of the fused projection that a rank computes."""

@@ -56,6 +56,22 @@ def split_dropout(splitter: Splitter, module: nn.Module, width: int) -> None:
 KNOWN_CLASSES = ("GPT2MLP", "partita.train.decoder.FeedForward", "partita.prediction.gpt.FeedForward")
 
 
+# Layers whose outputs are those of a gate and, after them, those of the values that it multiplies: their names in any
+# module, and in one class.
+_GATE_AND_VALUE = ("gate_up_proj",)
+_GATE_AND_VALUE_OF = {"partita.train.decoder.FeedForward": "up"}
+
+
+def fused_layers(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the layers of a feed-forward module that consist of several matrices of equal size, with their number."""
+    kind = type(module)
+    names = (*_GATE_AND_VALUE, _GATE_AND_VALUE_OF.get(f"{kind.__module__}.{kind.__qualname__}"))
+    for name, child in module.named_children():
+        weight = child._parameters.get("weight")
+        if name in names and weight is not None and weight.dim() == 2:
+            yield child, 2
+
+
 def feed_forward_by_class(module: nn.Module, size: int) -> FeedForward | None:
     """Return the layers of a module whose class is in :data:`KNOWN_CLASSES`; None for other modules."""
     kind = type(module)

@@ -1,0 +1,203 @@
+"""Muon: matrices are updated by their orthogonalized momentum, all other parameters by AdamW.
+
+The momentum is updated on each rank's slices. Complete matrices are orthogonalized by their owners
+(:mod:`partita.optim.owners`), so results do not depend on how parameters are sharded.
+
+Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable
+for LLM Training", 2025. Momentum and its Nesterov form are those of ``torch.optim.Muon``.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from partita.config.schema import Optimizer as OptimizerSection
+from partita.errors import PartitaError
+from partita.layout.blueprint import Blueprint
+from partita.memory.accelerator import is_host
+from partita.optim import owners
+from partita.optim.extension import CollectiveOptimizer
+from partita.optim.matrices import MatrixForm, describe, find_matrices
+from partita.optim.newton_schulz import orthogonalize, scale_of
+from partita.optim.owners import Owners
+from partita.optim.states import View, Views
+from partita.optim.traits import runs_on_slices
+from partita.sharding.runtime import Runtime
+from partita.table.purposes import Needs
+
+MOMENTUM = "momentum_buffer"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@runs_on_slices
+class Muon(CollectiveOptimizer):
+    """Muon for groups with ``matrices``, AdamW for the others.
+
+    Args:
+        groups: parameter groups, with settings of :class:`partita.config.schema.Optimizer` and its section ``muon``.
+        forms: the form of each parameter that consists of matrices, by the parameter's id.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], forms: Mapping[int, MatrixForm]) -> None:
+        super().__init__(list(groups), {})
+        self._forms = {id(param): forms.get(id(param)) for group in self.param_groups for param in group["params"]}
+        self._forms_by_name = dict[str, MatrixForm]()
+        self._group_numbers = dict[str, int]()
+        self._owners: Owners | None = None
+
+    @classmethod
+    def of(cls, params: Iterable[Any], section: OptimizerSection, model: nn.Module | None = None) -> "Muon":
+        """Return the optimizer of a config.
+
+        Args:
+            params: parameters, or groups of them with a learning rate or weight decay of their own.
+            model: has the parameters. Without it, all of them are updated by AdamW.
+
+        Raises:
+            ConfigError: a rule of the config does not apply.
+        """
+        own = section.muon
+        forms = {} if model is None else find_matrices(model, own.rules)
+        shared: dict[str, Any] = {"lr": section.lr, "weight_decay": section.weight_decay}
+        of_matrices = {
+            **shared,
+            **{key: getattr(own, key) for key in ("momentum", "nesterov", "steps", "coefficients", "scale", "dtype")},
+            "matrices": True,
+        }
+        adamw_lr = section.lr if own.adamw_lr is None else own.adamw_lr
+        of_others = {**shared, "lr": adamw_lr, "betas": section.betas, "eps": section.eps, "matrices": False}
+        params = list(params)
+        given = params if params and isinstance(params[0], dict) else [{"params": params}]
+        groups = []
+        for group in given:
+            for defaults in (of_matrices, of_others):
+                chosen = [param for param in group["params"] if (id(param) in forms) == defaults["matrices"]]
+                if chosen:
+                    groups.append({**defaults, **group, "params": chosen})
+        made = cls(groups, forms)
+        made.notices = () if model is None else describe(model, forms)
+        return made
+
+    def groups(self, blueprint: Blueprint) -> Needs:
+        return owners.groups_of(blueprint)
+
+    def connect(self, runtime: Runtime, views: Views) -> None:
+        """Assign the owners of matrices. Collective.
+
+        Raises:
+            ConfigError: a matrix is split over ranks in a way that no exchange can join.
+        """
+        costs = dict[str, float]()
+        for number, group in enumerate(self.param_groups):
+            if group["matrices"]:
+                self._group_numbers |= dict.fromkeys(views.names_in_groups[number], number)
+        for view in views:
+            name = view.member.fqn
+            if name in self._group_numbers:
+                form = self._forms[id(view.member.param)] or MatrixForm()
+                self._forms_by_name[name] = form
+                steps = self.param_groups[self._group_numbers[name]]["steps"]
+                costs[name] = form.operations(view.member.span.place.shape, steps)
+        self._owners = Owners(runtime, views, costs)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. A collective if it is connected to a runtime."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        group_of = dict[int, dict[str, Any]]()
+        for group in self.param_groups:
+            if not group["matrices"]:
+                self._update_elementwise(group)
+                continue
+            for param in group["params"]:
+                group_of[id(param)] = group
+                if param.grad is not None and (self._owners is None or self._owners.name_of(param) is None):
+                    form = self._forms.get(id(param)) or MatrixForm()
+                    self._apply(param, group, _update(self._input(param, group), form, group))
+        if self._owners is not None:
+            self._update_at_owners(self._owners, group_of)
+        return loss
+
+    def _update_at_owners(self, owned: Owners, group_of: Mapping[int, dict[str, Any]]) -> None:
+        """Update the slices of complete matrices, of those parameters that this step changes on any rank."""
+        owned.run(
+            [member.fqn for member in self.coming if member.fqn in self._group_numbers],
+            lambda view: self._input(view.tensor, self._group_of(view, group_of)),
+            lambda name, full: _update(
+                full, self._forms_by_name[name], self.param_groups[self._group_numbers[name]]
+            ).float(),
+            lambda view, update: self._apply(view.tensor, group_of[id(view.tensor)], update),
+        )
+
+    def _group_of(self, view: View, group_of: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """Return the group of this rank's slice of a parameter.
+
+        Raises:
+            PartitaError: the slice has left its group.
+        """
+        if (group := group_of.get(id(view.tensor))) is None:
+            raise PartitaError(f"Muon: '{view.member.fqn}' was removed from its parameter group: freeze it instead")
+        return group
+
+    def _input(self, param: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Update the momentum of a parameter, or of a slice of it, and return the values to orthogonalize."""
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        state = self.state[param]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(param)
+        momentum: Tensor = state[MOMENTUM]
+        momentum.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _apply(self, param: Tensor, group: Mapping[str, Any], update: Tensor) -> None:
+        lr = float(group["lr"])
+        param.mul_(1 - lr * group["weight_decay"])
+        param.add_(update, alpha=-lr)
+
+    def _update_elementwise(self, group: dict[str, Any]) -> None:
+        """Run AdamW on a group, with torch's fused kernel, as the config's adamw does."""
+        operands = defaultdict[str, list[Tensor]](list)
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            operands["param"].append(param)
+            operands["grad"].append(param.grad)
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                operands[key].append(state[key])
+        if operands:
+            beta1, beta2 = group["betas"]
+            adamw(
+                operands["param"],
+                operands["grad"],
+                operands["exp_avg"],
+                operands["exp_avg_sq"],
+                [],
+                operands["step"],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _update(values: Tensor, form: MatrixForm, group: Mapping[str, Any]) -> Tensor:
+    """Return the update of a full parameter at a learning rate of 1."""
+    default = "fp32" if is_host(values.device) else "bf16"
+    dtype = _DTYPES[default if group["dtype"] == "auto" else group["dtype"]]
+    updates = []
+    for matrix in form.split(values):
+        update = orthogonalize(matrix, group["coefficients"], group["steps"], dtype)
+        updates.append(update * scale_of(matrix.shape[-2], matrix.shape[-1], group["scale"]))
+    return form.join(updates)

@@ -110,6 +110,7 @@ ALL_KEYS = [f"{section}.{name}".strip(".") for section, names in KEYS.items() fo
 BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}
 ADAM: dict[str, Any] = {"optimizer": {"type": "Adam"}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "momentum": 0.9}}}
 DECAY: dict[str, Any] = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}}
 COSINE: dict[str, Any] = ADAM | {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}}
 DISK: dict[str, Any] = {
@@ -159,6 +160,8 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "optimizer.params.weight_decay": (0.2, ADAM, "optimizer.weight_decay", 0.2),
     "optimizer.params.momentum": (0.9, {"optimizer": {"type": "SGD"}}, "optimizer.momentum", 0.9),
     "optimizer.params.adam_w_mode": (False, ADAM, "optimizer.name", "adam"),
+    "optimizer.params.muon_lr": (0.02, MUON, "optimizer.lr", 0.02),
+    "optimizer.params.adam_lr": (3e-4, MUON, "optimizer.muon.adamw_lr", 3e-4),
     "scheduler.type": ("WarmupLR", BASE, "schedule.name", "constant"),
     "scheduler.params.warmup_min_lr": (1e-5, DECAY, "schedule.initial_lr", 1e-5),
     "scheduler.params.warmup_max_lr": (1e-2, DECAY, "schedule.max_lr", 1e-2),
@@ -236,6 +239,16 @@ def test_a_mapped_key_becomes_a_setting(key: str) -> None:
     assert section == expected
     assert [notice.kind for notice in converted.notices if notice.key == key] == [KeyClass.MAPPED]
     assert target in next(notice.text for notice in converted.notices if notice.key == key)
+
+
+def test_muon_keeps_its_momentum_and_scale() -> None:
+    optimizer = deepspeed.read(BASE | MUON, 4, 4).settings["optimizer"]
+    assert optimizer == {
+        "name": "muon",
+        "lr": 0.01,
+        "weight_decay": 0.0,
+        "muon": {"momentum": 0.9, "scale": "original"},
+    }
 
 
 @pytest.mark.parametrize("partition", [1, 4])

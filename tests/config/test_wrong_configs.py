@@ -85,7 +85,7 @@ VALUES = [
     Wrong({"batch": {"total": -8}}, ("batch.total: expected auto or a whole number of at least 1", "got -8")),
     Wrong(
         {"optimizer": {"name": "AdamW"}},
-        ("optimizer.name: expected one of adamw, adam, sgd, lion, onebit_adam; got",),
+        ("optimizer.name: expected one of adamw, adam, sgd, lion, muon, onebit_adam; got",),
     ),
     Wrong({"optimizer": {"lr": -0.1}}, ("optimizer.lr: expected a number of at least 0; got -0.1", "default 0.001")),
     Wrong({"optimizer": {"lr": math.inf}}, ("optimizer.lr: expected a number of at least 0; got inf",)),
@@ -299,7 +299,7 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"optimizer": {"name": "lion", "eps": 0.1}},
-        ("optimizer.eps requires adam or adamw; lion does not use it", "Fix: leave optimizer.eps out"),
+        ("optimizer.eps requires adam, adamw or muon; lion does not use it", "Fix: leave optimizer.eps out"),
     ),
     Wrong(
         {"batch": {"micro": 4, "accumulate": 2, "total": 48}},

@@ -1,8 +1,7 @@
 """Muon: the same bits at every stage and tier, the results of torch.optim.Muon on one process, under every axis."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,14 +16,14 @@ from partita import ConfigError
 from partita.config.schema import Muon as MuonSection
 from partita.optim import owners
 from partita.optim.matrices import MatrixForm, describe, equal_parts, find_matrices
+from partita.optim.muon import Muon
 from partita.optim.newton_schulz import EPS, orthogonalize, scale_of
 from tests.kit import seeds
-from tests.kit.models import Case, next_token_batch, tiny
+from tests.kit.models import Case, tiny
 from tests.kit.plans import TIERS, ZERO, sampled
 from tests.kit.ranks import on_ranks
 from tests.kit.training import (
     Trained,
-    assert_exact,
     assert_same_bits,
     loss_of,
     quiet,
@@ -32,7 +31,6 @@ from tests.kit.training import (
     train_engine,
     train_module,
     whole_weights,
-    world,
 )
 
 STEPS = 10
@@ -141,3 +139,410 @@ AXES = {
 def test_equals_torch_under_every_axis(axes: str, stage: int) -> None:
     num_ranks, parallel = AXES[axes]
     on_ranks(num_ranks, equals_torch, stage, parallel, 1e-4)
+
+
+def accumulated_equals_one_batch() -> None:
+    case = tiny("llama")
+    results = []
+    for accumulate in (1, 4):
+        batch = {"micro": 4 // accumulate, "accumulate": accumulate}
+        with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": 2}, "batch": batch}) as engine:
+            for step in range(5):
+                whole = case.batch(4, 10 * step + rank())
+                for micro in range(accumulate):
+                    part = {key: values.chunk(accumulate)[micro] for key, values in whole.items()}
+                    engine.backward(case.loss(engine(**part)))
+                    engine.step()
+            results.append(whole_weights(engine))
+    for name, weights in results[0].items():
+        torch.testing.assert_close(results[1][name], weights, rtol=0, atol=1e-5 * weights.abs().max().item())
+
+
+def test_accumulated_micro_batches_equal_one_batch() -> None:
+    on_ranks(2, accumulated_equals_one_batch)
+
+
+# -- order of operations -----------------------------------------------------------------------------------------------
+
+
+def clips_gradients() -> None:
+    """The first update has the length of the learning rate, whatever clipping does to the gradient."""
+    seeds.start()
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = {**muon(scale="spectral"), "weight_decay": 0.0}
+    config = {"optimizer": optimizer, "clip_grad_norm": 1e-3, "zero": {"stage": 3}}
+    with partita.initialize(model, config) as engine:
+        engine.backward(engine(torch.randn(8, 64, generator=torch.Generator().manual_seed(rank()))).square().mean())
+        engine.step()
+        for name, weights in whole_weights(engine).items():
+            change = torch.linalg.matrix_norm(weights - before[name], 2).item()
+            assert 0.6 * OPTIMIZER["lr"] < change < 1.3 * OPTIMIZER["lr"], change
+
+
+def test_gradients_are_clipped_and_not_updates() -> None:
+    on_ranks(2, clips_gradients)
+
+
+def skips_change_nothing() -> None:
+    case = tiny("llama")
+    with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": 3}}) as engine:
+        train_engine(engine, loss_of(case), 1, keep=())
+        before = whole_weights(engine), states(engine)
+        with quiet("step"):
+            engine.backward(case.loss(engine(**case.batch(4))) * (math.nan if rank() == 1 else 1.0))
+            assert engine.step().skipped
+        after = whole_weights(engine), states(engine)
+        for one, other in zip(before, after, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def states(engine: partita.Engine) -> dict[str, Tensor]:
+    """This rank's slices of all states, by group, position and key."""
+    found = dict[str, Tensor]()
+    for number, group in enumerate(engine.optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            found |= {f"{number} {place} {key}": v.clone() for key, v in engine.optimizer.state[param].items()}
+    return found
+
+
+def test_skipped_steps_change_nothing() -> None:
+    on_ranks(2, skips_change_nothing)
+
+
+def frozen_later() -> None:
+    """A parameter that is frozen, and trains again later, keeps its momentum meanwhile."""
+    case, results = tiny("llama"), []
+
+    def freeze(module: nn.Module, step: int) -> None:
+        for name, param in module.named_parameters():
+            if "layers.1.mlp" in name:
+                param.requires_grad_(step != 1)
+
+    for stage in (0, 3):
+        with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": stage}}) as engine:
+            results.append(train_engine(engine, loss_of(case), 3, keep=(), before_step=freeze))
+    assert_same_bits(*results)
+
+
+def test_parameters_frozen_later() -> None:
+    on_ranks(2, frozen_later)
+
+
+def updates_in_backward() -> None:
+    case, results = tiny("llama"), []
+    for stage in (1, 3):
+        config = {**CONFIG, "zero": {"stage": stage}, "precision": {"gradients": "in_backward"}}
+        with partita.initialize(case.build(), config) as engine:
+            results.append(train_engine(engine, loss_of(case), 3))
+    assert_same_bits(*results)
+    no_clip = {key: value for key, value in CONFIG.items() if key != "clip_grad_norm"}
+    found = []
+    for gradients in ("fp32", "in_backward"):
+        config = {**no_clip, "zero": {"stage": 3}, "precision": {"gradients": gradients}}
+        with partita.initialize(case.build(), config) as engine:
+            found.append(train_engine(engine, loss_of(case), 3, keep=()).weights)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_updates_in_backward_have_the_same_bits() -> None:
+    on_ranks(2, updates_in_backward)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_after(folder: Path, steps: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    case = tiny("qwen3moe")
+    with partita.initialize(case.build(), {**CONFIG, **config}, loss_fn=case.loss_of_batch) as engine:
+        if engine.resume(folder) is None:
+            for step in range(2):
+                train_step(engine, case, step)
+            engine.save(folder)
+        for step in range(2, 2 + steps):
+            train_step(engine, case, step)
+        return whole_weights(engine)
+
+
+def train_step(engine: partita.Engine, case: Case, step: int) -> None:
+    """A step on the samples of two data ranks, whatever the number of ranks."""
+    num_data, own = engine.mesh.size("data"), engine.mesh.coordinate("data")
+    batch = case.batch(4, step)
+    part = {key: values.chunk(num_data)[own] for key, values in batch.items()}
+    engine.train_batch(iter([part]))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [
+        (1, {"zero": {"stage": 0}}),
+        (4, {"zero": {"stage": 3}}),
+        (2, {"zero": {"stage": 1}, "parallel": {"tensor": 2}}),
+        (2, {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}}),
+    ],
+)
+def test_resumes_on_other_layouts(tmp_path: Path, num_ranks: int, config: dict[str, Any]) -> None:
+    expected = on_ranks(2, save_after, tmp_path, 1, {"zero": {"stage": 3}})[0]
+    found = on_ranks(num_ranks, save_after, tmp_path, 1, config)[0]
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-4 * weights.abs().max().item(), msg=name)
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(stage: int) -> tuple[int, int]:
+    """The bytes that this rank sends in a step, for updates and in all, in units of fp32 elements."""
+    case = tiny("llama")
+    with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": stage}}) as engine:
+        train_engine(engine, loss_of(case), 1, keep=())
+        before = engine.traffic_report()
+        engine.backward(loss_of(case)(engine, rank(), 1))
+        engine.step()
+        rows = engine.traffic_report().since(before).rows
+        sent = sum(count.sent_bytes for key, count in rows.items() if key.purpose == owners.PURPOSE)
+        assert isinstance(engine.optimizer, Muon)
+        owned = engine.optimizer.owners
+        assert owned is not None
+        assert sent == 4 * owned.sent_elements(owned.names)
+        return sent // 4, sum(count.sent_bytes for count in rows.values()) // 4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
+    case = tiny("llama")
+    model = case.build()
+    matrices = find_matrices(model)
+    num = sum(param.numel() for param in model.parameters() if id(param) in matrices)
+    everything = sum(param.numel() for param in model.parameters())
+    found = on_ranks(num_ranks, sent_bytes, 3)
+    updates = [own for own, _ in found]
+    assert sum(updates) <= 2 * num * (num_ranks - 1) / num_ranks
+    assert max(updates) <= 1.3 * 2 * num * (num_ranks - 1) / num_ranks**2
+    assert max(total for _, total in found) <= 2.7 * everything
+
+
+# -- matrices ----------------------------------------------------------------------------------------------------------
+
+
+def chosen(name: str) -> dict[str, MatrixForm]:
+    model = tiny(name).build()
+    matrices = find_matrices(model)
+    return {key: matrices[id(param)] for key, param in model.named_parameters() if id(param) in matrices}
+
+
+def num_of(forms: Mapping[str, MatrixForm], ending: str) -> set[int]:
+    return {max(1, len(form.outputs)) for name, form in forms.items() if name.endswith(ending)}
+
+
+def test_default_matrices() -> None:
+    moe = chosen("qwen3moe")
+    assert not any(word in name for name in moe for word in ("embed", "lm_head", "norm", "gate.weight"))
+    assert num_of(moe, "gate_up_proj") == {2}
+    assert num_of(moe, "down_proj") == {1}
+    assert num_of(moe, "q_proj.weight") == {1}
+    gpt2 = chosen("gpt2")
+    assert num_of(gpt2, "c_attn.weight") == {3}
+    assert all(form.transposed for form in gpt2.values())
+    assert not any("wte" in name or "wpe" in name or "lm_head" in name for name in gpt2)
+    phi3 = chosen("phi3")
+    assert num_of(phi3, "qkv_proj.weight") == {3}
+    assert num_of(phi3, "gate_up_proj.weight") == {2}
+    decoder = chosen("decoder")
+    assert {name.rpartition("blocks.0.")[2] for name in decoder if "blocks.0" in name} == {
+        f"{name}.weight" for name in ("attention.qkv", "attention.out", "ffn.up", "ffn.down")
+    }
+    assert num_of(decoder, "qkv.weight") == {3}
+    assert num_of(decoder, "up.weight") == {2}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        MatrixForm(),
+        MatrixForm(transposed=True),
+        MatrixForm(outputs=equal_parts(12, 3)),
+        MatrixForm(True, equal_parts(8, 2)),
+        MatrixForm(outputs=(((0, 12, 2),), ((1, 12, 2),))),
+        MatrixForm(outputs=(((0, 2, 1), (6, 8, 1)), ((2, 6, 1), (8, 12, 1)))),
+    ],
+)
+@pytest.mark.parametrize("leading", [(), (5,)])
+def test_matrices_of_a_parameter(form: MatrixForm, leading: tuple[int, ...]) -> None:
+    param = torch.randn(*leading, 12, 8, generator=torch.Generator().manual_seed(0))
+    matrices = form.split(param)
+    assert sum(matrix.numel() for matrix in matrices) == param.numel()
+    assert torch.equal(form.join(matrices), param)
+    outputs = 8 if form.transposed else 12
+    assert sum(matrix.shape[-2] for matrix in matrices) == outputs
+
+
+def test_heads_of_fused_projections() -> None:
+    """GPT-NeoX orders the outputs by head; the matrices of queries, keys and values are each of all heads."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=96, **sizes))
+    layer = model.gpt_neox.layers[0].attention.query_key_value
+    query, key, value = find_matrices(model)[id(layer.weight)].split(layer.weight)
+    by_head = layer.weight.view(4, 3, 8, 32)
+    for place, matrix in enumerate((query, key, value)):
+        assert torch.equal(matrix, by_head[:, place].reshape(32, 32))
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (7, 7), (1, 5)])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_singular_values(shape: tuple[int, int], leading: tuple[int, ...]) -> None:
+    matrix = torch.randn(*leading, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    a, b, c = coefficients = (3.4445, -4.775, 2.0315)
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+    for _ in range(5):
+        s = a * s + b * s**3 + c * s**5
+    found = orthogonalize(matrix, coefficients, 5, torch.float64)
+    torch.testing.assert_close(found, u * s[..., None, :] @ v, rtol=1e-8, atol=1e-8)
+    strided = matrix.mT.contiguous().mT
+    assert torch.equal(
+        orthogonalize(strided, coefficients, 5, torch.float32), orthogonalize(matrix, coefficients, 5, torch.float32)
+    )
+
+
+def test_zero_matrices_have_no_update() -> None:
+    assert EPS > 0
+    assert not orthogonalize(torch.zeros(4, 3), (3.4445, -4.775, 2.0315), 5, torch.float32).any()
+
+
+def test_scales() -> None:
+    assert scale_of(8, 32, "rms") == pytest.approx(0.2 * math.sqrt(32))
+    assert scale_of(8, 32, "spectral") == pytest.approx(0.5)
+    assert scale_of(8, 32, "original") == 1.0
+    assert scale_of(32, 8, "original") == scale_of(32, 8, "spectral") == 2.0
+
+
+def test_two_lines_name_the_parameters() -> None:
+    model = tiny("llama").build()
+    first, second = describe(model, find_matrices(model))
+    assert first.startswith("muon: 14 parameters, ")
+    assert "model.layers.*.self_attn.q_proj.weight (2)" in first
+    assert "model.embed_tokens.weight" in second
+    assert "lm_head.weight" in second
+
+
+# -- assignment --------------------------------------------------------------------------------------------------------
+
+
+def test_work_is_even() -> None:
+    """Llama-3-8B's matrices, over 8 to 64 ranks: the most loaded rank has at most 1.1 times the mean."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
+    costs = [float(MatrixForm().operations(shape, 5)) for shape in shapes]
+    for num_ranks in (8, 16, 32, 64):
+        loads = [0.0] * num_ranks
+        chosen = owners.assign(costs, [[1] * num_ranks] * len(costs), loads)
+        assert set(chosen) == set(range(num_ranks))
+        assert max(loads) <= 1.1 * sum(loads) / num_ranks
+
+
+def more_ranks_than_matrices() -> None:
+    results = []
+    for stage in (0, 3):
+        seeds.start()
+        model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.LayerNorm(48))
+        with partita.initialize(model, {**CONFIG, "zero": {"stage": stage}}) as engine:
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + rank())
+                engine.backward(engine(torch.randn(4, 16, generator=generator)).square().mean())
+                engine.step()
+            results.append(whole_weights(engine))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_more_ranks_than_matrices() -> None:
+    on_ranks(4, more_ranks_than_matrices)
+
+
+def exchanges_in_rounds() -> None:
+    case, results = tiny("llama"), []
+    for limit in (owners.ROUND_ELEMENTS, 3000):
+        with mock.patch.object(owners, "ROUND_ELEMENTS", limit):
+            results.append(trained(case, {"zero": {"stage": 3}}))
+    assert_same_bits(*results)
+
+
+def test_exchanges_in_rounds_have_the_same_bits() -> None:
+    on_ranks(2, exchanges_in_rounds)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_rules() -> None:
+    model = tiny("llama").build()
+    names = dict(model.named_parameters())
+    rules = [("*.q_proj.weight", "adamw"), ("lm_head.weight", "muon"), ("*.gate_proj.weight", 4)]
+    matrices = find_matrices(model, rules)
+    assert id(names["model.layers.0.self_attn.q_proj.weight"]) not in matrices
+    assert id(names["lm_head.weight"]) in matrices
+    assert len(matrices[id(names["model.layers.0.mlp.gate_proj.weight"])].outputs) == 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "problem"),
+    [
+        ({"*.no_such": "muon"}, r"'\*\.no_such' matches no parameter; names are model\.embed_tokens\.weight"),
+        ({"*norm.weight": "muon"}, r"matches 'model\..*norm\.weight', which has the shape \(64,\) and is no matrix"),
+        ({"*.q_proj.weight": 7}, "7 matrices cannot share the 64 outputs of"),
+        ({"*.q_proj.weight": "sgd"}, "optimizer.muon.rules"),
+        ({"*.q_proj.weight": 0}, "optimizer.muon.rules"),
+    ],
+)
+def test_wrong_rules(rules: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        partita.initialize(tiny("llama").build(), {"optimizer": muon(rules=rules)})
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"optimizer": {"muon": {"steps": 3}}}, "optimizer.muon.steps requires muon; it is adamw"),
+        ({"optimizer": {"name": "muon", "momentum": 0.9}}, "muon has optimizer.muon.momentum"),
+        ({"optimizer": OPTIMIZER, "precision": {"moments": "int8"}}, "int8 requires adam or adamw"),
+        (
+            {"optimizer": OPTIMIZER, "precision": {"master": "split", "compute": "bf16"}},
+            "split requires adamw, adam, sgd or lion",
+        ),
+    ],
+)
+def test_contradictions(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        partita.initialize(nn.Linear(4, 4), config)
+
+
+def test_an_optimizer_of_the_users_contradicts_it() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="optimizer.name: muon was set, and an optimizer was passed"):
+        partita.initialize(model, {"optimizer": OPTIMIZER}, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_every_setting_is_used() -> None:
+    """Each setting of the section changes the weights after two steps."""
+
+    def weights(**settings: Any) -> dict[str, Tensor]:
+        case = tiny("llama")
+        return trained(case, {"optimizer": muon(**settings)}, steps=2).weights
+
+    base = weights()
+    changes: dict[str, Any] = {
+        "momentum": 0.5,
+        "nesterov": False,
+        "steps": 3,
+        "coefficients": [2.0, -1.5, 0.5],
+        "scale": "spectral",
+        "dtype": "bf16",
+        "adamw_lr": 0.1,
+        "rules": {"*.q_proj.weight": "adamw"},
+    }
+    assert changes.keys() == MuonSection.model_fields.keys()
+    for key, value in changes.items():
+        changed = weights(**{key: value})
+        assert any(not torch.equal(changed[name], base[name]) for name in base), key

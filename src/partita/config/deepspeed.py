@@ -18,7 +18,9 @@ from partita.errors import ConfigError
 _CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 1000, 1000, 1e-3, 1e-4
 _SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
-_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion"}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
+# Settings of DeepSpeed's Muon, and where they are in partita's section `optimizer`.
+_MUON = {"momentum": "muon.momentum", "muon_lr": "lr", "adam_lr": "muon.adamw_lr"}
 # Optimizers with compressed communication, whose settings have other names in partita's config.
 _COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -313,9 +315,12 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
         name = "adam"
         conversion.set("optimizer.name", name, mode)
     conversion.set("optimizer.name", name, key)
-    for param in ("lr", "betas", "eps", "momentum"):
+    for param in ("lr", "betas", "eps", "momentum", *(_MUON if name == "muon" else ())):
         if f"{OPTIMIZER_PARAMS}{param}" in conversion:
-            conversion.set(f"optimizer.{param}", conversion.value(OPTIMIZER_PARAMS + param), OPTIMIZER_PARAMS + param)
+            own = _MUON.get(param, param) if name == "muon" else param
+            conversion.set(f"optimizer.{own}", conversion.value(OPTIMIZER_PARAMS + param), OPTIMIZER_PARAMS + param)
+    if name == "muon":
+        conversion.set("optimizer.muon.scale", "original", key)
     key = f"{OPTIMIZER_PARAMS}weight_decay"
     if key in conversion or not by_trainer:
         conversion.set("optimizer.weight_decay", conversion.value(key, 0.0), key)

@@ -19,11 +19,10 @@ from partita.config.schema import Optimizer as OptimizerSection
 from partita.errors import PartitaError
 from partita.layout.blueprint import Blueprint
 from partita.memory.accelerator import is_host
-from partita.optim import owners
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.matrices import MatrixForm, describe, find_matrices
 from partita.optim.newton_schulz import orthogonalize, scale_of
-from partita.optim.owners import Owners
+from partita.optim.owners import Owners, groups_of
 from partita.optim.states import View, Views
 from partita.optim.traits import runs_on_slices
 from partita.sharding.runtime import Runtime
@@ -37,6 +36,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Muon(CollectiveOptimizer):
     """Muon for groups with ``matrices``, AdamW for the others.
 
+    Attributes:
+        owners: the owners of matrices; None before :meth:`connect`.
+
     Args:
         groups: parameter groups, with settings of :class:`partita.config.schema.Optimizer` and its section ``muon``.
         forms: the form of each parameter that consists of matrices, by the parameter's id.
@@ -47,7 +49,7 @@ class Muon(CollectiveOptimizer):
         self._forms = {id(param): forms.get(id(param)) for group in self.param_groups for param in group["params"]}
         self._forms_by_name = dict[str, MatrixForm]()
         self._group_numbers = dict[str, int]()
-        self._owners: Owners | None = None
+        self.owners: Owners | None = None
 
     @classmethod
     def of(cls, params: Iterable[Any], section: OptimizerSection, model: nn.Module | None = None) -> "Muon":
@@ -83,7 +85,7 @@ class Muon(CollectiveOptimizer):
         return made
 
     def groups(self, blueprint: Blueprint) -> Needs:
-        return owners.groups_of(blueprint)
+        return groups_of(blueprint)
 
     def connect(self, runtime: Runtime, views: Views) -> None:
         """Assign the owners of matrices. Collective.
@@ -102,7 +104,7 @@ class Muon(CollectiveOptimizer):
                 self._forms_by_name[name] = form
                 steps = self.param_groups[self._group_numbers[name]]["steps"]
                 costs[name] = form.operations(view.member.span.place.shape, steps)
-        self._owners = Owners(runtime, views, costs)
+        self.owners = Owners(runtime, views, costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,11 +117,11 @@ class Muon(CollectiveOptimizer):
                 continue
             for param in group["params"]:
                 group_of[id(param)] = group
-                if param.grad is not None and (self._owners is None or self._owners.name_of(param) is None):
+                if param.grad is not None and (self.owners is None or self.owners.name_of(param) is None):
                     form = self._forms.get(id(param)) or MatrixForm()
                     self._apply(param, group, _update(self._input(param, group), form, group))
-        if self._owners is not None:
-            self._update_at_owners(self._owners, group_of)
+        if self.owners is not None:
+            self._update_at_owners(self.owners, group_of)
         return loss
 
     def _update_at_owners(self, owned: Owners, group_of: Mapping[int, dict[str, Any]]) -> None:

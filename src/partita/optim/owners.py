@@ -2,14 +2,15 @@
 
 An all-to-all brings the slices of each parameter to its owner, which works on the full parameter, and a second one
 brings the results back. With N ranks and P elements in these parameters, a rank sends about ``2 P (N - 1) / N**2``
-elements. Slices of tensor ranks take the same routes.
+elements, or less where owners hold much of their parameters. Slices of tensor ranks take the same routes.
 
 Owners are assigned by the cost of their work, the largest first, always to the rank with the least work so far (longest
 processing time first: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,12 +42,28 @@ def groups_of(blueprint: Blueprint) -> Needs:
     return {each: frozenset({CONNECTIONS}) for each in axes if each}
 
 
-def assign(costs: Sequence[float], num_ranks: int, loads: list[float]) -> list[int]:
-    """Return the owner of each of the parameters with these costs, and add the costs to the ranks' ``loads``."""
-    owners = [0] * len(costs)
+def assign(costs: Sequence[float], held: Sequence[Sequence[int]], loads: list[float]) -> list[int]:
+    """Return the owner of each of the parameters with these costs, and add the costs to the ranks' ``loads``.
+
+    Among parameters of equal cost, owners are exchanged so that ranks own what they hold most of.
+
+    Args:
+        held: the elements of each parameter that each rank has.
+    """
+    owners, alike = [0] * len(costs), dict[float, list[int]]()
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        owners[number] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        owners[number] = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         loads[owners[number]] += costs[number]
+        alike.setdefault(costs[number], []).append(number)
+    for numbers in alike.values():
+        places = Counter(owners[number] for number in numbers)
+        pairs = [(-held[number][rank], number, rank) for number in numbers for rank in places]
+        waiting = set(numbers)
+        for _, number, rank in sorted(pairs):
+            if number in waiting and places[rank]:
+                waiting.remove(number)
+                places[rank] -= 1
+                owners[number] = rank
     return owners
 
 
@@ -67,7 +84,7 @@ class _Route:
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     slices: tuple[tuple[Place, tuple[int, ...], int, int], ...]
-    owner: int
+    owner: int = -1
 
     def assembled(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the full parameter, of the ranks' flat slices."""
@@ -122,17 +139,30 @@ class Owners:
             for name in names:
                 by_axes.setdefault(_group_axes(mine[name], mesh), []).append(name)
             for axes, chosen in by_axes.items():
-                size = mesh.group_size(axes)
-                owners = assign([costs[name] for name in chosen], size, loads.setdefault(axes, [0.0] * size))
-                for name, owner in zip(chosen, owners, strict=True):
-                    self._routes[name] = _route(mine[name], axes, of_tensor_ranks, owner, mesh, rank)
+                routes = [_route(mine[name], axes, of_tensor_ranks, mesh, rank) for name in chosen]
+                held = [[stop - start for _, _, start, stop in route.slices] for route in routes]
+                owners = assign(
+                    [costs[name] for name in chosen], held, loads.setdefault(axes, [0.0] * mesh.group_size(axes))
+                )
+                for name, route, owner in zip(chosen, routes, owners, strict=True):
+                    self._routes[name] = replace(route, owner=owner)
         self.loads = loads
         self._mesh = mesh
         self._names = {id(view.tensor): name for name, view in mine.items()}
+        self.names = tuple(mine)
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter that the optimizer's ``tensor`` is a slice of; None if it has no owner."""
         return self._names.get(id(tensor))
+
+    def sent_elements(self, names: Sequence[str]) -> int:
+        """Return the number of elements that this rank sends to owners, and returns as one, in a :meth:`run`."""
+        total = 0
+        for route in (self._routes[name] for name in names):
+            own = route.view.num_elements
+            is_owner = route.owner == self._collectives.group(route.axes).index
+            total += sum(stop - start for _, _, start, stop in route.slices) - own if is_owner else own
+        return total
 
     def run(
         self,
@@ -233,9 +263,8 @@ def _slices(view: View, mesh: MeshShape) -> tuple[Place, tuple[tuple[int, int], 
     return view.member.span.place, tuple(found)
 
 
-def _route(
-    view: View, axes: tuple[str, ...], of_tensor_ranks: Sequence[_Slices], owner: int, mesh: MeshShape, rank: int
-) -> _Route:
+def _route(view: View, axes: tuple[str, ...], of_tensor_ranks: Sequence[_Slices], mesh: MeshShape, rank: int) -> _Route:
+    """Return the route of a parameter that has no owner yet."""
     segment, member = view.member.segment, view.member
     ranks = next(group for group in mesh.groups(axes) if rank in group)
     slices, shape = list[tuple[Place, tuple[int, ...], int, int]](), member.span.place.shape
@@ -245,7 +274,7 @@ def _route(
         if not _is_split(view):
             place, shape = Place(place.sizes), place.sizes
         slices.append((place, place.stride if place.is_part else member.stride, start, stop))
-    return _Route(view, axes, tuple(shape), tuple(slices), owner)
+    return _Route(view, axes, tuple(shape), tuple(slices))
 
 
 def _rounds(views: Mapping[str, View], mesh: MeshShape) -> Iterator[list[str]]:

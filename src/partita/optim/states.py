@@ -37,6 +37,7 @@ class View:
 
     Attributes:
         start: the index of its first element in the parameter.
+        offset: the index of its first element in this rank's master weights of the segment.
         only_during_update: True if the view has memory only during an update.
 
     Args:
@@ -47,7 +48,7 @@ class View:
         self.member = member
         self.start = span.start if span else 0
         self.num_elements = span.num_elements if span else 0
-        self._offset = span.offset if span else 0
+        self.offset = span.offset if span else 0
         segment = member.segment
         master = segment.plan.master
         self.only_during_update = master.tier is Tier.DISK or master.encoding == SPLIT
@@ -59,7 +60,11 @@ class View:
 
     def over(self, flat: Tensor) -> Tensor:
         """Return this view's elements of a flat state of its segment on this rank, in the view's shape."""
-        return self._shaped(flat, self._offset)
+        return self.at(flat, self.offset)
+
+    def at(self, flat: Tensor, offset: int) -> Tensor:
+        """Return this view's elements of a flat tensor that has them from ``offset`` on, in the view's shape."""
+        return self._shaped(flat, offset)
 
     def slice_of(self, flat: Tensor) -> Tensor:
         """Return this view's elements of a parameter's flat values ``[numel]``, in the view's shape."""
@@ -69,9 +74,9 @@ class View:
         part = flat[start : start + self.num_elements]
         return self.member.shaped(part) if self.member.segment.has_full_master else part
 
-    def blocks_over(self, flat: Tensor) -> Tensor:
-        """Return this view's elements, as :meth:`over`, of a state with one value per block."""
-        first = self._offset // BLOCK
+    def blocks_at(self, flat: Tensor, offset: int) -> Tensor:
+        """Return this view's elements, as :meth:`at`, of a state with one value per block."""
+        first = offset // BLOCK
         return flat[first : first + -(-self.num_elements // BLOCK)]
 
     def connect(self, master: Tensor) -> None:
@@ -265,14 +270,30 @@ class DiskStates:
         self._memory = memory
         self._num_elements = segment.plan.master.num_elements(segment.layout.padded, segment.mesh)
         self._kept: dict[str, StoredState] = {}
+        self._offsets: dict[str, dict[int, int]] = {}  # of the views in each state, by key and the view's id
 
-    def _num_values(self, key: str) -> int:
-        return num_blocks(self._num_elements) if key in BLOCK_STATES else self._num_elements
+    def _keep(self, key: str, dtype: torch.dtype) -> StoredState:
+        """Allocate a state, in the layout of the segment.
 
-    @staticmethod
-    def _place(key: str, view: View, values: Tensor) -> Tensor:
+        Parameters that have other states, but not this one, take no space in it (matrices and vectors under Muon).
+        """
+        without = {id(view) for view in self._views if (s := self._state.get(view.tensor)) and key not in s}
+        offsets, num_elements = {}, 0
+        for view in self._views:
+            if id(view) not in without:
+                offsets[id(view)] = num_elements if without else view.offset
+                num_elements += -(-view.num_elements // BLOCK) * BLOCK
+        if not without:
+            num_elements = self._num_elements
+        self._offsets[key] = offsets
+        num_values = num_blocks(num_elements) if key in BLOCK_STATES else num_elements
+        self._kept[key] = self._memory.keep("moments", num_values, dtype, Tier.DISK)
+        return self._kept[key]
+
+    def _place(self, key: str, view: View, values: Tensor) -> Tensor:
         """Return a parameter's slice of a state's values."""
-        return view.blocks_over(values) if key in BLOCK_STATES else view.over(values)
+        offset = self._offsets[key][id(view)]
+        return view.blocks_at(values, offset) if key in BLOCK_STATES else view.at(values, offset)
 
     def lease(self) -> Leases:
         """Start to read the states."""
@@ -305,8 +326,9 @@ class DiskStates:
             for key, value in self._state.get(view.tensor, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 0:
                     if key not in leases:
-                        self._kept[key] = self._memory.keep("moments", self._num_values(key), value.dtype, Tier.DISK)
-                        leases[key] = self._kept[key].lease(read=False)
+                        leases[key] = self._keep(key, value.dtype).lease(read=False)
+                    if id(view) not in self._offsets[key]:  # the parameter has got another kind of state: in memory
+                        continue
                     place = self._place(key, view, leases[key].tensor)
                     if place.data_ptr() != value.data_ptr():
                         place.copy_(value)

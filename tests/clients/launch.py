@@ -54,11 +54,11 @@ def run(script: list[str], config: dict[str, object] | None, folder: Path, timeo
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        printed, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher ends its processes
-        process.wait(60)
-        raise
+    with process:  # closes the pipes, also after a time-out
+        try:
+            printed, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its processes
+            raise
     assert process.returncode == 0, f"{' '.join(script)}: {printed[-2000:]}\n{errors[-4000:]}"
     return printed

@@ -1,6 +1,6 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from partita.layout.state_bytes import model_state_bytes
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.out_of_memory import report_out_of_memory
+from partita.observe.log import MetricsLog
 from partita.optim.step import StepResult, StepUpdater
 from partita.table.mesh_shape import AXES, BATCH_AXES
 from partita.table.state_plan import StatePlan
@@ -36,7 +37,8 @@ _NUM_SETTINGS = 4  # lines of the start that `repr` shows: mesh, sharding, batch
 class Engine:
     """The training engine of a model, made by :func:`initialize`.
 
-    Every method except the reports and :meth:`parameters` is a collective: call it on all ranks. Properties are not.
+    Every method except the reports, :meth:`log` and :meth:`parameters` is a collective: call it on all ranks. Properties
+    are not.
 
     Attributes:
         module: the model.
@@ -56,6 +58,7 @@ class Engine:
         self.config = resolved.config
         self.mesh = mesh
         self._owns_mesh = owns_mesh
+        self._log = MetricsLog(resolved.config, mesh.rank == 0)
         self._closed = False
         self._closed_by = ""
         self._parts = parts = build(model, resolved, mesh, given)
@@ -343,6 +346,7 @@ class Engine:
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()
+        self._log.resume_at(self.global_step)
         return restored
 
     def resume(self, folder: str | Path | None = None) -> Restored | None:
@@ -356,6 +360,24 @@ class Engine:
         if found is not None and not self.any(bool(complete_checkpoints(Path(found)))):
             return None
         return self.load(found)
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Write metrics of :attr:`global_step` to ``metrics.jsonl`` in the folder ``metrics.dir``, and to
+        ``metrics.sinks``.
+
+        Rank 0 writes its own values; other ranks may call this or not. :meth:`mean` and :meth:`gather` combine values
+        of all ranks.
+
+        Args:
+            values: numbers and tensors with one element, by name. Reading a tensor waits for the device.
+
+        Raises:
+            ConfigError: ``metrics.dir`` is not set.
+            PartitaError: a value is not a number, the files cannot be written, or ``metrics.dir`` has the metrics of a
+                run that was not resumed.
+        """
+        self._open()
+        self._log.write(values, self.global_step)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the model's parameters; under ZeRO they may be sharded (see :meth:`gathered`)."""
@@ -469,6 +491,7 @@ class Engine:
         self._parts.updater.close()
         self._parts.parallel.transforms.undo()
         self._parts.runtime.close()
+        self._log.close()
         if self._owns_mesh:
             self.mesh.close()
 

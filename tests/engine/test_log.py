@@ -99,9 +99,7 @@ def test_another_run_does_not_replace_the_rows(tmp_path: Path) -> None:
         run(engine, 1)
     before = rows(tmp_path)
     with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
-        with pytest.raises(
-            PartitaError, match=r"engine\.log: '.*metrics\.jsonl' holds the rows of an earlier run: call "
-        ):
+        with pytest.raises(PartitaError, match=r"engine\.log: '.*metrics\.jsonl' holds the rows of an earlier run"):
             run(engine, 1)
     assert rows(tmp_path) == before
 
@@ -123,18 +121,14 @@ def test_values_that_are_no_numbers_are_refused(values: dict[Any, Any], message:
 
 def test_without_a_folder_the_key_is_named() -> None:
     with partita.initialize(Stack(2), {}) as engine:
-        with pytest.raises(
-            ConfigError, match=re.escape("engine.log: there is no folder to write metrics into: set metr")
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.log: there is no folder .*: set metrics\.dir"):
             engine.log({"loss": 1.0})
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with partita.initialize(Stack(2), config_of(tmp_path / "file" / "inner")) as engine:
-        with pytest.raises(
-            PartitaError, match=r"cannot write metrics into '.*inner': Not a directory; set metrics\.dir"
-        ):
+        with pytest.raises(PartitaError, match=r"into '.*inner': Not a directory; set metrics\.dir"):
             engine.log({"loss": 1.0})
 
 
@@ -145,5 +139,5 @@ def test_a_sink_that_is_not_installed_is_named_at_the_start(tmp_path: Path, monk
 
 
 def test_the_trainer_has_metrics_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.metrics: is for loops that call engine\.log.*set train\.out"):
+    with pytest.raises(ConfigError, match=r"engine\.metrics: is for loops that call engine\.log"):
         load_job({"engine": {"metrics": {"dir": str(tmp_path)}}})

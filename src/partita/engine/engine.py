@@ -37,8 +37,8 @@ _NUM_SETTINGS = 4  # lines of the start that `repr` shows: mesh, sharding, batch
 class Engine:
     """The training engine of a model, made by :func:`initialize`.
 
-    Every method except the reports, :meth:`log` and :meth:`parameters` is a collective: call it on all ranks. Properties
-    are not.
+    Every method except the reports, :meth:`log` and :meth:`parameters` is a collective: call it on all ranks.
+    Properties are not.
 
     Attributes:
         module: the model.

@@ -268,6 +268,21 @@ Attention = create_model(
 )
 
 
+class Compile(Section):
+    """Modules that torch.compile compiles, each as a region of its own."""
+
+    modules: Literal["none", "units", "model"] | SomeTexts = Field(
+        "none",
+        description="units: the units of parameters (blocks); model: the full model, below stage 3; or class names or "
+        "name patterns of modules",
+    )
+    backend: Text = Field("inductor", description="the backend of torch.compile")
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = Field("default", description="the mode of torch.compile")
+    dynamic: Flag | None = Field(
+        None, description="compile for all shapes (true) or for each shape (false); null: as torch.compile chooses"
+    )
+
+
 class Loss(Section):
     """Computation of the loss from the last hidden states."""
 
@@ -372,6 +387,7 @@ class Config(Section):
     clip_grad_norm: Positive | None = Field(None, description="maximum global gradient norm; null: not clipped")
     activations: Activations = Field(Activations(), description="activations saved for backward")
     attention: Attention = Field(Attention(), description="block-sparse attention")
+    compile: Compile = Field(Compile(), description="modules that are compiled")
     loss: Loss = Field(Loss(), description="how the loss is computed")
     tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="communication between ranks")

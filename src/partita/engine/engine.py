@@ -15,6 +15,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
 from partita.comm.values import gather_values
 from partita.config.resolve import Resolved, describe
+from partita.engine.averages import Averages, Decay, Ema
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Parts, UserArguments, build
 from partita.engine.micro_batches import MicroBatches
@@ -73,6 +74,7 @@ class Engine:
         self._description = [title, *describe(resolved).splitlines()[:_NUM_SETTINGS]]
         self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
+        self._averages = Averages(parts.runtime, parts.updater, self._micro_batches.check_between_batches)
 
     def __repr__(self) -> str:
         title, *settings = self._description
@@ -123,6 +125,7 @@ class Engine:
                 or the model is split into pipeline stages (``parallel.pipeline``).
         """
         self._open()
+        self._averages.check_none_applied("engine.backward")
         self._check_no_stages("engine.backward")
         if not is_scalar(loss) or not loss.requires_grad:
             got = f"a {type(loss).__name__}" + (": pass its .loss" if hasattr(loss, "loss") else "")
@@ -142,6 +145,7 @@ class Engine:
         parts = self._open()
         if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
+        self._averages.check_none_applied("engine.step")
         self._check_no_stages("engine.step")
         return self._micro_batches.end() if closure is None else self._micro_batches.step_by_closure(closure)
 
@@ -162,6 +166,7 @@ class Engine:
                 update); the model's output has no loss; or a batch was started by :meth:`step`.
         """
         self._open()
+        self._averages.check_none_applied("engine.train_batch")
         self._micro_batches.check_between_batches(
             "engine.train_batch", "complete this batch by engine.step(), or discard it by engine.zero_grad()"
         )
@@ -241,6 +246,26 @@ class Engine:
         """Set the model's evaluation mode."""
         return self.train(False)
 
+    def ema(self, decay: Decay, *, name: str = "ema") -> Ema:
+        """Start an exponential moving average of the weights, which every update continues. It is sharded.
+
+        Call this before :meth:`resume` or :meth:`load`, which restore the average. ``with ema.applied():`` evaluates
+        and exports the averaged weights.
+
+        Args:
+            decay: the weight of the earlier average in each update, from 0 to 1; or a function that returns it for a
+                value of :attr:`global_step`.
+            name: the prefix of the average's keys in checkpoints, from which ``load(..., prefix=name)`` loads it as the
+                model's weights.
+
+        Raises:
+            PartitaError: the decay or the name is wrong, gradients are not stored (``precision.gradients:
+                in_backward``), or replicas train separately (``communication.every``).
+        """
+        self._open()
+        self._check_gradients_stored("engine.ema")
+        return self._averages.add(decay, name)
+
     # ---------------------------------------------------------------- inspection
 
     def gathered(self, *items: nn.Module | nn.Parameter, modify: bool = False) -> AbstractContextManager[None]:
@@ -253,6 +278,8 @@ class Engine:
         Raises:
             PartitaError: an item does not belong to the model, or a parameter was written without ``modify``.
         """
+        if modify:
+            self._averages.check_none_applied("engine.gathered(modify=True)")
         return self._open().gathered.hold(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
@@ -310,6 +337,7 @@ class Engine:
         """
         self.check_synchronized("engine.save")
         parts = self._open()
+        self._averages.check_none_applied("engine.save")
         self._micro_batches.check_between_batches("engine.save", "save after the step that updates the parameters")
         return parts.checkpoints.save(folder)
 
@@ -343,6 +371,7 @@ class Engine:
             PartitaError: on all ranks: there is no checkpoint, a file is damaged, it does not match the model, or it
                 has several copies of the weights.
         """
+        self._averages.check_none_applied("engine.load")
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()

@@ -40,7 +40,7 @@ class MetricsLog:
             raise ConfigError("engine.log: there is no folder to write metrics into: set metrics.dir")
         for name, value in values.items():
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-            if not (isinstance(name, str) and is_number):
+            if not is_number:
                 got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
                 raise PartitaError(
                     f"engine.log: expected a number or a tensor with one element by name; {name!r} is {got}"

@@ -33,7 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         ((title, target),) = entry.items()
         if isinstance(target, list):
             return {title: [expanded(each) for each in target]}
-        return {title: [target, *children[target]]} if target in children else entry
+        return {title: [{"Overview": target}, *children[target]]} if target in children else entry
 
     config.nav = [expanded(entry) for entry in config.nav or []]
     return config

@@ -396,7 +396,7 @@ def _parts(node: ast.expr) -> Iterator[str]:
 def _value_name(node: ast.expr) -> str:
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name.strip("_").replace("_", " ")
+            return name.strip("_").replace("_", " ").lower()
         case ast.Call(func=ast.Attribute(attr="join"), args=[argument]):
             return _value_name(argument)
         case ast.Call(args=[argument, *_]):

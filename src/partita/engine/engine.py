@@ -491,8 +491,7 @@ class Engine:
 
         Args:
             whole: also make the model an ordinary module again: every rank gets all parameters, unsharded, in the
-            compute
-                dtype, in separate memory on its device.
+                compute dtype, in separate memory on its device.
 
         Raises:
             PartitaError: with ``whole``, on all ranks: one of them has too little memory, or a context of

@@ -37,8 +37,8 @@ _FOLLOWS = re.compile(r"failed: rank \d+ ended with |Connection (closed|reset) b
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
     """Run ``python -m module`` with these arguments in ``num_processes`` processes; return the exit code.
 
-    The exit code is 0; 2 for a wrong configuration; 1 for another failure of a process; 128 + the number of the signal that
-    ended the run (130 for Ctrl-C).
+    The exit code is 0; 2 for a wrong configuration; 1 for another failure of a process; 128 + the number of the signal
+    that ended the run (130 for Ctrl-C).
     """
     _silence_agent()
     with (

@@ -16,10 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from partita.cli import doctor, machine
-from partita.cli.console import replace_unprintable, show_warnings_in_one_line
+from partita.cli.console import busy, replace_unprintable, show_warnings_in_one_line
 from partita.cli.main import app
 from partita.train import loop
 from tests.cli.processes import write_job
@@ -103,6 +104,17 @@ def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
     assert code == 1
     assert output.count("No space left on device") == 1
     assert ".py:" not in output
+
+
+def test_a_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        terminal = Console(file=out, force_terminal=is_terminal, width=80)
+        monkeypatch.setattr("partita.cli.console.Console", lambda stderr, terminal=terminal: terminal)
+        with busy("predicting plans for llama-3-8b"):
+            pass
+        assert ("predicting plans for llama-3-8b" in out.getvalue()) is is_terminal
+        assert out.getvalue() == "" or is_terminal
 
 
 def test_warnings_of_the_library_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,17 @@ def show_notice(console: Console, message: str) -> None:
 
 
 @contextmanager
+def busy(message: str) -> Iterator[None]:
+    """Show a spinner with a message on standard error while the block runs, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
+        yield
+
+
+@contextmanager
 def user_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None]:
     """Show a :class:`PartitaError` of the block, or an error of :func:`system_errors`, as one message, and exit.
 

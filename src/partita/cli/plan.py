@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
+from partita.cli.console import FAILURE, Overwrite, busy, show_error, user_errors
 from partita.config.messages import format_bytes
 from partita.config.values import as_size
 from partita.errors import ConfigError
@@ -121,9 +121,11 @@ def plan(
                 raise ConfigError(f"'{file}' exists already; pass --overwrite to replace it, or name another file")
         given = (figure.split("=", 1) for figure in of_nodes or ())
         figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
-        machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
+        with busy("measuring this machine" if gpu == THIS else "reading the machine"):
+            machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
         compress, lean = (option in (lossy or ()) for option in LOSSY)
-        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress, lean=lean)
+        with busy(f"predicting plans for {model}"):
+            found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress, lean=lean)
         for file in files or ():
             _write(found, file)
     if "-" not in (files or ()):

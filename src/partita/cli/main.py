@@ -49,7 +49,7 @@ class Commands(LazyGroup):
         ),
         "schema": Command(
             "partita.cli.schema:schema",
-            "Print the JSON schema of the config, for editors: partita schema > partita.schema.json",
+            "Print the JSON schema of the config, with which editors complete and check it.",
         ),
         "attention": Command("partita.cli.attention:attention", "Show attention patterns."),
         "checkpoint": Command(

@@ -112,9 +112,10 @@ def _misfit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
     except TypeError as error:
         return (
-            f"train_batch, eval_batch: {type(model).__name__}.forward does not take this micro-batch ({error}): a tuple "
-            "or list gives its positional arguments, a mapping its keyword arguments; yield only what forward takes, or "
-            "compute the loss in a loop of your own: engine.backward(loss_fn(engine(inputs), targets)), engine.step()"
+            f"train_batch, eval_batch: {type(model).__name__}.forward does not take this micro-batch ({error}): a "
+            "tuple or list gives its positional arguments, a mapping its keyword arguments; yield only what forward "
+            "takes, or compute the loss in a loop of your own: engine.backward(loss_fn(engine(inputs), targets)), "
+            "engine.step()"
         )
     except ValueError:  # a forward without a signature
         return ""

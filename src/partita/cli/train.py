@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from partita.checkpoint.format.folder import complete_checkpoints
-from partita.cli.console import FAILURE, INTERRUPTED, Overwrite, user_errors
+from partita.cli.console import FAILURE, INTERRUPTED, Overwrite, show_notice, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
@@ -18,10 +18,10 @@ from partita.memory import accelerator
 from partita.prediction.given_config import Estimate, estimate_config
 from partita.prediction.machine import Machine, machine_named
 from partita.prediction.tune.target import Target
-from partita.train.job import Job, load_job
+from partita.train.job import Job, default_out, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
-from partita.train.results import check_out
+from partita.train.results import check_out, numbered_out
 from partita.train.watched_steps import trace_of
 
 # Default number of steps that --profile records.
@@ -78,6 +78,17 @@ def train(
         environment = launch_environment()
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
+            if (
+                not explain
+                and loaded.out == default_out(job)
+                and not (loaded.train.overwrite or _has_checkpoint(loaded))
+            ):
+                if (out := numbered_out(loaded)) != loaded.out:
+                    show_notice(
+                        Console(stderr=True), f"'{loaded.out}' holds an earlier run; this one writes into '{out}'"
+                    )
+                    overrides = [*overrides, f"train.out={out}"]
+                    loaded = load_job(job, overrides)
             check(loaded, num_processes)
             if not explain:
                 check_out(loaded, resumes=_has_checkpoint(loaded))

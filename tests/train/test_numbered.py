@@ -1,6 +1,5 @@
 """Runs into the default folder are numbered; a folder that the job names is not replaced."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,15 @@ def trained(job: Path, *settings: str) -> tuple[int, str]:
 def test_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
-    job.write_text("\n".join(line for line in job.read_text().splitlines() if "out:" not in line))
+    job.write_text(job.read_text().replace(f"out: {tmp_path / 'out'}, ", ""))
     for folder in ("runs/job", "runs/job-2", "runs/job-3"):
         code, shown = trained(job)
         assert code == 0, shown
         assert (Path(folder) / "job.yaml").exists()
         assert (f"'runs/job' holds an earlier run; this one writes into '{folder}'" in shown) is (folder != "runs/job")
-    assert sorted(os.listdir("runs")) == ["job", "job-2", "job-3"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["job", "job-2", "job-3"]
     assert trained(job, "train.overwrite=true")[0] == 0
-    assert len(os.listdir("runs")) == 3
+    assert len(list(Path("runs").iterdir())) == 3
     code, shown = trained(job, "train.out=runs/job-2")
     assert code == 2
     assert "'runs/job-2' holds the results of an earlier run" in shown

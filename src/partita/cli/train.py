@@ -78,17 +78,10 @@ def train(
         environment = launch_environment()
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
-            if (
-                not explain
-                and loaded.out == default_out(job)
-                and not (loaded.train.overwrite or _has_checkpoint(loaded))
-            ):
-                if (out := numbered_out(loaded)) != loaded.out:
-                    show_notice(
-                        Console(stderr=True), f"'{loaded.out}' holds an earlier run; this one writes into '{out}'"
-                    )
-                    overrides = [*overrides, f"train.out={out}"]
-                    loaded = load_job(job, overrides)
+            if not explain and (out := _numbered(loaded, job)) != loaded.out:
+                show_notice(Console(stderr=True), f"'{loaded.out}' holds an earlier run; this one writes into '{out}'")
+                overrides = [*overrides, f"train.out={out}"]
+                loaded = load_job(job, overrides)
             check(loaded, num_processes)
             if not explain:
                 check_out(loaded, resumes=_has_checkpoint(loaded))
@@ -115,6 +108,12 @@ def train(
             prediction.add_to_traces(loaded.out, num_ranks)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _numbered(job: Job, file: Path) -> Path:
+    """Return the folder of a run's results: the default one is numbered if it holds an earlier run."""
+    keeps = job.out != default_out(file) or job.train.overwrite or _has_checkpoint(job)
+    return job.out if keeps else numbered_out(job)
 
 
 def _has_checkpoint(job: Job) -> bool:

@@ -118,7 +118,8 @@ class Ema(UpdateListener):
 
         :meth:`Engine.eval_batch`, :meth:`Engine.export`, :meth:`Engine.state_dict`, forwards and
         :meth:`Engine.gathered` then read the average. Afterwards, also after an error on all ranks, the weights have
-        their own values again, bit by bit. No copy is made: the weights and the average change places, unit by unit. A collective.
+        their own values again, bit by bit. No copy is made: the weights and the average change places, unit by unit. A
+        collective.
 
         Raises:
             PartitaError: inside a batch, or inside the block of an average; or some ranks leave the block and others do

@@ -117,17 +117,12 @@ def test_a_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert out.getvalue() == "" or is_terminal
 
 
-def test_warnings_of_the_library_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        before = warnings.formatwarning
-        show_warnings_in_one_line()
-        try:
-            warnings.showwarning("step 3: skipped", UserWarning, loop.__file__, 12)
-            warnings.showwarning("of the script", UserWarning, "train.py", 7, line="x = 1")
-        finally:
-            warnings.formatwarning = before
-    assert capsys.readouterr().err == "warning: step 3: skipped\ntrain.py:7: UserWarning: of the script\n  x = 1\n"
+def test_warnings_of_the_library_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    show_warnings_in_one_line()
+    assert warnings.formatwarning("step 3: skipped", UserWarning, loop.__file__, 12) == "warning: step 3: skipped\n"
+    script = warnings.formatwarning("of the script", UserWarning, "train.py", 7, "x = 1")
+    assert script == "train.py:7: UserWarning: of the script\n  x = 1\n"
 
 
 def test_what_the_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

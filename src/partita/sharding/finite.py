@@ -1,4 +1,4 @@
-"""What the engine looks at in a batch's values: forward arguments, and losses and gradients that are not finite."""
+"""Detection of non-finite losses and gradients, the forward arguments that caused them, and the arguments' checksums."""
 
 import inspect
 import weakref

@@ -1,4 +1,4 @@
-"""Detection of non-finite losses and gradients, the forward arguments that caused them, and the arguments' checksums."""
+"""Detection of non-finite losses and gradients, and of their causes among forward arguments; checksums of arguments."""
 
 import inspect
 import weakref

@@ -39,9 +39,15 @@ FLAGS = (
 # The pages that explain what people search for.
 SEARCHES = {
     "limitations": "limitations/",
-    "EMA": "networks/",
+    "EMA": "howto/evaluation/",
     "resume": "checkpoints/",
-    "gradient clipping": "models/",
+    "gradient clipping": "howto/optimizers/",
+    "fully_shard": "howto/fsdp/",
+    "out of memory": "howto/out_of_memory/",
+    "NCCL timeout": "failures/",
+    "Slurm": "howto/clusters/",
+    "activation checkpointing": "activations/",
+    "DPO": "howto/trl/",
 }
 FIRST_RESULTS = 5
 

@@ -33,7 +33,9 @@ DOCUMENTS = (
 )
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model|build|zero|checkpoints|weights)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)")
+OF_A_RUN = re.compile(
+    r"(runs|folder|model|build|zero|checkpoints|weights)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)"
+)
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
 JOB_SECTIONS = Job.model_fields.keys() - Config.model_fields.keys()
 BUILT = {"partita.kernels._native"}

@@ -75,6 +75,7 @@ def test_evaluation(tmp_path: Path) -> None:
 
 def on_a_cluster(folder: str) -> int:
     """Rank 1 gets SIGTERM in the first step of the page's loop; return the steps that were done."""
+
     def loss_and_signal(output: Tensor, labels: Tensor) -> Tensor:
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)

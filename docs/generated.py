@@ -31,14 +31,16 @@ GUIDES = {
     "zero": "stages.md",
     "precision": "precision.md",
     "batch": "models.md",
-    "optimizer": "models.md",
-    "schedule": "models.md",
+    "optimizer": "howto/optimizers.md",
+    "schedule": "howto/optimizers.md",
     "activations": "activations.md",
     "attention": "attention.md",
     "loss": "activations.md",
     "tiled": "activations.md",
     "communication": "wires.md",
     "checkpoint": "checkpoints.md",
+    "compile": "models.md",
+    "metrics": "start.md",
 }
 
 # Python names by group; each has a page of its own. A page may also show what its name returns or takes.
@@ -47,6 +49,7 @@ PYTHON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "partita.initialize": (),
         "partita.Engine": (),
         "partita.StepResult": (),
+        "partita.engine.averages.Ema": (),
         "partita.Config": (),
         "partita.elementwise": (),
         "partita.PartitaError": (),
@@ -264,7 +267,7 @@ def _command(command: Any, name: str) -> Iterator[str]:
         yield from ("| argument or option | meaning |", "|---|---|")
         for param in command.params:
             yield f"| {_param(param)} | {_marked(getattr(param, 'help', None) or '')}{_default(param)} |"
-        yield "| `--help` | Show the help of the command. |"
+        yield "| `-h`<br>`--help` | Show the help of the command. |"
         yield ""
     for subname, subcommand in subcommands.items():
         yield from _command(subcommand, f"{name} {subname}")

@@ -209,7 +209,8 @@ def test_the_search_finds_the_page_that_explains(width: int, tmp_path_factory: p
             words = driver.execute_script(
                 "return fetch(arguments[0]).then(answer => answer.text())", site.address + page
             )
-            assert query.lower() in str(words).lower()
+            says = query.lower() in str(words).lower()
+            assert says, f"{page} does not say {query}"
 
 
 @pytest.mark.timeout(400)

@@ -2,9 +2,11 @@
 # make test     the tests; PYTEST_ARGS="-k name" to choose
 # make test-all the same with all of each matrix that `make test` takes a sample of, and what tests/slow.txt names
 # make test-clients  scripts as people write them, on partita and without it; installs the libraries that they use
+# make test-versions  the core's tests on the oldest and the newest torch and transformers that pyproject.toml admits
 # make lint     style and types
 # make docs     the documentation's site, into build/site
 # make kernels  the C++ kernels into src/, for a checkout that is used without being installed; PYTHON for another Python
+# make wheels   the source archive and the wheels of a release, into dist/; needs a container engine for the compiled ones
 # make bench    every benchmark, in its quick form; BENCH=name for one
 # make clean    remove what was built, .venv too
 #
@@ -13,6 +15,8 @@
 # TORCH names the torch to install; another choice, once .venv exists, needs `make clean` first.
 
 TORCH ?= torch==2.13.0
+OLDEST ?= torch==2.11.0 transformers==5.23.0
+NEWEST ?= torch==2.15.0 transformers<6
 PYTEST_ARGS ?=
 PYTHON ?= .venv/bin/python
 BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) gpu.all
@@ -20,7 +24,7 @@ BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: train test test-all test-clients lint docs bench kernels clean
+.PHONY: train test test-all test-clients test-versions lint docs wheels bench kernels clean
 
 train: $(INSTALLED)
 	$(BIN)/partita train examples/train_stdlib.yaml --processes 2 --overwrite
@@ -35,6 +39,10 @@ test-all: test
 test-clients: $(INSTALLED) .venv/clients
 	PYTHONPATH=.venv/clients $(BIN)/python -m pytest -m clients tests/clients $(PYTEST_ARGS)
 
+test-versions:
+	.ci/versions build/versions/oldest "$(OLDEST)" $(PYTEST_ARGS)
+	.ci/versions build/versions/newest "$(NEWEST)" $(PYTEST_ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -42,6 +50,13 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+wheels: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build cibuildwheel
+	$(BIN)/python -m build --sdist
+	SKBUILD_WHEEL_CMAKE=0 $(BIN)/python -m build --wheel dist/*.tar.gz
+	$(BIN)/python -m cibuildwheel --output-dir dist
 
 bench: $(INSTALLED)
 	@echo "benchmarks: $(or $(strip $(BENCH)),none)"

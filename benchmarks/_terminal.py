@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -79,6 +80,11 @@ def load(path: Path) -> Recording:
     """Read a recording."""
     header, *events = map(json.loads, path.read_text().splitlines())
     return Recording(header["command"], header["width"], [(when, text) for when, kind, text in events if kind == "o"])
+
+
+def printed(recording: Recording) -> str:
+    """Return everything that the command printed, without colors and other control sequences."""
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", "".join(text for _, text in recording.output))
 
 
 @dataclass(frozen=True)

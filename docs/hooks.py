@@ -1,19 +1,14 @@
-"""Hooks of mkdocs: add the repository's documents as pages, and generate the references of configurations."""
+"""Hooks of mkdocs: add the repository's documents and the generated reference as pages."""
 
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import generated
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pydantic import BaseModel
-
-from partita.config.deepspeed_keys import RULES
-from partita.config.messages import expectation, section_of, shown
-from partita.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 # Documents of the repository, and the pages that show them.
@@ -28,18 +23,38 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 _ROLE = re.compile(r":\w+:(?=<code>)|(?<=<code>)~")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the generated pages in the navigation, below the written pages that introduce them."""
+    children = generated.children()
+
+    def expanded(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        ((title, target),) = entry.items()
+        if isinstance(target, list):
+            return {title: [expanded(each) for each in target]}
+        return {title: [{"Overview": target}, *children[target]]} if target in children else entry
+
+    config.nav = [expanded(entry) for entry in config.nav or []]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for document, page in DOCUMENTS.items():
-        files.append(File.generated(config, page, content=(ROOT / document).read_text()))
+    pages = {page: (ROOT / document).read_text() for document, page in DOCUMENTS.items()} | generated.pages()
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     document = next((name for name, uri in DOCUMENTS.items() if uri == page.file.src_uri), f"docs/{page.file.src_uri}")
-    for mark, lines in TABLES.items():
+    markdown = linked(markdown, document)
+    for mark, lines in generated.TABLES.items():
         if mark in markdown:
             markdown = markdown.replace(mark, "\n".join(lines()))
-    return linked(markdown, document)
+    if page.is_homepage:  # it has no neighbours to list beside it
+        page.meta["hide"] = ["navigation", "toc"]
+    return markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -66,43 +81,3 @@ def linked(text: str, document: str) -> str:
         return f"[{words}]({os.path.relpath(page, own)}{'#' * bool(heading)}{heading})"
 
     return _LINK.sub(link, text)
-
-
-def reference() -> Iterator[str]:
-    """Yield Markdown: a table of the keys of each section."""
-    yield from _table(Config, "")
-    yield from _sections(Config, "")
-
-
-def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name in model.model_fields:
-        section = section_of(model, name)
-        if section is not None:
-            yield from ("", f"## {prefix}{name}", "", str(section.__doc__), "")
-            yield from _table(section, f"{prefix}{name}.")
-            yield from _sections(section, f"{prefix}{name}.")
-
-
-def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    schemas: dict[str, Any] = model.model_json_schema(mode="serialization")["properties"]
-    yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
-    for name, field in model.model_fields.items():
-        if section_of(model, name):
-            yield f"| [`{name}`](#{(prefix + name).replace('.', '')}) | a section | | {field.description} |"
-        else:
-            schema = schemas[name]
-            yield f"| `{name}` | {expectation(schema)} | `{shown(schema['default'])}` | {field.description} |"
-
-
-def deepspeed_keys() -> Iterator[str]:
-    """Yield Markdown: a table of DeepSpeed's keys and how each is converted."""
-    yield from ("| key | here | |", "|---|---|---|")
-    for key, rule in RULES.items():
-        yield f"| `{key}` | {rule.kind} | {rule.text} |"
-
-
-# Marks in pages, and the tables that replace them.
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "<!-- every key -->": reference,
-    "<!-- every key of DeepSpeed -->": deepspeed_keys,
-}

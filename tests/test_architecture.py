@@ -23,8 +23,8 @@ LAYERS = (
         "checkpoint",
         "compression",
         "huggingface",
-        "engine",
         "observe",
+        "engine",
     ),
     *("train", "prediction", "integrations", "", "cli"),
 )

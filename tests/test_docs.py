@@ -33,16 +33,25 @@ DOCUMENTS = (
 )
 
 # What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
-OF_A_RUN = re.compile(r"(runs|folder|model|build|zero)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)")
+OF_A_RUN = re.compile(
+    r"(runs|folder|model|build|zero|checkpoints|weights)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)"
+)
 PLACEHOLDERS = {"benchmarks.name", "benchmarks/name.py", "derived", "ignored", "ErrorType"}
+JOB_SECTIONS = Job.model_fields.keys() - Config.model_fields.keys()
 BUILT = {"partita.kernels._native"}
-FOREIGN = {"PR_SET_PTRACER", "activation_checkpointing_enable", "SKBUILD_WHEEL_CMAKE", "xpu"}
+FOREIGN = {
+    *("PR_SET_PTRACER", "activation_checkpointing_enable", "SKBUILD_WHEEL_CMAKE", "xpu", "load_best_model_at_end"),
+    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "zero_to_fp32.py", "ds_to_universal.py"),
+    *("checkpoint_wrapper", "loss_parallel", "reduce_dtype", "summon_full_params"),  # FSDP
+    *("set_modules_to_forward_prefetch", "set_requires_gradient_sync"),
+}
 
 PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")
 KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+)(=\S*)?")
 SPAN = re.compile(r"(?<!`)(?::\w+:)?(`{1,2})(?!`)(.+?)\1(?!`)", re.DOTALL)
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)(?: [^\n]*)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+WRITTEN = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)  # files that a reader of the page writes
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -103,7 +112,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 def unknown_in(span: str, folder: Path = ROOT) -> Iterator[str]:
     """What a span of code in a text names that is not there; ``folder`` is that of the text."""
-    if OF_A_RUN.fullmatch(span) or span in PLACEHOLDERS:
+    if OF_A_RUN.fullmatch(span) or span in PLACEHOLDERS | FOREIGN:
         return
     first = span.split()[0] if span.split() else ""
     if first in ("make", "partita", "python"):
@@ -141,6 +150,8 @@ def unknown_command(text: str) -> Iterator[str]:
 def _unknown_cli(text: str, words: list[str]) -> Iterator[str]:
     command = typer.main.get_command(app)
     for word in words:
+        if command.name == "run" and (word == "-m" or word.endswith(".py")):
+            return  # what follows is the script's
         subcommands = getattr(command, "commands", {})
         if word.strip("[").startswith("--"):
             if word.strip("[]") not in [option for param in command.params for option in param.opts]:
@@ -245,7 +256,9 @@ def wrong_block(language: str, text: str) -> Iterator[str]:
                 yield from unknown_name(ast.unparse(node))
     elif language == "yaml":
         try:
-            load_config(yaml.safe_load(text))
+            sections = yaml.safe_load(text)
+            is_job = isinstance(sections, dict) and not sections.keys().isdisjoint(JOB_SECTIONS)
+            load_job(sections) if is_job else load_config(sections)
         except (ConfigError, yaml.YAMLError) as error:
             yield f"not a configuration: {error}"
     else:
@@ -273,9 +286,10 @@ def _headings(path: Path) -> list[str]:
 def wrong_in_document(text: str, folder: Path) -> Iterator[str]:
     for language, block in BLOCK.findall(text):
         yield from wrong_block(language, block)
-    prose = BLOCK.sub("", text)
+    prose, written = BLOCK.sub("", text), WRITTEN.findall(text)
     for _, span in SPAN.findall(prose):
-        yield from unknown_in(" ".join(span.split()), folder)
+        if span not in written:
+            yield from unknown_in(" ".join(span.split()), folder)
     for target in LINK.findall(prose):
         yield from wrong_link(target, folder)
 
@@ -364,12 +378,16 @@ BAD = [
     "`partita trian JOB --processes 2`",
     "`partita train --process 2`",
     "`python -m benchmarks.speed`",
+    "`partita run --process 2 train.py`",
+    "`first.py`",
     "[how](NOWHERE.md)",
     "[how](CONTRIBUTING.md#to-add-z)",
     "```python\nengine = partita.initialize(\n```\n",
     "```python\nengine.trains()\n```\n",
     "```yaml\nzero: {stages: 3}\n```\n",
     "```yaml\nzero: {stage: 3\n```\n",
+    '```yaml title="first.yaml"\nzero: {stages: 3}\n```\n',
+    "```yaml\ntrain: {step: 3}\n```\n",
     "```\npartita checkpoint inspect | verfy DIR\n```\n",
     "```\nmake tests     # all of them\n```\n",
 ]
@@ -386,6 +404,9 @@ GOOD = [
     "[how](CONTRIBUTING.md#to-add-x-touch-y), [there](https://example.org/nowhere.md)",
     "```python\nengine = partita.initialize(model)\nengine.step()\n```\n",
     "```yaml\nzero: {stage: 3}\n```\n",
+    "```yaml\ntrain: {steps: 3}\nengine: {zero: {stage: 3}}\n```\n",
+    '`first.py`\n```python title="first.py"\npass\n```\n',
+    "`partita run --processes 2 -m trl.scripts.sft --output_dir runs/sft`",
     "```\npartita checkpoint inspect | verify DIR ...\nmake test     # all of them\n```\n",
     "` `, 3 > 2, `a + b?`",
 ]

@@ -23,7 +23,7 @@ def opened(config: dict[str, Any], **given: Any) -> partita.Engine:
     return partita.initialize(Stack(2), {"optimizer": ADAMW, **config}, **given)
 
 
-def train(engine: partita.Engine, step: int = 0) -> partita.optim.step.StepResult:
+def train(engine: partita.Engine, step: int = 0) -> partita.StepResult:
     engine.backward(square_loss(engine, engine.mesh.rank, step))
     return engine.step()
 

@@ -14,10 +14,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from partita.config.schema import SinkName
 from partita.errors import ConfigError, PartitaError
 from partita.observe import sinks
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
-from partita.observe.sinks import MetricsSink, Run, SinkName, check_installed, open_sink
+from partita.observe.sinks import MetricsSink, Run, check_installed, open_sink
 
 TRAIN = [TrainRow(step, step * 64, 5.0 / step, 1e-3, 0.5, 1000.0, 0.064, (10_000, 12_000)) for step in (1, 2, 3)]
 HELD_OUT = HeldOutRow(3, 192, 2.5)

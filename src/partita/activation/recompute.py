@@ -5,6 +5,7 @@ that are expensive to compute: V. Korthikanti et al., "Reducing Activation Recom
 section 5.
 """
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,10 @@ from partita.transforms.modules import Level
 KEY = "activations.checkpoint"
 _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# `selective` keeps results on the device: hooks that offload inputs do not see them, as in torch 2.13.
+_HOOKS: dict[str, Any] = {
+    name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters
+}
 
 # Operators whose results `selective` keeps: they are expensive to compute, relative to the memory of the results.
 EXPENSIVE = frozenset(
@@ -169,7 +174,7 @@ class Recomputed:
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
             return checkpoint(forward, *args, use_reentrant=False)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
+        return _checkpoint(self._contexts, forward, *args)
 
     def _is_first(self) -> bool:
         """Return whether this is the first run of a forward: not a recomputation, and not in a compiled graph."""
@@ -184,10 +189,10 @@ class Recomputed:
         call = RecomputedCall(inputs, own, self._name, args, kwargs)
         if not call.moved:
             forward = partial(own, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts)
+            return _checkpoint(self._contexts, forward, *args)
         like = call.moved[0].get().new_empty(0)  # tells `checkpoint` the device whose random state it saves
         contexts = partial(self._contexts, call.start_reload)
-        output = checkpoint(call.run, like, *call.others, use_reentrant=False, context_fn=contexts)
+        output = _checkpoint(contexts, call.run, like, *call.others)
         inputs.forward_ended()
         return output
 
@@ -199,6 +204,11 @@ class Recomputed:
         return _enter_all(call, keeping[0], measured), RecomputeContext(
             call, keeping[1], (self._on_recompute, *on_begin)
         )
+
+
+def _checkpoint(contexts: Callable[[], Contexts], function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``, and recompute it in backward, in the two ``contexts``."""
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
 
 @contextmanager

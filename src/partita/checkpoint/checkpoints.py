@@ -11,6 +11,7 @@ from partita.checkpoint.backend import Request
 from partita.checkpoint.content import Content
 from partita.checkpoint.format.backend import FileBackend
 from partita.checkpoint.load import LoadOptions, Restored, load
+from partita.checkpoint.names import AVERAGES
 from partita.checkpoint.save import Saver
 from partita.checkpoint.training_state import TrainingState
 from partita.checkpoint.versions import versions
@@ -100,6 +101,7 @@ class Checkpoints:
             "ranks": self._mesh.num_ranks,
             "config": self._config.model_dump(mode="json"),
             "optimizer": rule_of(self._updater.optimizer),
+            AVERAGES: self._content.averages,
         }
         steps, aliases = self._updater.steps, self._content.aliases()
         return self._saver.save(Request(folder, steps, section.keep, section.background, about, aliases))

@@ -27,6 +27,7 @@ from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
+from partita.sharding.weights import weights_read
 from partita.table.box import Box
 from partita.table.flat_range import FlatRange
 from partita.table.residence import BLOCK, FP32, SPLIT
@@ -170,6 +171,11 @@ class Content:
         """
         return {key: values for each in self.updater.listeners for key, values in each.saved(segment).items()}
 
+    @property
+    def averages(self) -> list[str]:
+        """The prefixes of the keys of the averages of the weights."""
+        return [listener.average for listener in self.updater.listeners if listener.average]
+
     def _views(self, content: SegmentContent, states: Sequence[Tensor]) -> list[Tensor] | None:
         """Return views of the values to save; None if some of them must be copied into the saved order."""
         with self._loaded(content.segment) as weights:
@@ -240,27 +246,14 @@ class Content:
         """Yield this rank's shard of a segment's weights, while the segment's optimizer states are in the optimizer."""
         on_disk = self.updater.states.on_disk(segment)
         leases = on_disk.lease() if on_disk is not None else {}
-        params = segment.stored.lease()
-        separate = None if segment.master_is_parameter else segment.master
-        master = separate.lease() if separate is not None else None
-        try:
-            weights = self._shard(segment, params.wait())
-            if separate is not None and master is not None:
-                weights = separate.joined(weights, self._shard(segment, master.wait()))
-            if on_disk is not None:
-                on_disk.connect(leases)
-            yield weights
-        finally:
-            if on_disk is not None:
-                on_disk.put_back(leases, changed=False)
-            params.end(changed=False)
-            if master is not None:
-                master.end(changed=False)
-
-    def _shard(self, segment: Segment, values: Tensor) -> Tensor:
-        """Return this rank's shard of ``values``, which may contain several shards."""
-        shards = values.view(-1, segment.layout.shard_elements)
-        return shards[segment.shard_index % len(shards)]
+        with weights_read(segment) as weights:
+            try:
+                if on_disk is not None:
+                    on_disk.connect(leases)
+                yield weights
+            finally:
+                if on_disk is not None:
+                    on_disk.put_back(leases, changed=False)
 
 
 def _slice_of(values: Tensor, place: slice) -> Callable[[Tensor], Tensor]:

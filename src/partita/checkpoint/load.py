@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
+from partita.checkpoint.names import AVERAGES, DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
@@ -152,6 +152,7 @@ class Loading:
         self._names = Names(stored, known, options.prefix)
         self._missing = list[str]()
         self._content = content
+        self._averages = frozenset(content.averages)
         self._loads_states = not options.only_model
 
     # ----------------------------------------------- before anything is modified
@@ -228,15 +229,22 @@ class Loading:
                 for state, key in self._names.states(member.info.fqns).items():
                     if key in self._stored.tensors:
                         yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
-        if self._options.only_model:
-            return
         content = self._content
         additional = content.additional_states(segment) if segment.is_first_copy else content.listener_states(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.shard_index), additional.items()):
-            names = [prefix + name for name in members[span.fqn].info.fqns]
-            if (key := next((name for name in names if name in self._stored.tensors), None)) is not None:
+            if (key := self._key_of(prefix, members[span.fqn].info.fqns)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
                 yield self._target(key, members[span.fqn].elements(span.start, span.stop), values=values)
+
+    def _key_of(self, prefix: str, names: Sequence[str]) -> str | None:
+        """Return the key of an additional state of a parameter.
+
+        An average that is not stored starts from the weights.
+        """
+        found = None
+        if not self._options.only_model:
+            found = next((prefix + name for name in names if prefix + name in self._stored.tensors), None)
+        return self._names.model(names) if found is None and prefix in self._averages else found
 
     def _target(self, key: str, elements: FlatRange, **where: Any) -> _Target:
         parts = (
@@ -379,6 +387,22 @@ class Loading:
         publisher.deliver(segment, lease.wait(), master, exact=True)
         lease.end(changed=False)
 
+    def _warn_about_averages(self) -> None:
+        """Warn of averages of the weights that only one of the two runs has."""
+        stored = set(self._stored.manifest.get(AVERAGES, ()))
+        for name in sorted(stored ^ self._averages) if not self._runtime.collectives.mesh.rank else ():
+            kept = name.rstrip(".")
+            warnings.warn(
+                f"engine.load: '{self._stored.folder}' "
+                + (
+                    f"has the average '{kept}' of the weights, which is not loaded: call engine.ema(decay, "
+                    f"name='{kept}') before engine.load"
+                    if name in stored
+                    else f"has no average '{kept}' of the weights: it starts from the loaded weights"
+                ),
+                stacklevel=2,
+            )
+
     def _warn_about_residuals(self) -> None:
         """Warn if only one of the two runs has error-feedback residuals, or DiLoCo's momentum."""
         segments = [segment for unit in self._runtime.units for segment in unit.segments]
@@ -407,6 +431,7 @@ class Loading:
         if not self._options.only_model and self._stored.manifest:
             self._missing += self._training.restore(self._stored, strict=self._options.strict)
             self._warn_about_residuals()
+            self._warn_about_averages()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.unexpected)
         return Restored(self._stored.folder, step, self._options.only_model, missing, unexpected)

@@ -19,6 +19,8 @@ ERROR_FEEDBACK = "partita.feedback."
 # State of the outer optimizer (DiLoCo): its momentum, and error-feedback residuals of compressed outer gradients.
 DILOCO = "partita.outer."
 DILOCO_MOMENTUM, DILOCO_ERROR_FEEDBACK = DILOCO + "momentum.", DILOCO + "feedback."
+# Key in the manifest: the prefixes of averages of the weights (EMA), whose names are those of the model.
+AVERAGES = "averages"
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."
 # Captures the prefix before the first component of a key in an optimizer's state dict.
 _BEGINNING = re.compile(r"((?:[^.]+\.)*?)(?:state|param_groups)\.")
@@ -78,6 +80,9 @@ def model_keys(stored: Stored, prefix: str | None = None) -> dict[str, str]:
     holders = {key: _holder(stored, key) for key in keys}
     copies = sorted(set(holders.values()))
     chosen = _choose(stored, copies, prefix)
+    if chosen in stored.manifest.get(AVERAGES, ()):  # the rest is not averaged
+        rest = {key.removeprefix(MODEL): key for key in keys if key.startswith(MODEL)}
+        return rest | {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
     direct = {key.removeprefix(chosen): key for key in keys if holders[key] == chosen}
     below = direct or {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
     if not below:
@@ -142,6 +147,8 @@ class Names:
         copies = self._copies(keys)
         chosen = _choose(stored, copies, prefix)
         self._model = {key.removeprefix(chosen): key for key in keys if key.startswith(chosen)}
+        if chosen in stored.manifest.get(AVERAGES, ()):  # the rest is not averaged
+            self._model = {key.removeprefix(MODEL): key for key in keys if key.startswith(MODEL)} | self._model
         if prefix is not None and not self._model.keys() & self.known:
             raise _nothing_there(stored, chosen, copies)
         others = tuple(copy for copy in copies if copy and not chosen)

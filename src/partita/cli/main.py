@@ -1,41 +1,73 @@
-"""The ``partita`` command. User errors are shown as one message without a traceback, with exit code 2."""
+"""The ``partita`` command. A user error is shown as one message without a traceback.
 
-from typing import Annotated
+The exit code is 2 for wrong usage and 1 for a failure at run time.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import typer
 
-from partita.cli.attention import attention
-from partita.cli.checkpoint import checkpoint
-from partita.cli.console import replace_unprintable
-from partita.cli.convert import convert
-from partita.cli.doctor import doctor
-from partita.cli.machine import machine
-from partita.cli.plan import PlanCommand, plan
-from partita.cli.run import run
-from partita.cli.schema import schema
-from partita.cli.simulate import SimulateCommand, simulate
-from partita.cli.train import train
-from partita.cli.tune import tune
+from partita.cli.console import replace_unprintable, show_warnings_in_one_line
+from partita.cli.lazy import Command, LazyGroup
+
+
+class Commands(LazyGroup):
+    """The commands of ``partita``, in the order in which its help shows them."""
+
+    known: ClassVar[Mapping[str, Command]] = {
+        "train": Command(
+            "partita.cli.train:train",
+            "Train a model; write metrics, a loss plot, a sample and the weights (safetensors) to the job's folder.",
+        ),
+        "run": Command(
+            "partita.cli.run:run",
+            "Run a script unchanged, with partita in place of accelerate's Accelerator, transformers' Trainer and "
+            "DeepSpeed.",
+            context_settings={"allow_interspersed_args": False},  # arguments after SCRIPT belong to the script
+        ),
+        "plan": Command(
+            "partita.cli.plan:plan",
+            "Predict memory and speed of training a model, and find the best plan; exit code 1 if nothing fits.",
+            kind="PlanCommand",
+        ),
+        "tune": Command(
+            "partita.cli.tune:tune",
+            "Find the fastest config on this machine, by short trials of plans and of variants of the best ones.",
+        ),
+        "machine": Command(
+            "partita.cli.machine:machine",
+            "Measure this machine: its memory, and the speed of compute, copies and collectives with this many ranks.",
+        ),
+        "simulate": Command(
+            "partita.cli.simulate:simulate",
+            "Show what each rank of a cluster would store and send, without a cluster.",
+            kind="SimulateCommand",
+        ),
+        "doctor": Command(
+            "partita.cli.doctor:doctor", "Show this machine's hardware and libraries, and what partita uses of them."
+        ),
+        "schema": Command(
+            "partita.cli.schema:schema",
+            "Print the JSON schema of the config, with which editors complete and check it.",
+        ),
+        "attention": Command("partita.cli.attention:attention", "Show attention patterns."),
+        "checkpoint": Command(
+            "partita.cli.checkpoint:checkpoint", "Inspect checkpoints of partita and torch.distributed."
+        ),
+        "convert": Command("partita.cli.convert:convert", "Convert configs and checkpoints of other libraries."),
+    }
+
 
 app = typer.Typer(
     name="partita",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train PyTorch models that do not fit on one device, by sharding and offloading every training state.",
 )
-app.command()(train)
-# Arguments after SCRIPT belong to the script.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(cls=PlanCommand)(plan)
-app.command()(tune)
-app.command()(machine)
-app.command(cls=SimulateCommand)(simulate)
-app.command()(doctor)
-app.command()(schema)
-app.add_typer(attention)
-app.add_typer(checkpoint)
-app.add_typer(convert)
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,6 +86,7 @@ def options(
 ) -> None:
     """Handle the options of the top-level command."""
     replace_unprintable()
+    show_warnings_in_one_line()
 
 
 if __name__ == "__main__":

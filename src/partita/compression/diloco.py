@@ -144,6 +144,7 @@ class DilocoListener(UpdateListener):
         last_step: the last step of the training, which ends a round; None if it is unknown.
     """
 
+    setting = "communication.every"
     reads_weights = True
 
     def __init__(

@@ -60,6 +60,7 @@ def check_settings(config: Config, derived: Mapping[str, Row], extension: Extens
         *_in_backward(config, compute, accumulates),
         *_axes(config),
         *_activations(config),
+        *_compile(config),
         *_training(config),
         *_attention(config),
     )
@@ -175,6 +176,40 @@ def _activations(config: Config) -> Iterator[Contradiction]:
             "activations.partition shards saved inputs over the tensor ranks, which have equal ones, but there is one "
             "tensor rank",
             "leave activations.partition out, or set parallel.tensor above 1",
+        )
+
+
+def _compile(config: Config) -> Iterator[Contradiction]:
+    activations = config.activations
+    for key in ("offload", "partition", "keep_bytes"):
+        if config.compile.modules in ("units", "model") and getattr(activations, key) != getattr(
+            Config().activations, key
+        ):
+            yield (
+                (f"activations.{key}", "compile.modules"),
+                f"activations.{key} does not apply to compiled modules, whose recomputation is part of their graph",
+                f"leave activations.{key} or compile.modules out",
+            )
+    if config.compile.modules != "model":
+        return
+    per_unit = "set compile.modules to units"
+    if config.zero.stage == 3:
+        yield (
+            ("compile.modules", "zero.stage"),
+            "compile.modules: model compiles one region, but stage 3 gathers the parameters unit by unit",
+            per_unit,
+        )
+    if config.parallel.pipeline > 1:
+        yield (
+            ("compile.modules", "parallel.pipeline"),
+            "compile.modules: model compiles one region, but a pipeline's rank runs groups of layers one at a time",
+            per_unit,
+        )
+    if config.loss.tiled != "none":
+        yield (
+            ("compile.modules", "loss.tiled"),
+            "compile.modules: model compiles the loss together with full logits, which loss.tiled avoids",
+            per_unit,
         )
 
 

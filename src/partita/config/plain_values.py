@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-import hjson
 import yaml
 from pydantic import BaseModel
 
@@ -111,13 +110,15 @@ def _load_hjson(name: str, text: str, **options: Any) -> object:
     In Hjson, a value without quotes extends to the end of its line, including any brackets. An error in a line may
     therefore be found only at the end of the text. In this case the message names the line where JSON parsing fails.
     """
+    import hjson  # only DeepSpeed's files need it
+
     try:
         return hjson.loads(text, **options)
     except IndexError:  # an unterminated comment
         pass
     except hjson.HjsonDecodeError as error:
         if text[error.pos :].strip():
-            raise
+            raise _invalid(name, error.lineno, error.msg) from None
     try:
         return json.loads(text, **options)
     except json.JSONDecodeError as error:
@@ -132,14 +133,18 @@ def _parse_json(text: str, name: str, loads: Callable[..., object]) -> Parsed:
         return None, {}
     try:
         return loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, name)), {}
-    except (json.JSONDecodeError, hjson.HjsonDecodeError) as error:
-        raise ConfigError(f"{name}, line {error.lineno}: not valid JSON: {error.msg}; correct this line") from None
+    except json.JSONDecodeError as error:
+        raise _invalid(name, error.lineno, error.msg) from None
     except RecursionError:
         raise _too_deep(name) from None
     except ConfigError:
         raise
     except ValueError as error:  # an integer with more digits than Python converts
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
+
+
+def _invalid(name: str, line: int, problem: str) -> ConfigError:
+    return ConfigError(f"{name}, line {line}: not valid JSON: {problem}; correct this line")
 
 
 def _without_duplicates(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:

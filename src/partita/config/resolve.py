@@ -18,7 +18,7 @@ _MAX_NOTICES = 5
 _MAX_FACTORIZATIONS = 4
 _BATCH_KEYS = ("micro", "accumulate", "total")
 # Folders, whose paths may differ between nodes.
-_FOLDERS = ("checkpoint.dir", "zero.offload.path")
+_FOLDERS = ("checkpoint.dir", "metrics.dir", "zero.offload.path")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the number of ranks or on the device.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, create_model
+from pydantic import BeforeValidator, Field, PlainSerializer, Strict, ValidationError, create_model
 
 from partita.config.messages import Where, report, validation_problems
 from partita.config.plain_values import plain
@@ -33,6 +33,7 @@ from partita.config.values import (
     Windows,
     as_integer,
     as_pairs,
+    as_tuple,
 )
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_integer)]
@@ -53,6 +54,8 @@ Gradients = Literal["fp32", "bf16", "fp16", "in_backward"]
 Compute = Literal["auto", "fp32", "bf16", "fp16"]
 GradientCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk", "low_rank"] | ClassPath
 ParameterCodec = Literal["full", "int8", "int4", "2bit", "ternary", "onebit", "topk"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+Sinks = Annotated[tuple[SinkName, ...], Strict(), BeforeValidator(as_tuple)]
 
 
 class Parallel(Section):
@@ -300,6 +303,21 @@ Attention = create_model(
 )
 
 
+class Compile(Section):
+    """Modules that torch.compile compiles, each as a region of its own."""
+
+    modules: Literal["none", "units", "model"] | SomeTexts = Field(
+        "none",
+        description="units: the units of parameters (blocks); model: the full model, below stage 3; or class names or "
+        "name patterns of modules",
+    )
+    backend: Text = Field("inductor", description="the backend of torch.compile")
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = Field("default", description="the mode of torch.compile")
+    dynamic: Flag | None = Field(
+        None, description="compile for all shapes (true) or for each shape (false); null: as torch.compile chooses"
+    )
+
+
 class Loss(Section):
     """Computation of the loss from the last hidden states."""
 
@@ -381,6 +399,13 @@ class Checkpoint(Section):
     background: Flag = Field(True, description="write while training continues")
 
 
+class Metrics(Section):
+    """Values that a training loop logs by ``engine.log``."""
+
+    dir: PathText | None = Field(None, description="folder of metrics.jsonl; null: engine.log is an error")
+    sinks: Sinks = Field((), description="where metrics are shown, too: any of tensorboard, wandb, mlflow")
+
+
 class Config(Section):
     """The full configuration of an engine.
 
@@ -397,10 +422,12 @@ class Config(Section):
     clip_grad_norm: Positive | None = Field(None, description="maximum global gradient norm; null: not clipped")
     activations: Activations = Field(Activations(), description="activations saved for backward")
     attention: Attention = Field(Attention(), description="block-sparse attention")
+    compile: Compile = Field(Compile(), description="modules that are compiled")
     loss: Loss = Field(Loss(), description="how the loss is computed")
     tiled: Tiled = Field(Tiled(), description="modules that are computed tile by tile")
     communication: Communication = Field(Communication(), description="communication between ranks")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving while training")
+    metrics: Metrics = Field(Metrics(), description="values that a training loop logs")
     seed: CountOrZero | None = Field(
         None, description="seed of dropout and other random numbers, independent of parallelism; null: random"
     )

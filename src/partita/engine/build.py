@@ -22,6 +22,7 @@ from partita.comm.several_axes import SeveralAxes
 from partita.config.resolve import Resolved
 from partita.config.schema import Config
 from partita.engine.budget import agreed_budget
+from partita.engine.compile import modules_to_compile
 from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
@@ -146,7 +147,9 @@ def _build(
             log_lower_stage(blueprint, model, mesh.device)
         _run_every_layer(model, blueprint, parallel, mesh)
         attention = find_attention(model, settings)
-        chosen = SelectedModules.of(model, settings, [unit.name for unit in blueprint.units])
+        names = [unit.name for unit in blueprint.units]
+        chosen = SelectedModules.of(model, settings, names)
+        compiled = modules_to_compile(model, settings.compile, names)
     _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
     with shared_errors(all_ranks):
@@ -183,6 +186,9 @@ def _build(
                 splits_weights=schedule.splits_weights,
                 activations=activations,
             )
+            section, changes = settings.compile, parallel.transforms.at(Order.COMPILE)
+            for module in compiled.values():
+                changes.compile(module, backend=section.backend, mode=section.mode, dynamic=section.dynamic)
             early_output = runtime.events.early_output
             pipeline = Pipeline(model, parallel, schedule, collectives, early_output, transformed.weights)
             replica_check = ReplicaCheck(runtime, updater.wait_for_updates, resolved.extension.check_every(settings))

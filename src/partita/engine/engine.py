@@ -1,6 +1,6 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
 from partita.comm.values import gather_values
 from partita.config.resolve import Resolved, describe
+from partita.engine.averages import Averages, Decay, Ema
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
 from partita.engine.build import Parts, UserArguments, build
 from partita.engine.micro_batches import MicroBatches
@@ -25,6 +26,7 @@ from partita.layout.state_bytes import model_state_bytes
 from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.out_of_memory import report_out_of_memory
+from partita.observe.log import MetricsLog
 from partita.optim.step import StepResult, StepUpdater
 from partita.table.mesh_shape import AXES, BATCH_AXES
 from partita.table.state_plan import StatePlan
@@ -36,7 +38,8 @@ _NUM_SETTINGS = 4  # lines of the start that `repr` shows: mesh, sharding, batch
 class Engine:
     """The training engine of a model, made by :func:`initialize`.
 
-    Every method except the reports and :meth:`parameters` is a collective: call it on all ranks. Properties are not.
+    Every method except the reports, :meth:`log` and :meth:`parameters` is a collective: call it on all ranks.
+    Properties are not.
 
     Attributes:
         module: the model.
@@ -56,6 +59,7 @@ class Engine:
         self.config = resolved.config
         self.mesh = mesh
         self._owns_mesh = owns_mesh
+        self._log = MetricsLog(resolved.config, mesh.rank == 0)
         self._closed = False
         self._closed_by = ""
         self._parts = parts = build(model, resolved, mesh, given)
@@ -70,6 +74,7 @@ class Engine:
         self._description = [title, *describe(resolved).splitlines()[:_NUM_SETTINGS]]
         self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
+        self._averages = Averages(parts.runtime, parts.updater, self._micro_batches.check_between_batches)
 
     def __repr__(self) -> str:
         title, *settings = self._description
@@ -120,6 +125,7 @@ class Engine:
                 or the model is split into pipeline stages (``parallel.pipeline``).
         """
         self._open()
+        self._averages.check_none_applied("engine.backward")
         self._check_no_stages("engine.backward")
         if not is_scalar(loss) or not loss.requires_grad:
             got = f"a {type(loss).__name__}" + (": pass its .loss" if hasattr(loss, "loss") else "")
@@ -139,6 +145,7 @@ class Engine:
         parts = self._open()
         if parts.gathered.num_open:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
+        self._averages.check_none_applied("engine.step")
         self._check_no_stages("engine.step")
         return self._micro_batches.end() if closure is None else self._micro_batches.step_by_closure(closure)
 
@@ -159,6 +166,7 @@ class Engine:
                 update); the model's output has no loss; or a batch was started by :meth:`step`.
         """
         self._open()
+        self._averages.check_none_applied("engine.train_batch")
         self._micro_batches.check_between_batches(
             "engine.train_batch", "complete this batch by engine.step(), or discard it by engine.zero_grad()"
         )
@@ -238,6 +246,26 @@ class Engine:
         """Set the model's evaluation mode."""
         return self.train(False)
 
+    def ema(self, decay: Decay, *, name: str = "ema") -> Ema:
+        """Start an exponential moving average of the weights, which every update continues. It is sharded.
+
+        Call this before :meth:`resume` or :meth:`load`, which restore the average. ``with ema.applied():`` evaluates
+        and exports the averaged weights.
+
+        Args:
+            decay: the weight of the earlier average in each update, from 0 to 1; or a function that returns it for a
+                value of :attr:`global_step`.
+            name: the prefix of the average's keys in checkpoints, from which ``load(..., prefix=name)`` loads it as the
+                model's weights.
+
+        Raises:
+            PartitaError: the decay or the name is wrong, gradients are not stored (``precision.gradients:
+                in_backward``), or replicas train separately (``communication.every``).
+        """
+        self._open()
+        self._check_gradients_stored("engine.ema")
+        return self._averages.add(decay, name)
+
     # ---------------------------------------------------------------- inspection
 
     def gathered(self, *items: nn.Module | nn.Parameter, modify: bool = False) -> AbstractContextManager[None]:
@@ -250,6 +278,8 @@ class Engine:
         Raises:
             PartitaError: an item does not belong to the model, or a parameter was written without ``modify``.
         """
+        if modify:
+            self._averages.check_none_applied("engine.gathered(modify=True)")
         return self._open().gathered.hold(items or (self.module,), modify)
 
     def gradient(self, name: str) -> Tensor | None:
@@ -307,6 +337,7 @@ class Engine:
         """
         self.check_synchronized("engine.save")
         parts = self._open()
+        self._averages.check_none_applied("engine.save")
         self._micro_batches.check_between_batches("engine.save", "save after the step that updates the parameters")
         return parts.checkpoints.save(folder)
 
@@ -340,9 +371,11 @@ class Engine:
             PartitaError: on all ranks: there is no checkpoint, a file is damaged, it does not match the model, or it
                 has several copies of the weights.
         """
+        self._averages.check_none_applied("engine.load")
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()
+        self._log.resume_at(self.global_step)
         return restored
 
     def resume(self, folder: str | Path | None = None) -> Restored | None:
@@ -356,6 +389,24 @@ class Engine:
         if found is not None and not self.any(bool(complete_checkpoints(Path(found)))):
             return None
         return self.load(found)
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Write metrics of :attr:`global_step` to ``metrics.jsonl`` in the folder ``metrics.dir``, and to
+        ``metrics.sinks``.
+
+        Rank 0 writes its own values; other ranks may call this or not. :meth:`mean` and :meth:`gather` combine values
+        of all ranks.
+
+        Args:
+            values: numbers and tensors with one element, by name. Reading a tensor waits for the device.
+
+        Raises:
+            ConfigError: ``metrics.dir`` is not set.
+            PartitaError: a value is not a number, the files cannot be written, or ``metrics.dir`` has the metrics of a
+                run that was not resumed.
+        """
+        self._open()
+        self._log.write(values, self.global_step)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the model's parameters; under ZeRO they may be sharded (see :meth:`gathered`)."""
@@ -440,8 +491,7 @@ class Engine:
 
         Args:
             whole: also make the model an ordinary module again: every rank gets all parameters, unsharded, in the
-            compute
-                dtype, in separate memory on its device.
+                compute dtype, in separate memory on its device.
 
         Raises:
             PartitaError: with ``whole``, on all ranks: one of them has too little memory, or a context of
@@ -469,6 +519,7 @@ class Engine:
         self._parts.updater.close()
         self._parts.parallel.transforms.undo()
         self._parts.runtime.close()
+        self._log.close()
         if self._owns_mesh:
             self.mesh.close()
 

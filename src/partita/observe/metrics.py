@@ -6,12 +6,13 @@ A row is complete in itself (each has its step and token count), so a truncated 
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from partita.config.schema import SinkName
 from partita.errors import PartitaError
-from partita.observe.sinks import MetricsSink, Run, SinkName, open_sink
+from partita.observe.sinks import MetricsSink, Run, open_sink
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -63,6 +64,23 @@ class HeldOutRow:
         return {"loss/held_out": self.held_out_loss}
 
 
+@dataclass(frozen=True)
+class LoggedRow:
+    """Values that a training loop logged (:meth:`Engine.log`), after ``step`` complete batches."""
+
+    step: int
+    values: Mapping[str, float]
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """The values of the row, by the names that sinks show."""
+        return self.values
+
+
+Row = TrainRow | HeldOutRow | LoggedRow
+_KINDS: dict[str, type[Row]] = {"train": TrainRow, "held_out": HeldOutRow, "logged": LoggedRow}
+
+
 class MetricsWriter:
     """A writer of rows to a run's folder and to sinks.
 
@@ -72,13 +90,15 @@ class MetricsWriter:
     Args:
         run: the folder, and the step that the run resumes from.
         sinks: names of sinks that also show the rows (``partita.observe.sinks``).
+        setting: the config key of the folder, for errors.
 
     Raises:
         PartitaError: the folder cannot be written, or a sink cannot be opened.
     """
 
-    def __init__(self, run: Run, sinks: Sequence[SinkName] = ()) -> None:
+    def __init__(self, run: Run, sinks: Sequence[SinkName] = (), setting: str = "train.out") -> None:
         self._folder = run.folder
+        self._setting = setting
         self._sinks: dict[SinkName, MetricsSink] = {}
         self._begin(run.after, is_evaluated=False)
         try:
@@ -108,11 +128,11 @@ class MetricsWriter:
             self._file = (folder / METRICS_FILE).open("a")
         except OSError as error:
             raise PartitaError(
-                f"cannot write metrics into '{folder}': {error.strerror}; set train.out to another folder"
+                f"cannot write metrics into '{folder}': {error.strerror}; set {self._setting} to another folder"
             ) from None
 
-    def write(self, row: TrainRow | HeldOutRow) -> None:
-        kind = "train" if isinstance(row, TrainRow) else "held_out"
+    def write(self, row: Row) -> None:
+        kind = next(name for name, of_kind in _KINDS.items() if isinstance(row, of_kind))
         self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
         self._file.flush()
         self._notify(lambda sink: sink.write(row.step, row.figures))
@@ -135,19 +155,22 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> tuple[list[TrainRow], list[HeldOutRow]]:
-    """Return the rows of a ``metrics.jsonl``. A truncated last line is left out."""
-    train: list[TrainRow] = []
-    held_out: list[HeldOutRow] = []
-    for line in path.read_text().splitlines():
+    """Return the trainer's rows of a ``metrics.jsonl``. A truncated last line is left out."""
+    rows = [row for _, row in _read(path)]
+    return [row for row in rows if isinstance(row, TrainRow)], [row for row in rows if isinstance(row, HeldOutRow)]
+
+
+def _read(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield each line of a ``metrics.jsonl`` with its row, up to a truncated line."""
+    for line in path.read_text().splitlines(keepends=True):
         try:
-            row = json.loads(line)
+            values = json.loads(line)
         except json.JSONDecodeError:
-            break
-        if row.pop("kind") == "train":
-            train.append(TrainRow(**row | {"memory_bytes": tuple(row["memory_bytes"])}))
-        else:
-            held_out.append(HeldOutRow(**row))
-    return train, held_out
+            return
+        kind = _KINDS[values.pop("kind")]
+        if kind is TrainRow:
+            values["memory_bytes"] = tuple(values["memory_bytes"])
+        yield line, kind(**values)
 
 
 def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
@@ -157,7 +180,7 @@ def _rows_until(path: Path, last_step: int, is_evaluated: bool) -> str:
     """
     if not path.exists():
         return ""
-    train, held_out = read_metrics(path)
-    lines = path.read_text().splitlines(keepends=True)[: len(train) + len(held_out)]
-    rows = ((line, json.loads(line)) for line in lines)
-    return "".join(line for line, row in rows if row["step"] < last_step + (is_evaluated or row["kind"] == "train"))
+    stop = last_step + 1
+    return "".join(
+        line for line, row in _read(path) if row.step < (stop - (isinstance(row, HeldOutRow) and not is_evaluated))
+    )

@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from partita.config.schema import SinkName
 from partita.errors import ConfigError, PartitaError
 
 
@@ -138,7 +139,6 @@ class _Known:
     needs: str  # what opening needs in addition to the package
 
 
-SinkName = Literal["tensorboard", "wandb", "mlflow"]
 SINKS: dict[SinkName, _Known] = {
     "tensorboard": _Known("tensorboard", TensorBoard, "a folder that can be written"),
     "wandb": _Known("wandb", WandB, "a login (wandb login) and the network, or WANDB_MODE=offline"),

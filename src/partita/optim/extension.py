@@ -64,6 +64,8 @@ class ComingUpdate:
 class UpdateListener:
     """Called at updates. Every method is called on all ranks, between two updates, and may be a collective."""
 
+    setting = "an optimizer that communicates"  # what it belongs to, for errors
+    average = ""  # prefix of the keys of an average of the weights, which starts from them if a checkpoint has none
     reads_weights = False  # True if after_update needs the updated weights, so that no update may be running then
 
     def before_update(self, coming: ComingUpdate) -> None:

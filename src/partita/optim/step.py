@@ -65,6 +65,7 @@ class Updater(ABC):
         steps: the number of complete batches.
         skipped: the number of these whose update was skipped.
         culprit: the cause of the last skipped update.
+        is_closed: True after :meth:`close`.
 
     Args:
         clip_norm: the maximum gradient norm; None for no clipping.
@@ -86,6 +87,7 @@ class Updater(ABC):
         self.steps = 0
         self.skipped = 0
         self.culprit = ""
+        self.is_closed = False
         everywhere = [*find_all_parameters(runtime.model), *find_quantized_params(runtime.model)]
         others = [info for info in everywhere if is_off_stage(info.param) or is_quantized(info.param)]
         self.views = Views(runtime.units, runtime.memory, others)
@@ -149,6 +151,7 @@ class Updater(ABC):
 
     def close(self) -> None:
         """Give the optimizer back to the user."""
+        self.is_closed = True
         self._updates.close()
         self._guard.remove()
         self._take_back_overrides()
@@ -367,7 +370,7 @@ class StepUpdater(Updater):
         kind = type(self.optimizer).__name__
         problem = "overlapped updates (zero.offload)" if not self._updates.are_inline else ""
         problem = problem or ("an fp16 loss scale (precision.compute: fp16)" if self.scale.dynamic else "")
-        problem = problem or ("communication.every" if self._listeners else "")
+        problem = problem or next((listener.setting for listener in self._listeners), "")
         if problem:
             raise PartitaError(f"engine.step(closure): {kind} evaluates the loss several times; not with {problem}")
         norm = 0.0

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, Strict, ValidationError, WithJsonSchema
+from pydantic import Field, Strict, ValidationError, WithJsonSchema
 
 from partita.config.load import read_sections
 from partita.config.messages import Problem, Where, report, validation_problems
-from partita.config.schema import Config
+from partita.config.schema import Config, Metrics, SinkName, Sinks
 from partita.config.values import (
     Auto,
     Count,
@@ -22,10 +22,9 @@ from partita.config.values import (
     Positive,
     Section,
     Text,
-    as_tuple,
 )
 from partita.errors import ConfigError
-from partita.observe.sinks import SinkName, check_installed, installed
+from partita.observe.sinks import check_installed, installed
 
 _HUGGINGFACE_SCHEMA = {
     "anyOf": [
@@ -35,7 +34,6 @@ _HUGGINGFACE_SCHEMA = {
         {"type": "null"},
     ]
 }
-Sinks = Annotated[tuple[SinkName, ...], Strict(), BeforeValidator(as_tuple)]
 HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA, mode="serialization")]
 Weight = Annotated[float, Strict(), Field(gt=0, lt=1, allow_inf_nan=False)]
 
@@ -87,7 +85,11 @@ class TrainSection(Section):
     profile: CountOrZero = Field(
         0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"
     )
-    out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
+    out: PathText | None = Field(
+        None,
+        description="folder of all results; null: runs/ and the name of the job file, "
+        "with a number if that holds an earlier run",
+    )
     overwrite: Flag = Field(False, description="replace the results of an earlier run in out")
     sample: SampleSection = Field(SampleSection(), description="the text written at the end")
 
@@ -134,8 +136,16 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
         raise report(problems, where)
     check_installed(job.sinks, "train.metrics")
     config = _engine_config(engine, job.train.steps, where)
-    out = job.train.out or str(Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem))
+    if config.metrics != Metrics():
+        problem = "engine.metrics: is for loops that call engine.log; the trainer writes its metrics into train.out"
+        raise report([Problem(("engine", "metrics"), problem, "set train.out and train.metrics instead")], where)
+    out = job.train.out or str(default_out(source))
     return job.model_copy(update={"engine": config, "train": job.train.model_copy(update={"out": out})})
+
+
+def default_out(source: str | Path | Mapping[str, object]) -> Path:
+    """Return the folder of the results of a job that names none."""
+    return Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem)
 
 
 def _engine_config(engine: object, steps: int, where: Where) -> Config:

@@ -39,6 +39,7 @@ class Order(IntEnum):
     RECOMPUTE = auto()
     LOSS = auto()
     STAGE = auto()
+    COMPILE = auto()
 
 
 # The levels of the changes that the parallel axes make to a stage's modules, and those of all axes.
@@ -250,6 +251,10 @@ class Level:
             chain = _CallChain(module, chain or module._call_impl)
         self._add(_Wrapped(chain, _Link(wrapper, self.order), module))
 
+    def compile(self, module: nn.Module, **settings: Any) -> None:
+        """Compile the module's call inside its wrappers, with these arguments of ``torch.compile``."""
+        self._add(_Compiled(module, settings))
+
     def set_attribute(self, module: nn.Module, name: str, value: object) -> None:
         """Set an attribute of the module itself."""
         self._add(_Attribute(module, name, value))
@@ -326,6 +331,23 @@ class _Attribute(_Change):
         self._num_suspended -= 1
         if self._num_suspended == 0 and not self._is_undone:
             setattr(self.module, self._name, self._value)
+
+
+class _Compiled(_Change):
+    """A compiled call."""
+
+    def __init__(self, module: nn.Module, settings: dict[str, Any]) -> None:
+        self._compiled = module
+        module.compile(**settings)
+
+    def undo(self) -> None:
+        call = vars(self._compiled)[_CALL]
+        if isinstance(call, _CallChain):
+            call.own = self._compiled._call_impl
+            call.before = _ABSENT
+            call.connect()
+        else:
+            delattr(self._compiled, _CALL)
 
 
 class _Other(_Change):

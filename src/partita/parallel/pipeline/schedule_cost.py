@@ -24,6 +24,10 @@ class ScheduleCost:
     max_kept_forwards: tuple[int, ...]
 
 
+# A rank's work in order: each action, with its start and its end in units of a forward.
+Spans = list[tuple[Action, float, float]]
+
+
 def simulate(schedule: Schedule, backward: float = BACKWARD) -> ScheduleCost:
     """Simulate a schedule in which each rank does its work in order, as early as possible.
 
@@ -34,36 +38,51 @@ def simulate(schedule: Schedule, backward: float = BACKWARD) -> ScheduleCost:
     Raises:
         PartitaError: the schedule has a deadlock, or a rank receives in another order than the sender sends.
     """
-    shape, last = schedule.shape, schedule.shape.num_stages - 1
+    shape = schedule.shape
+    end = max(row[-1][2] for row in spans(schedule, backward))
+    _check_edges(schedule)
     busy = shape.micros * (1 + backward)
+    return ScheduleCost(1 - busy / end, tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
+
+
+def spans(schedule: Schedule, backward: float = BACKWARD) -> list[Spans]:
+    """Return when each rank does its work, if every rank works in order and as early as possible.
+
+    Args:
+        backward: as for :func:`simulate`.
+
+    Raises:
+        PartitaError: the schedule has a deadlock.
+    """
+    shape, last = schedule.shape, schedule.shape.num_stages - 1
     if schedule.splits_weights:
         backward -= WEIGHTS
     cost = {Work.FORWARD: 1.0, Work.BACKWARD: backward, Work.WEIGHTS: WEIGHTS}
     done = dict[tuple[Work, int, int], float]()
-    position, free = [0] * shape.ranks, [0.0] * shape.ranks
+    rows: list[Spans] = [[] for _ in range(shape.ranks)]
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(schedule.orders):
-            while position[rank] < len(order):
-                action = order[position[rank]]
+            row = rows[rank]
+            while len(row) < len(order):
+                action = order[len(row)]
                 stage = shape.stage(rank, action.chunk)
                 needed = _needed(action, stage, last)
                 if any(need not in done for need in needed):
                     break
-                start = max([free[rank], *(done[need] for need in needed)])
-                free[rank] = start + cost[action.work] / shape.chunks
-                done[action.work, stage, action.micro] = free[rank]
-                position[rank] += 1
+                free = row[-1][2] if row else 0.0
+                start = max([free, *(done[need] for need in needed)])
+                row.append((action, start, start + cost[action.work] / shape.chunks))
+                done[action.work, stage, action.micro] = row[-1][2]
                 moved = True
     for rank, order in enumerate(schedule.orders):
-        if position[rank] < len(order):
+        if len(rows[rank]) < len(order):
             raise PartitaError(
                 f"the schedule {schedule.name} of {shape} cannot be run: rank {rank} would wait forever before "
-                f"{order[position[rank]]}\n{schedule}"
+                f"{order[len(rows[rank])]}\n{schedule}"
             )
-    _check_edges(schedule)
-    return ScheduleCost(1 - busy / max(free), tuple(_max_kept(schedule, rank) for rank in range(shape.ranks)))
+    return rows
 
 
 def _needed(action: Action, number: int, last: int) -> list[tuple[Work, int, int]]:

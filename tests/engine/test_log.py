@@ -1,0 +1,142 @@
+"""Metrics that a loop logs by ``engine.log``: rows, sinks, resumed and rewound runs, and errors."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.observe.metrics import METRICS_FILE
+from partita.train.job import load_job
+from tests.kit.models import Stack, square_loss
+from tests.kit.ranks import on_ranks
+from tests.kit.training import rank
+
+
+def config_of(folder: Path, **sections: Any) -> dict[str, Any]:
+    return {"zero": {"stage": 3}, "metrics": {"dir": str(folder)}, **sections}
+
+
+def rows(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    lines = (folder / METRICS_FILE).read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert {row["kind"] for row in found} == {"logged"}
+    return [(row["step"], row["values"]) for row in found]
+
+
+def run(engine: partita.Engine, steps: int) -> None:
+    for _ in range(steps):
+        loss = square_loss(engine.module, rank(), engine.global_step)
+        engine.backward(loss)
+        engine.step()
+        engine.log({"rank": rank(), "loss": loss})
+
+
+def logged(folder: Path) -> list[float]:
+    losses = []
+    with partita.initialize(Stack(2), config_of(folder)) as engine:
+        for step in range(2):
+            loss = square_loss(engine.module, rank(), step)
+            engine.backward(loss)
+            engine.step()
+            engine.log({"rank": rank(), "loss": loss})
+            engine.log({"one element": torch.tensor([2.5])})
+            losses.append(loss.item())
+    return losses
+
+
+def test_rank_0_writes_its_values(tmp_path: Path) -> None:
+    losses, _ = on_ranks(2, logged, tmp_path / "new" / "run")
+    assert rows(tmp_path / "new" / "run") == [
+        (1, {"rank": 0.0, "loss": losses[0]}),
+        (1, {"one element": 2.5}),
+        (2, {"rank": 0.0, "loss": losses[1]}),
+        (2, {"one element": 2.5}),
+    ]
+
+
+def resumed(folder: Path) -> None:
+    config = config_of(folder, checkpoint={"dir": str(folder / "checkpoints")})
+    with partita.initialize(Stack(2), config) as engine:
+        run(engine, 2)
+        engine.save()
+        run(engine, 2)
+    with partita.initialize(Stack(2), config) as engine:
+        assert engine.resume() is not None
+        if rank() == 0:
+            assert [step for step, _ in rows(folder)] == [1, 2, 3, 4]
+        run(engine, 1)
+        if rank() == 0:
+            assert [step for step, _ in rows(folder)] == [1, 2, 3]
+        run(engine, 1)
+        engine.load()  # back to step 2 in the same run
+        run(engine, 1)
+
+
+def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
+    on_ranks(2, resumed, tmp_path)
+    assert [step for step, _ in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_sinks_get_the_values(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(tmp_path)
+    config["metrics"]["sinks"] = ["tensorboard"]
+    with partita.initialize(Stack(2), config) as engine:
+        run(engine, 2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("rank")] == [(1, 0.0), (2, 0.0)]
+
+
+def test_another_run_does_not_replace_the_rows(tmp_path: Path) -> None:
+    with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        run(engine, 1)
+    before = rows(tmp_path)
+    with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        with pytest.raises(PartitaError, match=r"engine\.log: '.*metrics\.jsonl' holds the rows of an earlier run"):
+            run(engine, 1)
+    assert rows(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss": "low"}, "expected a number or a tensor with one element by name; 'loss' is 'low'"),
+        ({"loss": torch.zeros(2)}, "'loss' is a tensor of shape [2]"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused(values: dict[Any, Any], message: str, tmp_path: Path) -> None:
+    with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        with pytest.raises(PartitaError, match=re.escape(message)):
+            engine.log(values)
+    assert not (tmp_path / METRICS_FILE).exists()
+
+
+def test_without_a_folder_the_key_is_named() -> None:
+    with partita.initialize(Stack(2), {}) as engine:
+        with pytest.raises(ConfigError, match=r"engine\.log: there is no folder .*: set metrics\.dir"):
+            engine.log({"loss": 1.0})
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with partita.initialize(Stack(2), config_of(tmp_path / "file" / "inner")) as engine:
+        with pytest.raises(PartitaError, match=r"into '.*inner': Not a directory; set metrics\.dir"):
+            engine.log({"loss": 1.0})
+
+
+def test_a_sink_that_is_not_installed_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partita.observe.sinks.installed", lambda name: False)
+    with pytest.raises(ConfigError, match=r"metrics\.sinks: mlflow is not installed: pip install mlflow"):
+        partita.initialize(Stack(2), {"metrics": {"sinks": ["mlflow"]}})
+
+
+def test_the_trainer_has_metrics_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.metrics: is for loops that call engine\.log"):
+        load_job({"engine": {"metrics": {"dir": str(tmp_path)}}})

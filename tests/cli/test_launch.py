@@ -24,7 +24,8 @@ from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train.job import Job
 from tests.cli.processes import finish, start, start_node, start_torchrun, wait_for, workers_of, write_job
 
-ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000")
+# Few lines, so that the pipe of the output, which is read at the end, does not fill.
+ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000", "--set", "train.log_every=50")
 
 
 def training_has_begun(folder: Path) -> bool:

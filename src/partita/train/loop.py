@@ -11,16 +11,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from rich.console import Console
 from torch import Tensor
 
+from partita.config.launchers import launch_environment
+from partita.config.resolve import resolve
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
 from partita.layout.dtypes import dtype_of
+from partita.memory import accelerator
 from partita.memory.collector import collector_frozen
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
@@ -28,10 +32,11 @@ from partita.observe.progress import TrainingProgress, notices_on
 from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.table.residence import ENCODINGS
-from partita.train.data import Batches, Corpus, load_corpus
+from partita.train.adapters import export_adapters, is_adapted
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
+from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.watched_steps import WatchedSteps
@@ -73,9 +78,19 @@ def train(job: Job, console: Console) -> Outcome:
     """
     ready = build_model(job.model, job.data)
     num_parameters = sum(param.numel() for param in ready.module.parameters())  # before they are sharded
-    corpus = load_corpus(job.data, ready.encode)
-    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
-        return _Run(job, ready, corpus, engine, console).run(num_parameters)
+    with notices_on(console):
+        corpus = load_data(job.data, ready)
+        job = _with_steps(job, corpus)
+        with initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
+            return _Run(job, ready, corpus, engine, console).run(num_parameters)
+
+
+def _with_steps(job: Job, corpus: AnyCorpus) -> Job:
+    """Return the job with a number of steps, if it has a number of epochs."""
+    if job.train.epochs is None:
+        return job
+    batch = resolve(job.engine, launch_environment().world_size, accelerator.device_type()).batch
+    return job.with_steps(math.ceil(job.train.epochs * corpus.samples_per_epoch(job.data.sequence) / batch.total))
 
 
 def explain(job: Job, console: Console) -> None:
@@ -85,19 +100,21 @@ def explain(job: Job, console: Console) -> None:
         ConfigError: the job does not fit this number of ranks, or its model.
     """
     ready = build_model(job.model, job.data)
-    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
+    with notices_on(console), initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
         if engine.mesh.rank == 0:
             console.print(engine.explain(), soft_wrap=True, markup=False, highlight=False)
 
 
 class _Run:
-    def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
+    def __init__(
+        self, job: Job, ready: ReadyModel, corpus: AnyCorpus, engine: Engine, console: Console
+    ) -> None:
         self._job = job
         self._ready = ready
         self._engine = engine
         mesh = engine.mesh
-        batch = engine.blueprint.resolved.batch
-        self._batches = Batches(corpus, job.data, batch, mesh.coordinate("data"), mesh.size("data"), mesh.device)
+        self._batches = make_batches(corpus, job.data, engine)
+        check_corpus(corpus, job.data, engine)
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
@@ -202,8 +219,8 @@ class _Run:
         meter.losses.append(loss)
         return step
 
-    def _micro_batches(self, windows: Iterator[Tensor]) -> Iterator[dict[str, Tensor]]:
-        return (self._ready.inputs(window) for window in windows)
+    def _micro_batches(self, batches: Iterator[Tensor] | Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return (one if isinstance(one, dict) else self._ready.inputs(one) for one in batches)
 
     def _log(self, step: int, meter: _Meter) -> None:
         loss = torch.stack(meter.losses).mean().item()
@@ -267,18 +284,21 @@ class _Run:
             self._writer.write(row)
 
     def _print_start(self, num_parameters: int) -> None:
-        job, corpus = self._job, self._batches.corpus
-        token = self._ready.token
+        job, token = self._job, self._ready.token
+        num_train, num_held_out = self._batches.corpus.sizes
         self._progress.print_line(
-            f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
-            f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
+            f"{num_parameters / 1e6:.2f}M parameters, {num_train / 1e6:.2f}M {token}s to train on and "
+            f"{num_held_out / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
         )
         if job.train.metrics == "auto" and not job.sinks:
             self._progress.print_line("TensorBoard is not installed: no event files")
 
     def _finish(self, steps: int, interrupted: bool) -> None:
         job, out = self._job, self._job.out
-        self._engine.export(out / WEIGHTS)
+        if is_adapted(self._engine.module):
+            export_adapters(self._engine, out / WEIGHTS)
+        else:
+            self._engine.export(out / WEIGHTS)
         sample = None if interrupted else self._write_sample()
         if not self._is_first:
             return

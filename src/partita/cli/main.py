@@ -9,9 +9,11 @@ from partita.cli.checkpoint import checkpoint
 from partita.cli.console import replace_unprintable
 from partita.cli.convert import convert
 from partita.cli.doctor import doctor
+from partita.cli.evaluate import eval_command
 from partita.cli.machine import machine
 from partita.cli.plan import PlanCommand, plan
 from partita.cli.run import run
+from partita.cli.sample import sample
 from partita.cli.schema import schema
 from partita.cli.simulate import SimulateCommand, simulate
 from partita.cli.train import train
@@ -25,6 +27,8 @@ app = typer.Typer(
     help="Train PyTorch models that do not fit on one device, by sharding and offloading every training state.",
 )
 app.command()(train)
+app.command(name="eval")(eval_command)
+app.command()(sample)
 # Arguments after SCRIPT belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(cls=PlanCommand)(plan)

@@ -67,6 +67,7 @@ class TrainingProgress:
     def held_out(self, row: HeldOutRow) -> None:
         """Show an evaluation: a line above the bar, or, without a terminal, a line with all current figures."""
         line = f"step {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {row.held_out_loss:.4f}"
+        line += f"  perplexity {row.perplexity:.2f}"
         if not self._live and self._last_row is not None:
             line += f"  {figures(self._last_row)}  ETA {_duration(self._remaining_s(row.step))}"
         self.print_line(line)

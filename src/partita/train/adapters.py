@@ -20,25 +20,46 @@ def add_lora(module: nn.Module, lora: LoraSection) -> nn.Module:
     Raises:
         ConfigError: peft is missing, or finds no layers to adapt.
     """
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError("model.lora needs the package peft: pip install peft") from None
+    peft = _peft()
     targets = list(lora.target_modules) if isinstance(lora.target_modules, tuple) else lora.target_modules
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=lora.dropout
     )
     try:
-        adapted: nn.Module = peft.get_peft_model(module, settings)
+        adapted: Any = peft.get_peft_model(module, settings)
     except ValueError as error:
         linear = sorted({path.rpartition(".")[2] for path, one in module.named_modules() if isinstance(one, nn.Linear)})
         raise ConfigError(
             f"model.lora.target_modules: peft cannot adapt {type(module).__name__}: {str(error).splitlines()[0]}; name "
             f"layers of the model ({', '.join(linear)}), or set it to all-linear"
         ) from error
-    config: Any = adapted.peft_config["default"]  # type: ignore[index, union-attr]  # peft's attribute
+    config = adapted.peft_config["default"]
     config.base_model_name_or_path = str(Path(config.base_model_name_or_path).resolve())
+    return adapted  # type: ignore[no-any-return]  # peft has no types
+
+
+def read_lora(module: nn.Module, folder: Path) -> nn.Module:
+    """Return the model with the adapters in a folder, frozen.
+
+    Raises:
+        ConfigError: peft is missing, or the folder does not have adapters of this model.
+    """
+    try:
+        adapted: nn.Module = _peft().PeftModel.from_pretrained(module, str(folder))
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.lora: '{folder}' has no adapters of {type(module).__name__}: {str(error).splitlines()[0]}; "
+            "name the folder of a run with this model"
+        ) from error
     return adapted
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("model.lora needs the package peft: pip install peft") from None
+    return peft
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -62,7 +83,7 @@ def export_adapters(engine: Engine, folder: Path) -> None:
                 stale.unlink()
             module.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
         except OSError as error:
-            problem = f"cannot write the adapters into '{folder}': {error.strerror or error}; free space, or set train.out"
+            problem = f"cannot write the adapters into '{folder}': {error.strerror or error}; set train.out"
     if engine.any(problem is not None):
         raise PartitaError(problem or "rank 0 cannot write the adapters: see its error")
 

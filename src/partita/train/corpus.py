@@ -1,5 +1,8 @@
 """The corpus of a job, of text or of documents, and checks that need the engine."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,7 +10,7 @@ from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.job import DataSection
-from partita.train.models import HuggingFaceModel, ReadyModel
+from partita.train.models import HuggingFaceModel, ReadyModel, vocabulary_size
 from partita.train.packing import IGNORED, PackedBatches, PackedCorpus, pack_documents
 from partita.train.token_cache import cached_tokens
 
@@ -27,7 +30,7 @@ def load_data(data: DataSection, ready: ReadyModel) -> AnyCorpus:
     if not isinstance(ready, HuggingFaceModel) or ready.documents is None:
         return load_corpus(data, ready.encode)
     tokens = cached_tokens(data, ready.documents)
-    vocabulary = ready.module.config.vocab_size  # type: ignore[union-attr]  # transformers' attribute
+    vocabulary = vocabulary_size(ready.module)
     if tokens.largest >= vocabulary:
         raise ConfigError(
             f"data.tokenizer: token {tokens.largest} of the tokenizer is not in the model's vocabulary of {vocabulary} "
@@ -43,6 +46,11 @@ def make_batches(corpus: AnyCorpus, data: DataSection, engine: Engine) -> Batche
     if isinstance(corpus, PackedCorpus):
         return PackedBatches(corpus, data, batch, *position)
     return Batches(corpus, data, batch, *position)
+
+
+def model_inputs(batches: Iterator[Tensor] | Iterator[dict[str, Any]], ready: ReadyModel) -> Iterator[dict[str, Any]]:
+    """Return micro-batches as arguments of the model."""
+    return (batch if isinstance(batch, dict) else ready.inputs(batch) for batch in batches)
 
 
 def check_corpus(corpus: AnyCorpus, data: DataSection, engine: Engine) -> None:
@@ -99,5 +107,4 @@ def _loss_of_second(data: DataSection, engine: Engine, seed: int) -> float:
 def _draw(seed: int, num: int, length: int, engine: Engine) -> Tensor:
     """Return random tokens: [num, length]. They differ between data ranks."""
     generator = torch.Generator().manual_seed(1000 * seed + engine.mesh.coordinate("data"))
-    vocabulary = engine.module.config.vocab_size  # type: ignore[union-attr]  # transformers' attribute
-    return torch.randint(int(vocabulary), (num, length), generator=generator, device="cpu")
+    return torch.randint(vocabulary_size(engine.module), (num, length), generator=generator, device="cpu")

@@ -131,6 +131,10 @@ class Batches:
         last = len(text) - self.data.sequence - 1
         return self._micro_batches(text, torch.arange(num_windows, device="cpu") * last // max(1, num_windows - 1))
 
+    def num_held_out(self, num_batches: int) -> int:
+        """Return the tokens that :meth:`held_out` predicts on all ranks."""
+        return num_batches * self.tokens_per_step
+
     def _micro_batches(self, text: Tensor, starts: Tensor) -> Iterator[Tensor]:
         offsets = torch.arange(self.data.sequence + 1, device="cpu")
         for mine in starts.view(-1, self.num_ranks, self.batch.micro)[:, self.rank]:
@@ -150,5 +154,7 @@ def _read_stdlib() -> list[bytes]:
 def _read_files(data: DataSection) -> list[bytes]:
     documents = [file.read_bytes() for file in corpus_files(data)]
     if not any(documents):
-        raise ConfigError(f"data.corpus: no text in the files '{data.pattern}' of '{data.corpus}'; correct data.pattern")
+        raise ConfigError(
+            f"data.corpus: no text in the files '{data.pattern}' of '{data.corpus}'; correct data.pattern"
+        )
     return documents

@@ -3,7 +3,7 @@
 The library ``datasets`` reads the rows in batches, so that files are never in memory as a unit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ class DocumentEncoder:
         """A text that differs between encoders whose tokens may differ."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        return repr((type(self.tokenizer).__name__, rules, sorted(self.tokenizer.special_tokens_map.items()), self.template))
+        return repr(
+            (type(self.tokenizer).__name__, rules, sorted(self.tokenizer.special_tokens_map.items()), self.template)
+        )
 
 
 def document_encoder(tokenizer: Any, data: DataSection) -> DocumentEncoder:
@@ -176,9 +178,10 @@ def _column(batch: Mapping[str, Sequence[Any]], name: str, first: int, data: Dat
     for index, value in enumerate(batch[data.field]):
         if not isinstance(value, kind):
             got = "nothing" if value is None else f"{shown(value)} ({type(value).__name__})"
-            remedy = "; set data.chat_template" if isinstance(value, list) else "; correct the row, or set data.field"
+            remedy = "set data.chat_template" if isinstance(value, list) else "correct the row, or set data.field"
             raise ConfigError(
-                f"data.field: row {first + index + 1} of '{name}' has {got} in '{data.field}', expected {expected}{remedy}"
+                f"data.field: row {first + index + 1} of '{name}' has {got} in '{data.field}', expected {expected}; "
+                f"{remedy}"
             )
     return batch[data.field]
 
@@ -225,5 +228,3 @@ def _datasets() -> Any:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-

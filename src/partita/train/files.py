@@ -35,9 +35,7 @@ def corpus_files(data: DataSection) -> list[Path]:
         files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     else:
         choice = "" if data.format != "text" else ", or set it to 'stdlib'"
-        raise ConfigError(
-            f"data.corpus: no file or folder '{path}' (looked in {Path.cwd()}); correct the path{choice}"
-        )
+        raise ConfigError(f"data.corpus: no file or folder '{path}' (looked in {Path.cwd()}); correct the path{choice}")
     for file in files:
         check_format(file, data.format)
     return files

@@ -8,10 +8,8 @@ All ranks run the same loop: they evaluate, stop and export after the same steps
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -33,10 +31,10 @@ from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.table.residence import ENCODINGS
 from partita.train.adapters import export_adapters, is_adapted
+from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches, model_inputs
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
-from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.watched_steps import WatchedSteps
@@ -106,9 +104,7 @@ def explain(job: Job, console: Console) -> None:
 
 
 class _Run:
-    def __init__(
-        self, job: Job, ready: ReadyModel, corpus: AnyCorpus, engine: Engine, console: Console
-    ) -> None:
+    def __init__(self, job: Job, ready: ReadyModel, corpus: AnyCorpus, engine: Engine, console: Console) -> None:
         self._job = job
         self._ready = ready
         self._engine = engine
@@ -207,7 +203,7 @@ class _Run:
         """Train on the next batch; return the step that is done. It is an earlier one if training was rewound."""
         extra = self._engine.extra
         number = step + extra.get(SKIPPED_BATCHES, 0)
-        loss = self._engine.train_batch(self._micro_batches(self._batches.train(number)))
+        loss = self._engine.train_batch(model_inputs(self._batches.train(number), self._ready))
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
             extra[SKIPPED_BATCHES] = number - rewound_to
@@ -218,9 +214,6 @@ class _Run:
             return rewound_to
         meter.losses.append(loss)
         return step
-
-    def _micro_batches(self, batches: Iterator[Tensor] | Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return (one if isinstance(one, dict) else self._ready.inputs(one) for one in batches)
 
     def _log(self, step: int, meter: _Meter) -> None:
         loss = torch.stack(meter.losses).mean().item()
@@ -260,7 +253,7 @@ class _Run:
         peaks = engine.each(peak_flops(engine.mesh.device, dtype) or 0.0)
         if not all(peaks):
             return None
-        inputs = next(self._micro_batches(self._batches.held_out(1)))
+        inputs = next(model_inputs(self._batches.held_out(1), self._ready))
         engine.eval()
         micro_flops = training_flops(engine.module, lambda: engine(**inputs))
         engine.train()
@@ -273,7 +266,7 @@ class _Run:
         return tuple(round(num_bytes) for num_bytes in self._engine.each(peak))
 
     def _evaluate(self, step: int) -> None:
-        inputs = list(self._micro_batches(self._batches.held_out(self._job.train.eval_batches)))
+        inputs = list(model_inputs(self._batches.held_out(self._job.train.eval_batches), self._ready))
         self._last_held_out = self._engine.eval_batch(inputs).item()
         row = HeldOutRow(step, step * self._batches.tokens_per_step, self._last_held_out)
         self._progress.held_out(row)

@@ -3,20 +3,21 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from partita.config.messages import shown
 from partita.config.launchers import launch_environment
+from partita.config.messages import shown
 from partita.errors import ConfigError
 from partita.train import adapters
 from partita.train.data import bytes_to_tokens
 from partita.train.decoder import Decoder, DecoderShape
-from partita.train.documents import DocumentEncoder, document_encoder
-from partita.train.job import DataSection, LoraSection, ModelSection
+from partita.train.documents import OWN_TEMPLATE, DocumentEncoder, document_encoder
+from partita.train.job import DataSection, ModelSection
 
 NUM_BYTES = 256
 # Code that comes with a model is never run, and the user is not asked to allow it.
@@ -29,10 +30,10 @@ class ByteDecoder:
 
     token = "byte"
     end_token: int | None = None
-    weights: Path | None = None
 
-    def __init__(self, model: ModelSection) -> None:
+    def __init__(self, model: ModelSection, weights: Path | None = None) -> None:
         self.module = Decoder(decoder_shape(model))
+        self.weights = weights
 
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
         return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
@@ -127,13 +128,34 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
             for documents, a model that cannot be trained on packed documents, or no layers to adapt.
     """
     torch.manual_seed(model.seed)
-    ready = (
-        ByteDecoder(model)
-        if model.huggingface is None
-        else _build_huggingface(model.huggingface, data, model.lora, reads_weights)
-    )
+    if model.huggingface is None:
+        return ByteDecoder(model)
+    adapt = None if model.lora is None else partial(adapters.add_lora, lora=model.lora)
+    ready = _build_huggingface(model.huggingface, data, adapt, reads_weights=reads_weights)
     ready.module.train()  # from_pretrained leaves dropout off
     return ready
+
+
+def build_trained(model: ModelSection, data: DataSection, folder: Path) -> ReadyModel:
+    """Build the model of a job with the weights and the tokenizer that a run has written into ``folder``.
+
+    Raises:
+        ConfigError: as for :func:`build_model`.
+    """
+    if model.huggingface is None:
+        return ByteDecoder(model, folder)
+    template = None if data.chat_template is None else OWN_TEMPLATE  # it was saved with the tokenizer
+    tokenizer = str(folder) if _has_tokenizer(folder) else None
+    data = data.model_copy(update={"tokenizer": tokenizer, "chat_template": template})
+    if model.lora is None:
+        return _build_huggingface(str(folder), data)
+    return _build_huggingface(model.huggingface, data, partial(adapters.read_lora, folder=folder))
+
+
+def vocabulary_size(module: nn.Module) -> int:
+    """Return the number of tokens that a model of transformers knows."""
+    config: Any = module.config
+    return int(config.vocab_size)
 
 
 def decoder_shape(model: ModelSection) -> DecoderShape:
@@ -150,8 +172,13 @@ def decoder_shape(model: ModelSection) -> DecoderShape:
 
 
 def _build_huggingface(
-    source: str | Mapping[str, Any], data: DataSection, lora: LoraSection | None, reads_weights: bool
+    source: str | Mapping[str, Any],
+    data: DataSection,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
+    *,
+    reads_weights: bool = True,
 ) -> ReadyModel:
+    """Build a causal language model of transformers. ``adapt`` adds adapters to it, which takes its values."""
     auto = _transformers().AutoModelForCausalLM
     path = Path(source) if isinstance(source, str) else None
     if path is not None and not path.exists():
@@ -175,26 +202,23 @@ def _build_huggingface(
         return module
 
     weights = path if reads_weights and path is not None and path.is_dir() and _has_weights(path) else None
-    if weights is None or lora is not None:
-        if lora is not None and weights is None and reads_weights:
+    if weights is None:
+        if adapt is not None and reads_weights:
             raise ConfigError(
                 f"model.lora: '{path}' has no weights for adapters to change; set model.huggingface to a folder with "
                 "safetensors files"
             )
-        reads = weights is not None and launch_environment().rank == 0
-        with adapters.no_values() if weights is not None and not reads else nullcontext():
-            module = _attempt(pretrained if reads else fresh, source)
-        weights = None
-    elif any(weights.glob("*.safetensors")):
+        module = _attempt(fresh, source)
+    elif adapt is None and any(weights.glob("*.safetensors")):
         with torch.device("meta"):
             module = _attempt(fresh, source)
     else:
-        module, weights = _attempt(pretrained, source), None
+        with nullcontext() if launch_environment().rank == 0 else adapters.no_values():
+            module = _attempt(pretrained if launch_environment().rank == 0 else fresh, source)
+        weights = None
     if documents is not None:
         _check_takes_documents(module, data)
-    if lora is not None:
-        module = adapters.add_lora(module, lora)
-    return HuggingFaceModel(module, tokenizer, weights, documents)
+    return HuggingFaceModel(adapt(module) if adapt is not None else module, tokenizer, weights, documents)
 
 
 def _check_context(config: Any, data: DataSection) -> None:
@@ -274,9 +298,13 @@ def _config(source: str | Mapping[str, Any], *, on_bytes: bool) -> Any:
 
 
 def _tokenizer(folder: Path) -> Any:
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    if not _has_tokenizer(folder):
         return None
     return _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True, **_NO_CODE)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
 from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
@@ -88,12 +87,12 @@ def pack_documents(tokens: CachedTokens, data: DataSection) -> PackedCorpus:
     order = torch.randperm(len(ends), generator=generator, device="cpu").numpy()
     total = np.cumsum((ends - starts)[order])
     num_held_out = min(int(np.searchsorted(total, data.held_out * total[-1])) + 1, len(ends) - 1)
-    sides = []
+    sides = list[Samples]()
     for chosen in (np.sort(order[num_held_out:]), np.sort(order[:num_held_out])):
         pieces = cut(starts[chosen], ends[chosen] - starts[chosen], data.sequence)
         sides.append(fill_samples(*pieces, data.sequence) if data.pack else one_per_sample(*pieces))
     settings = (tokens.digest, data.held_out, data.seed, data.sequence, data.pack)
-    return PackedCorpus(tokens, *sides, xxhash.xxh3_64(repr(settings).encode()).hexdigest())
+    return PackedCorpus(tokens, sides[0], sides[1], xxhash.xxh3_64(repr(settings).encode()).hexdigest())
 
 
 def cut(starts: Integers, lengths: Integers, width: int) -> tuple[Integers, Integers]:
@@ -180,11 +179,17 @@ class PackedBatches:
 
         They are spread evenly over the held-out samples, or are all of them, filled up with samples that count nothing.
         """
-        samples = self.corpus.held_out
-        num = min(num_batches * self.batch.total, samples.num)
-        indices: list[int | None] = [place * samples.num // num for place in range(num)]
-        indices += [None] * (-num % self.batch.total)
-        return self._micro_batches(samples, indices)
+        indices = self._held_out_samples(num_batches)
+        return self._micro_batches(self.corpus.held_out, [*indices, *[None] * (-len(indices) % self.batch.total)])
+
+    def num_held_out(self, num_batches: int) -> int:
+        """Return the tokens that :meth:`held_out` predicts on all ranks."""
+        return int(self.corpus.held_out.targets[self._held_out_samples(num_batches)].sum())
+
+    def _held_out_samples(self, num_batches: int) -> list[int]:
+        all_samples = self.corpus.held_out.num
+        num = min(num_batches * self.batch.total, all_samples)
+        return [place * all_samples // num for place in range(num)]
 
     def _micro_batches(self, samples: Samples, indices: Sequence[int | None]) -> Iterator[dict[str, Any]]:
         num_targets = sum(int(samples.targets[index]) for index in indices if index is not None)

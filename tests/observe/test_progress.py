@@ -30,7 +30,9 @@ def shown(terminal: bool, quiet: bool = False) -> str:
 def test_without_a_terminal_there_is_one_line_an_evaluation() -> None:
     lines = shown(terminal=False).splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("step  5/10  held-out loss 1.5000  loss 2.3457  12,346 tokens/s  grad norm 0.50")
+    assert lines[0].startswith(
+        "step  5/10  held-out loss 1.5000  perplexity 4.48  loss 2.3457  12,346 tokens/s  grad norm 0.50"
+    )
     assert "412 MB per rank" in lines[0]
     assert "ETA 0:00" in lines[1]
     assert lines[2] == "[not] {markup}"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.format.folder import complete_checkpoints
@@ -15,6 +14,8 @@ from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
+from partita.train.data import load_corpus
+from partita.train.decoder_files import read_decoder_files
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
@@ -86,11 +87,11 @@ def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> Non
     job = tiny(tmp_path)
     outcome, _ = run(job)
     ready = build_model(ModelSection(layers=1, width=32, heads=2, seed=99), DataSection())
-    ready.module.load_state_dict(load_file(outcome.out / "model" / "model.safetensors"))
+    read_decoder_files(outcome.out / "model", ready.module, tied=False)
     engine = loop.initialize(ready.module, {"batch": {"micro": 8}})
     with engine:
         again = loop._Run(
-            tiny(tmp_path, ["train.overwrite=true"]), ready, loop.load_corpus(job.data), engine, Console(quiet=True)
+            tiny(tmp_path, ["train.overwrite=true"]), ready, load_corpus(job.data), engine, Console(quiet=True)
         )
         again._evaluate(0)
         again._writer.close()  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from partita.errors import ConfigError
 from partita.train import adapters
 from partita.train.data import bytes_to_tokens
 from partita.train.decoder import Decoder, DecoderShape
+from partita.train.decoder_files import read_decoder_files, write_decoder_files
 from partita.train.documents import OWN_TEMPLATE, DocumentEncoder, document_encoder
 from partita.train.job import DataSection, ModelSection
 
@@ -30,10 +31,11 @@ class ByteDecoder:
 
     token = "byte"
     end_token: int | None = None
+    weights: Path | None = None
 
-    def __init__(self, model: ModelSection, weights: Path | None = None) -> None:
-        self.module = Decoder(decoder_shape(model))
-        self.weights = weights
+    def __init__(self, model: ModelSection) -> None:
+        self._shape = decoder_shape(model)
+        self.module = Decoder(self._shape)
 
     def inputs(self, windows: Tensor) -> dict[str, Tensor]:
         return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
@@ -52,7 +54,7 @@ class ByteDecoder:
         return bytes(tokens).decode(errors="replace")
 
     def save_config(self, folder: Path) -> None:
-        """Do nothing, because the job file that the loop writes has all sizes."""
+        write_decoder_files(folder, self._shape)
 
 
 class HuggingFaceModel:
@@ -143,7 +145,9 @@ def build_trained(model: ModelSection, data: DataSection, folder: Path) -> Ready
         ConfigError: as for :func:`build_model`.
     """
     if model.huggingface is None:
-        return ByteDecoder(model, folder)
+        decoder = ByteDecoder(model)
+        read_decoder_files(folder, decoder.module, tied=model.tied)
+        return decoder
     template = None if data.chat_template is None else OWN_TEMPLATE  # it was saved with the tokenizer
     tokenizer = str(folder) if _has_tokenizer(folder) else None
     data = data.model_copy(update={"tokenizer": tokenizer, "chat_template": template})

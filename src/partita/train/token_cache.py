@@ -79,8 +79,8 @@ def _write(folder: Path, data: DataSection, encoder: DocumentEncoder) -> None:
         _write_files(temporary, read_documents(data, encoder))
         if not (temporary / _ENDS).stat().st_size:
             raise ConfigError(
-                f"data.corpus: no document with text in '{data.corpus}' (field '{data.field}'); name files with rows, "
-                "or correct data.field"
+                f"data.corpus: no document with text in '{data.corpus}' (files '{data.pattern}', field "
+                f"'{data.field}'); name files with rows, or correct data.pattern or data.field"
             )
         temporary.rename(folder)
     finally:

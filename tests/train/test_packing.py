@@ -1,5 +1,6 @@
 """Samples of documents, and the batches made of them."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_documents_are_held_out_whole_and_never_trained_on() -> None:
     assert not sides[0] & sides[1]
     assert len(sides[0] | sides[1]) == sum(LENGTHS)
     bounds = [0, *np.cumsum(LENGTHS)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         assert len({token in sides[1] for token in range(start, end)}) == 1
     assert len(sides[1]) >= 0.2 * sum(LENGTHS)
     assert corpus(held_out=0.2, seed=1).held_out.starts.tolist() != made.held_out.starts.tolist()

@@ -1,4 +1,4 @@
-"""``partita train`` on documents: fine-tuned with LoRA or in full, interrupted, resumed, evaluated, loaded elsewhere."""
+"""``partita train`` on documents: with LoRA or in full, interrupted, resumed, evaluated, loaded by other libraries."""
 
 import io
 from pathlib import Path
@@ -59,8 +59,6 @@ def test_an_interrupted_run_is_resumed_evaluated_and_loaded(
     assert (written / "model.safetensors").exists() != bool(adapters)
     reader = AutoTokenizer.from_pretrained(written)
     batch = reader(texts(1, seed=9)[0], return_tensors="pt")
-    ready = build_model(trained.load_trained(stopped.out).model, stopped.data, reads_weights=False)
-    assert ready.encode(b"w1").tolist() == reader("w1")["input_ids"]
     loaded = AutoModelForCausalLM.from_pretrained(written).eval()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     logits = loaded(batch["input_ids"]).logits
@@ -201,18 +199,14 @@ def test_evaluations_report_the_perplexity(tmp_path: Path) -> None:
 
 
 def test_a_run_without_results_cannot_be_evaluated(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'.*' has no results of a run \(job.yaml and model/\); train first, or name"
-    ):
+    with pytest.raises(ConfigError, match=r"'.*' has no results of a run \(job.yaml and model/\); train first, or"):
         trained.load_trained(tmp_path)
 
 
 def test_a_sample_ends_with_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = job(tmp_path)
-    ready = build_model(
-        of.model.model_copy(update={"huggingface": str(tmp_path / "model" / "config.json")}),
-        of.data.model_copy(update={"tokenizer": str(tmp_path / "model")}),
-    )
+    fresh = of.model.model_copy(update={"huggingface": f"{tmp_path}/model/config.json"})
+    ready = build_model(fresh, of.data.model_copy(update={"tokenizer": f"{tmp_path}/model"}))
     assert isinstance(ready, HuggingFaceModel)
     assert ready.end_token == END
     monkeypatch.setattr(ready, "logits", lambda tokens: torch.eye(40)[torch.full_like(tokens, END)])
@@ -237,13 +231,9 @@ def test_adapters_that_cannot_be_made_are_refused(tmp_path: Path, lora: str, mes
 
 
 def test_adapters_need_weights(tmp_path: Path) -> None:
-    model_folder(tmp_path / "model")
-    of = job(
-        tmp_path, "model.lora={}", f"model.huggingface={tmp_path}/model/config.json", tokenizer=f"{tmp_path}/model"
-    )
-    with pytest.raises(
-        ConfigError, match="model.lora: '.*config.json' has no weights for adapters to change; set model"
-    ):
+    folder = model_folder(tmp_path / "model")
+    of = job(tmp_path, "model.lora={}", f"model.huggingface={folder}/config.json", tokenizer=str(folder))
+    with pytest.raises(ConfigError, match="model.lora: '.*config.json' has no weights for adapters to change; set m"):
         build_model(of.model, of.data)
 
 

@@ -34,6 +34,7 @@ def losses(of: Job) -> tuple[list[float], list[float]]:
     return [row.loss for row in train], [row.held_out_loss for row in held_out]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own use of it
 @pytest.mark.parametrize("adapters", [(LORA,), ()], ids=["lora", "full"])
 def test_an_interrupted_run_is_resumed_evaluated_and_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: tuple[str, ...]
@@ -95,6 +96,25 @@ def test_adapters_on_two_ranks_start_from_the_weights_that_rank_0_reads(tmp_path
     overrides = [no_dropout, f"train.out={tmp_path}/two"]
     one, other = on_ranks(2, trained_on_ranks, sections, overrides, with_group=False)
     assert one == other == pytest.approx(first.held_out_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor", "sequence"])
+def test_documents_are_separated_on_other_axes(tmp_path: Path, axis: str) -> None:
+    sections = job_sections(tmp_path)
+    sections["model"] = {"huggingface": str(model_folder(tmp_path / "model", num_key_value_heads=2))}
+    first = loop.train(load_job(sections, ["engine.batch.accumulate=2"]), QUIET)
+    overrides = [f"train.out={tmp_path}/two", "engine.batch.accumulate=2", f"engine.parallel.{axis}=2"]
+    overrides += ["engine.zero.stage=1"] if axis == "pipeline" else []
+    one, other = on_ranks(2, trained_on_ranks, sections, overrides, with_group=False)
+    assert one == other == pytest.approx(first.held_out_loss, rel=1e-4)
+
+
+def test_full_weights_replace_adapters_of_an_earlier_run(tmp_path: Path) -> None:
+    for overrides in ([LORA], [], [LORA]):
+        outcome = loop.train(job(tmp_path, "train.steps=1", "train.overwrite=true", *overrides), QUIET)
+        names = {path.name for path in (outcome.out / "model").glob("*.safetensors")}
+        assert names == ({"adapter_model.safetensors"} if overrides else {"model.safetensors"})
+        assert (outcome.out / "model" / "adapter_config.json").exists() == bool(overrides)
 
 
 def test_epochs_are_steps_and_the_length_of_the_schedule(tmp_path: Path) -> None:

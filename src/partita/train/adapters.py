@@ -1,6 +1,7 @@
 """Low-rank adapters of a Hugging Face model, by peft: added to the model, and saved without it."""
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,8 @@ def add_lora(module: nn.Module, lora: LoraSection) -> nn.Module:
         task_type="CAUSAL_LM", r=lora.r, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=lora.dropout
     )
     try:
-        adapted: Any = peft.get_peft_model(module, settings)
+        with _without_deprecations():
+            adapted: Any = peft.get_peft_model(module, settings)
     except ValueError as error:
         linear = sorted({path.rpartition(".")[2] for path, one in module.named_modules() if isinstance(one, nn.Linear)})
         raise ConfigError(
@@ -44,14 +46,24 @@ def read_lora(module: nn.Module, folder: Path) -> nn.Module:
     Raises:
         ConfigError: peft is missing, or the folder does not have adapters of this model.
     """
+    peft = _peft()
     try:
-        adapted: nn.Module = _peft().PeftModel.from_pretrained(module, str(folder))
+        with _without_deprecations():
+            adapted: nn.Module = peft.PeftModel.from_pretrained(module, str(folder))
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"model.lora: '{folder}' has no adapters of {type(module).__name__}: {str(error).splitlines()[0]}; "
             "name the folder of a run with this model"
         ) from error
     return adapted
+
+
+@contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """Silence warnings about names of transformers that peft still uses."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
+        yield
 
 
 def _peft() -> Any:
@@ -79,13 +91,19 @@ def export_adapters(engine: Engine, folder: Path) -> None:
     if engine.is_main:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for stale in files_of_weights(folder):
-                stale.unlink()
+            for stale in (*files_of_weights(folder), folder / "config.json"):
+                stale.unlink(missing_ok=True)
             module.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
         except OSError as error:
             problem = f"cannot write the adapters into '{folder}': {error.strerror or error}; set train.out"
     if engine.any(problem is not None):
         raise PartitaError(problem or "rank 0 cannot write the adapters: see its error")
+
+
+def remove_adapters(folder: Path) -> None:
+    """Remove adapters that an earlier run wrote into a folder of weights: ``from_pretrained`` would prefer them."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

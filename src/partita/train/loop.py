@@ -30,7 +30,7 @@ from partita.observe.progress import TrainingProgress, notices_on
 from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.table.residence import ENCODINGS
-from partita.train.adapters import export_adapters, is_adapted
+from partita.train.adapters import export_adapters, is_adapted, remove_adapters
 from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches, model_inputs
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
@@ -295,6 +295,8 @@ class _Run:
         sample = None if interrupted else self._write_sample()
         if not self._is_first:
             return
+        if not is_adapted(self._engine.module):
+            remove_adapters(out / WEIGHTS)
         self._ready.save_config(out / WEIGHTS)
         (out / JOB_FILE).write_text(
             yaml.safe_dump(job.model_dump(mode="json", exclude={"train": {"overwrite"}}), sort_keys=False),

@@ -134,7 +134,7 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
         return ByteDecoder(model)
     adapt = None if model.lora is None else partial(adapters.add_lora, lora=model.lora)
     ready = _build_huggingface(model.huggingface, data, adapt, reads_weights=reads_weights)
-    ready.module.train()  # from_pretrained leaves dropout off
+    ready.module.train()  # from_pretrained turns dropout off
     return ready
 
 

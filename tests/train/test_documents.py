@@ -1,5 +1,6 @@
 """Documents in files and data sets as tokens, their cache, and messages about what cannot be read."""
 
+import errno
 import gzip
 import os
 from pathlib import Path
@@ -250,6 +251,28 @@ def test_files_of_the_format_are_read(tmp_path: Path, name: str, content: bytes,
 
     (tmp_path / name).write_bytes(content)
     check_format(tmp_path / name, file_format)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", ["w1"])
+
+    def refused(path: Path, mode: str) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(
+        ConfigError, match="data.corpus: '.*rows.jsonl' cannot be read: Permission denied; choose files"
+    ):
+        check_format(file, "jsonl")
+
+
+def test_a_folder_of_data_files_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "library"))
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows" / "rows.jsonl", ["w1", "w2 w3"])
+    assert documents(DataSection(format="hf", corpus=str(tmp_path / "rows"))) == [[3, END], [4, 5, END]]
 
 
 def test_a_tokenizer_needs_an_end_of_sequence_token() -> None:

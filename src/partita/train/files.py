@@ -45,10 +45,15 @@ def check_format(file: Path, expected: str) -> None:
     """Check that a file looks like the format ``expected``: text, jsonl or parquet. An empty file has every format.
 
     Raises:
-        ConfigError: it looks like another one, which the message names.
+        ConfigError: it looks like another one, which the message names; or it cannot be read.
     """
-    with file.open("rb") as opened:
-        head = opened.read(_HEAD_BYTES)
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(_HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"data.corpus: '{file}' cannot be read: {error.strerror or error}; choose files that this user may read"
+        ) from None
     found = _format_of(head, file.suffix, expected)
     if not head or found == expected:
         return

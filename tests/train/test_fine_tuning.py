@@ -240,8 +240,12 @@ def test_a_sample_ends_with_the_document(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ("{target_modules: [nothing]}", "peft cannot adapt LlamaForCausalLM: .*; name layers of the model .*q_proj"),
-        ("{r: 0}", "model.lora.r: expected a whole number"),
+        (
+            "{r: 4, target_modules: [nothing]}",
+            "peft cannot adapt LlamaForCausalLM: .*; name layers .*q_proj",
+        ),
+        ("{r: -1}", "model.lora.r: expected a whole number"),
+        ("{alpha: 8}", "model.lora: without model.lora.r there are no adapters"),
     ],
 )
 def test_adapters_that_cannot_be_made_are_refused(tmp_path: Path, lora: str, message: str) -> None:
@@ -252,7 +256,7 @@ def test_adapters_that_cannot_be_made_are_refused(tmp_path: Path, lora: str, mes
 
 def test_adapters_need_weights(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
-    of = job(tmp_path, "model.lora={}", f"model.huggingface={folder}/config.json", tokenizer=str(folder))
+    of = job(tmp_path, "model.lora.r=4", f"model.huggingface={folder}/config.json", tokenizer=str(folder))
     with pytest.raises(ConfigError, match="model.lora: '.*config.json' has no weights for adapters to change; set m"):
         build_model(of.model, of.data)
 

@@ -175,8 +175,8 @@ def test_the_examples_are_jobs(name: str) -> None:
 def test_the_job_in_the_documentation_is_one() -> None:
     text = (EXAMPLES.parent / "docs" / "data.md").read_text()
     (block,) = re.findall(r"^```\n(model:.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    job = load_job(yaml.safe_load(block))
-    assert job.model.lora is not None
+    job = load_job(yaml.safe_load(block) | {"train": {"epochs": 3, "out": "runs/job"}})
+    assert job.model.lora.r == 16
     assert (job.data.format, job.train.epochs, job.data.cache) == ("jsonl", 3, "runs/job/tokens")
 
 

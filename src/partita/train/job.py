@@ -50,7 +50,7 @@ _SHORTEST_SAMPLE = 4
 class LoraSection(Section):
     """Low-rank adapters (peft's LoRA), which are trained instead of the model's own weights."""
 
-    r: Count = Field(8, description="rank of the adapters")
+    r: CountOrZero = Field(0, description="rank of the adapters; 0: no adapters, all weights are trained")
     alpha: Positive = Field(16, description="scale of the adapters: their output is multiplied by alpha / r")
     target_modules: Text | SomeTexts | None = Field(
         None, description="names of the linear layers; all-linear: every one; null: peft's choice for the architecture"
@@ -62,7 +62,7 @@ class ModelSection(Section):
     """The partita decoder of these sizes, or a Hugging Face causal language model."""
 
     huggingface: HuggingFace = Field(None, description="folder or config of a causal language model to train instead")
-    lora: LoraSection | None = Field(None, description="train adapters of the model in a folder; null: train all of it")
+    lora: LoraSection = Field(LoraSection(), description="train adapters of the model in a folder")
     layers: Count = Field(4, description="transformer blocks")
     width: Count = Field(128, description="size of the residual stream")
     heads: Count = Field(4, description="query heads")
@@ -211,7 +211,9 @@ def _model_problems(model: ModelSection) -> list[Problem]:
     """Return the problems that pydantic cannot see: sizes that do not fit together, and keys without effect."""
     found: dict[str, tuple[str, str]] = {}
     heads, kv_heads = model.heads, model.kv_heads
-    if model.lora is not None and not isinstance(model.huggingface, str):
+    if model.lora.r == 0 and model.lora != LoraSection():
+        found["lora"] = ("without model.lora.r there are no adapters", "set model.lora.r to their rank, such as 8")
+    if model.lora.r and not isinstance(model.huggingface, str):
         found["lora"] = (
             "adapters change a model that has weights, and there is no folder with some",
             "set model.huggingface to the folder of a model",

@@ -132,7 +132,7 @@ def build_model(model: ModelSection, data: DataSection, *, reads_weights: bool =
     torch.manual_seed(model.seed)
     if model.huggingface is None:
         return ByteDecoder(model)
-    adapt = None if model.lora is None else partial(adapters.add_lora, lora=model.lora)
+    adapt = partial(adapters.add_lora, lora=model.lora) if model.lora.r else None
     ready = _build_huggingface(model.huggingface, data, adapt, reads_weights=reads_weights)
     ready.module.train()  # from_pretrained turns dropout off
     return ready
@@ -151,7 +151,7 @@ def build_trained(model: ModelSection, data: DataSection, folder: Path) -> Ready
     template = None if data.chat_template is None else OWN_TEMPLATE  # it was saved with the tokenizer
     tokenizer = str(folder) if _has_tokenizer(folder) else None
     data = data.model_copy(update={"tokenizer": tokenizer, "chat_template": template})
-    if model.lora is None:
+    if not model.lora.r:
         return _build_huggingface(str(folder), data)
     return _build_huggingface(model.huggingface, data, partial(adapters.read_lora, folder=folder))
 

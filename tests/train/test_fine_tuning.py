@@ -265,7 +265,7 @@ def test_all_linear_layers_can_be_adapted(tmp_path: Path) -> None:
     of = job(tmp_path, "model.lora={target_modules: all-linear, r: 2}")
     seeds.start()
     module = build_model(of.model, of.data).module
-    adapted = {name.split(".")[-3] for name, param in module.named_parameters() if param.requires_grad}
+    adapted = {name.split(".")[-4] for name, param in module.named_parameters() if param.requires_grad}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 

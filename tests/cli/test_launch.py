@@ -22,7 +22,16 @@ from partita.cli.launch import _show_failure, _variables
 from partita.errors import PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train.job import Job
-from tests.cli.processes import finish, start, start_node, start_torchrun, wait_for, workers_of, write_job
+from tests.cli.processes import (
+    finish,
+    start,
+    start_evaluation,
+    start_node,
+    start_torchrun,
+    wait_for,
+    workers_of,
+    write_job,
+)
 
 ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000")
 
@@ -45,6 +54,9 @@ def test_two_processes_train_and_leave_everything_behind(tmp_path: Path) -> None
     assert weights["model.embed_tokens.weight"].shape == (256, 32)
     assert out.count("held-out loss") == 2  # from one rank
     assert (tmp_path / "out" / "sample.txt").read_text() in out
+    code, out, error = finish(start_evaluation(job))
+    assert code == 0, error
+    assert out.startswith(f"held-out loss {held_out[1].held_out_loss:.4f} nats per byte, perplexity ")
     assert not workers_of(job)
 
 

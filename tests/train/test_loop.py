@@ -14,7 +14,7 @@ from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
-from partita.train.data import load_corpus
+from partita.train.data import Batches, load_corpus
 from partita.train.decoder_files import read_decoder_files
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import DataSection, Job, ModelSection, load_job
@@ -228,9 +228,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch of step 7 gives a loss that is no number."""
     seen = list[int]()
-    real = loop.Batches.train
+    real = Batches.train
 
-    def watched(self: loop.Batches, number: int) -> Any:
+    def watched(self: Batches, number: int) -> Any:
         seen.append(number)
         return real(self, number)
 
@@ -238,7 +238,7 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
         loss = output if isinstance(output, torch.Tensor) else output.loss
         return loss * float("nan") if torch.is_grad_enabled() and seen[-1] == 7 else loss
 
-    monkeypatch.setattr(loop.Batches, "train", watched)
+    monkeypatch.setattr(Batches, "train", watched)
     monkeypatch.setattr(micro_batches, "loss_of", spoilt)
     overrides = ["train.steps=9", "engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=4"]
     overrides += ["train.log_every=2", "train.eval_every=3", f"engine.checkpoint.dir={tmp_path}/saved"]

@@ -37,6 +37,11 @@ def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
     return _start(job, [sys.executable, "-m", "partita.cli.main", "train", str(job), "--processes", "2", *arguments])
 
 
+def start_evaluation(job: Path) -> subprocess.Popen[str]:
+    """Starts ``partita eval`` on the results of a job, with two processes."""
+    return _start(job, [sys.executable, "-m", "partita.cli.main", "eval", str(job), "--processes", "2"])
+
+
 def start_torchrun(job: Path, *arguments: str) -> subprocess.Popen[str]:
     """The same by torchrun, which starts the processes again once if one fails."""
     torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m partita.cli.main train"

@@ -22,7 +22,16 @@ from partita.cli.launch import _show_failure, _variables
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train.job import Job
-from tests.cli.processes import finish, start, start_node, start_torchrun, wait_for, workers_of, write_job
+from tests.cli.processes import (
+    finish,
+    start,
+    start_evaluation,
+    start_node,
+    start_torchrun,
+    wait_for,
+    workers_of,
+    write_job,
+)
 
 # Few lines, so that the pipe of the output, which is read at the end, does not fill.
 ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000", "--set", "train.log_every=50")
@@ -43,9 +52,12 @@ def test_two_processes_train_and_leave_everything_behind(tmp_path: Path) -> None
     assert all(len(row.memory_bytes) == 2 for row in train)
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
-    assert weights["embedding.weight"].shape == (256, 32)
+    assert weights["model.embed_tokens.weight"].shape == (256, 32)
     assert out.count("held-out loss") == 2  # from one rank
     assert (tmp_path / "out" / "sample.txt").read_text() in out
+    code, out, error = finish(start_evaluation(job))
+    assert code == 0, error
+    assert out.startswith(f"held-out loss {held_out[1].held_out_loss:.4f} nats per byte, perplexity ")
     assert not workers_of(job)
 
 
@@ -62,7 +74,7 @@ def test_a_model_is_split_over_two_processes_from_the_job_alone(tmp_path: Path) 
     _, held_out = read_metrics(tmp_path / "out" / METRICS_FILE)
     assert held_out[1].held_out_loss < held_out[0].held_out_loss - 1
     assert "0.03M parameters" in out
-    assert load_file(tmp_path / "out" / "model" / "model.safetensors")["embedding.weight"].shape == (256, 32)
+    assert load_file(tmp_path / "out" / "model" / "model.safetensors")["model.embed_tokens.weight"].shape == (256, 32)
 
 
 def test_ctrl_c_ends_all_ranks_after_one_step_with_their_weights(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from partita.cli import doctor, machine
 from partita.cli.console import busy, replace_unprintable, show_warnings_in_one_line
 from partita.cli.main import app
+from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
 from tests.cli.processes import write_job
 
@@ -144,6 +145,26 @@ def test_one_process_trains_in_place(tmp_path: Path) -> None:
     assert code == 0
     assert "done after step 2" in output
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_a_run_is_evaluated_and_continues_a_prompt(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    code, output = invoke("eval", job)
+    assert code == 2
+    assert f"'{tmp_path / 'out'}' has no results of a run" in output
+    assert invoke("train", job, "--processes", "1", "--set", "train.steps=2")[0] == 0
+    _, (*_, last) = read_metrics(tmp_path / "out" / METRICS_FILE)
+    for run in (job, tmp_path / "out"):
+        code, output = invoke("eval", run)
+        assert code == 0
+        assert f"held-out loss {last.held_out_loss:.4f} nats per byte, perplexity {last.perplexity:.4f}, " in output
+        assert "over 256 bytes" in output  # two batches of 8 samples of 16 bytes
+    assert "over 128 bytes" in invoke("eval", job, "--set", "train.eval_batches=1")[1]
+    code, output = invoke("sample", tmp_path / "out", "to be", "--tokens", "4", "--temperature", "0")
+    assert code == 0
+    assert output.startswith("to be")
+    assert len(output.rstrip("\n").encode()) >= 9
+    assert invoke("sample", tmp_path, "to be")[0] == 2
 
 
 def test_a_profile_has_the_predicted_step_beside_the_measured_ones(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_without_a_terminal_there_is_a_line_for_each_row_and_evaluation() -> Non
     lines = shown(terminal=False).splitlines()
     assert len(lines) == 10 + 2 + 1
     assert lines[0].startswith("step  5/10  loss 2.3457  12,346 tokens/s  grad norm 0.50  412 MB per rank  ETA 0:0")
-    assert lines[5].startswith("step  5/10  held-out loss 1.5000")
+    assert lines[5].startswith("step  5/10  held-out loss 1.5000  perplexity 4.48")
     assert lines[-1] == "[not] {markup}"
 
 

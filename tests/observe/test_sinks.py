@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -145,7 +146,7 @@ def test_wandb_is_told_the_figures_over_their_own_steps(tmp_path: Path, wandb_ru
     assert run.arguments["resume"] is None
     assert run.axes == [("step", None), ("*", "step")]
     assert [(row["step"], row["loss/train"]) for row in run.rows[:3]] == LOSSES
-    assert run.rows[3] == {"step": 3, "loss/held_out": 2.5}
+    assert run.rows[3] == {"step": 3, "loss/held_out": 2.5, "perplexity/held_out": math.exp(2.5)}
     assert run.finished
 
 

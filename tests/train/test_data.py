@@ -144,7 +144,7 @@ def test_folder_is_read_in_order_by_pattern_without_hidden_files(tmp_path: Path)
     ],
 )
 def test_what_cannot_be_read_or_is_too_short_is_said(tmp_path: Path, settings: dict[str, str], message: str) -> None:
-    (tmp_path / "short.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "short.txt").write_bytes(bytes(range(1, 101)))
     placed = {key: value.format(folder=tmp_path) for key, value in settings.items()}
     with pytest.raises(ConfigError) as caught:
         load_corpus(DataSection(held_out=0.1, **placed))

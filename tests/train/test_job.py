@@ -1,12 +1,14 @@
 """The job file: defaults, overrides, what is filled in, and what is said about mistakes."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from partita.config.resolve import resolve
 from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.train.job import load_job
@@ -85,6 +87,38 @@ def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
             "model: {huggingface: some/folder, layers: 2}",
             ["model.layers: has no effect on a Hugging Face model"],
         ),
+        (
+            "data:\n  format: jsonl\n  corpus: rows.jsonl",
+            ["data.format: jsonl has documents, which need a tokenizer", "set model.huggingface", "tale.yaml, line 2"],
+        ),
+        (
+            "model: {huggingface: some/folder}\ndata: {format: parquet}",
+            ["data.corpus: data.format: parquet needs rows", "set data.corpus to their file or folder"],
+        ),
+        (
+            "model: {huggingface: some/folder}\ndata: {format: jsonl, corpus: rows, sequence: 3}",
+            ["data.sequence: 3 tokens are too few", "set data.sequence to at least 4"],
+        ),
+        ("data: {field: body}", ["data.field: has no effect with data.format: text", "set data.format to that of"]),
+        ("data: {pack: false}", ["data.pack: has no effect with data.format: text"]),
+        ("data: {tokenizer: some/folder}", ["data.tokenizer: the partita decoder reads bytes", "remove it, or set"]),
+        (
+            "model: {huggingface: some/folder}\ndata: {format: jsonl, corpus: rows, split: test}",
+            ["data.split: has no effect with data.format: jsonl"],
+        ),
+        (
+            "model: {huggingface: some/folder}\ndata: {format: hf, corpus: rows, pattern: '*.json'}",
+            ["data.pattern: has no effect with data.format: hf"],
+        ),
+        ("data: {format: csv}", ["data.format: expected one of text, jsonl, parquet, hf", "got 'csv'"]),
+        (
+            "train: {steps: 5, epochs: 2}",
+            ["train.epochs: 2 epochs and train.steps: 5 both set the length", "remove one of them"],
+        ),
+        (
+            "model: {lora: {r: 4}}",
+            ["model.lora: adapters change a model that has weights", "set model.huggingface to the folder of a model"],
+        ),
         ("train: {sample: {temperature: -1}}", ["train.sample.temperature: expected a number", "got -1"]),
         ("- 1", ["expected sections (key: value) at the top level"]),
         (
@@ -98,6 +132,24 @@ def test_mistakes_are_said_with_key_place_and_remedy(tmp_path: Path, text: str, 
         load_job(written(tmp_path, text))
     for message in messages:
         assert message in str(caught.value)
+
+
+def test_epochs_replace_steps_once_they_are_known() -> None:
+    job = load_job({"train": {"epochs": 2}, "engine": {"schedule": {"name": "cosine", "warmup_steps": 5}}})
+    known = job.with_steps(70)
+    assert (known.train.steps, known.train.epochs, known.engine.schedule.total_steps) == (70, None, 70)
+    assert known == load_job({"train": {"steps": 70}, "engine": {"schedule": {"name": "cosine", "warmup_steps": 5}}})
+    given = load_job({"train": {"epochs": 2}, "engine": {"schedule": {"name": "cosine", "total_steps": 9}}})
+    assert given.with_steps(70).engine.schedule.total_steps == 9
+    with pytest.raises(ConfigError, match=r"set schedule.warmup_steps to at most 4"):
+        resolve(job.with_steps(4).engine, 1, "cpu")
+
+
+def test_the_cache_is_in_the_folder_of_results_unless_it_is_set() -> None:
+    sections = {"model": {"huggingface": "folder"}, "data": {"format": "jsonl", "corpus": "rows"}}
+    assert load_job(sections, ["train.out=there"]).data.cache == "there/tokens"
+    assert load_job(sections, ["data.cache=shared"]).data.cache == "shared"
+    assert load_job({}).data.cache is None
 
 
 def test_a_wrong_override_is_named() -> None:
@@ -118,6 +170,14 @@ def test_a_missing_file_is_named() -> None:
 @pytest.mark.parametrize("name", ["train_stdlib", "train_hf"])
 def test_the_examples_are_jobs(name: str) -> None:
     assert load_job(EXAMPLES / f"{name}.yaml").out == Path("runs", name)
+
+
+def test_the_job_in_the_documentation_is_one() -> None:
+    text = (EXAMPLES.parent / "docs" / "data.md").read_text()
+    (block,) = re.findall(r"^```\n(model:.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    job = load_job(yaml.safe_load(block) | {"train": {"epochs": 3, "out": "runs/job"}})
+    assert job.model.lora.r == 16
+    assert (job.data.format, job.train.epochs, job.data.cache) == ("jsonl", 3, "runs/job/tokens")
 
 
 def test_metrics_are_shown_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

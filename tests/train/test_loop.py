@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 
 from partita.checkpoint.checkpoints import Checkpoints
 from partita.checkpoint.format.folder import complete_checkpoints
@@ -15,6 +14,8 @@ from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, read_metrics
 from partita.train import loop
+from partita.train.data import Batches, load_corpus
+from partita.train.decoder_files import read_decoder_files
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import DataSection, Job, ModelSection, load_job
 from partita.train.loop import Outcome
@@ -86,11 +87,11 @@ def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> Non
     job = tiny(tmp_path)
     outcome, _ = run(job)
     ready = build_model(ModelSection(layers=1, width=32, heads=2, seed=99), DataSection())
-    ready.module.load_state_dict(load_file(outcome.out / "model" / "model.safetensors"))
+    read_decoder_files(outcome.out / "model", ready.module, tied=False)
     engine = loop.initialize(ready.module, {"batch": {"micro": 8}})
     with engine:
         again = loop._Run(
-            tiny(tmp_path, ["train.overwrite=true"]), ready, loop.load_corpus(job.data), engine, Console(quiet=True)
+            tiny(tmp_path, ["train.overwrite=true"]), ready, load_corpus(job.data), engine, Console(quiet=True)
         )
         again._evaluate(0)
         again._writer.close()  # type: ignore[union-attr]
@@ -227,9 +228,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch of step 7 gives a loss that is no number."""
     seen = list[int]()
-    real = loop.Batches.train
+    real = Batches.train
 
-    def watched(self: loop.Batches, number: int) -> Any:
+    def watched(self: Batches, number: int) -> Any:
         seen.append(number)
         return real(self, number)
 
@@ -237,7 +238,7 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
         loss = output if isinstance(output, torch.Tensor) else output.loss
         return loss * float("nan") if torch.is_grad_enabled() and seen[-1] == 7 else loss
 
-    monkeypatch.setattr(loop.Batches, "train", watched)
+    monkeypatch.setattr(Batches, "train", watched)
     monkeypatch.setattr(micro_batches, "loss_of", spoilt)
     overrides = ["train.steps=9", "engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=4"]
     overrides += ["train.log_every=2", "train.eval_every=3", f"engine.checkpoint.dir={tmp_path}/saved"]

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import partita
 from partita.errors import ConfigError
 from partita.train.job import DataSection, ModelSection
 from partita.train.models import build_model, decoder_shape
@@ -85,8 +86,33 @@ def test_folder_brings_its_weights_and_its_tokenizer(tmp_path: Path) -> None:
     assert ready.token == "token"
     assert ready.encode(b"the cat sat on").tolist() == [1, 2, 3, 0]
     assert ready.decode([2, 3]) == "cat sat"
+    assert all(parameter.is_meta for parameter in ready.module.parameters())
+    with partita.initialize(ready.module, {"zero": {"stage": 3}}, weights=ready.weights) as engine:
+        engine.close(whole=True)
     for mine, theirs in zip(ready.module.parameters(), saved.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_weights_that_are_no_safetensors_are_read_by_transformers(tmp_path: Path) -> None:
+    saved = pretrained_folder(tmp_path)
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    ready = build_model(ModelSection(huggingface=str(tmp_path)), DATA)
+    assert ready.weights is None
+    assert ready.module.training
+    for mine, theirs in zip(ready.module.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_tokenizer_may_come_from_another_folder(tmp_path: Path) -> None:
+    pretrained_folder(tmp_path)
+    data = DATA.model_copy(update={"tokenizer": str(tmp_path)})
+    ready = build_model(ModelSection(huggingface=str(tmp_path / "config.json")), data)
+    assert ready.encode(b"the cat").tolist() == [1, 2]
+    with pytest.raises(ConfigError, match="data.tokenizer: no tokenizer in '.*nowhere' .*; correct the path"):
+        build_model(
+            ModelSection(huggingface=str(tmp_path)), DATA.model_copy(update={"tokenizer": str(tmp_path / "nowhere")})
+        )
 
 
 def test_folder_can_be_read_again_after_saving_its_config(tmp_path: Path) -> None:

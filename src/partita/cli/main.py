@@ -20,6 +20,14 @@ class Commands(LazyGroup):
             "partita.cli.train:train",
             "Train a model; write metrics, a loss plot, a sample and the weights (safetensors) to the job's folder.",
         ),
+        "eval": Command(
+            "partita.cli.evaluate:eval_command",
+            "Show the held-out loss and the perplexity of the weights that partita train has written.",
+        ),
+        "sample": Command(
+            "partita.cli.sample:sample",
+            "Continue a prompt with the weights that partita train has written, in one process.",
+        ),
         "run": Command(
             "partita.cli.run:run",
             "Run a script unchanged, with partita in place of accelerate's Accelerator, transformers' Trainer and "

@@ -4,6 +4,7 @@ A row is complete in itself (each has its step and token count), so a truncated 
 """
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,9 +60,17 @@ class HeldOutRow:
     held_out_loss: float
 
     @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where a float has no such number."""
+        try:
+            return math.exp(self.held_out_loss)
+        except OverflowError:
+            return math.inf
+
+    @property
     def figures(self) -> dict[str, float]:
         """The values of the row, by the names that sinks show."""
-        return {"loss/held_out": self.held_out_loss}
+        return {"loss/held_out": self.held_out_loss, "perplexity/held_out": self.perplexity}
 
 
 @dataclass(frozen=True)

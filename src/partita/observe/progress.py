@@ -67,7 +67,7 @@ class TrainingProgress:
 
     def held_out(self, row: HeldOutRow) -> None:
         """Show an evaluation in a line, above the bar if there is one."""
-        self._print_step(row.step, f"held-out loss {row.held_out_loss:.4f}")
+        self._print_step(row.step, f"held-out loss {row.held_out_loss:.4f}  perplexity {row.perplexity:.2f}")
 
     def _print_step(self, step: int, text: str) -> None:
         self.print_line(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}")

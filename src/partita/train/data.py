@@ -16,6 +16,7 @@ from torch import Tensor
 
 from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
+from partita.train.files import corpus_files
 from partita.train.job import DataSection
 
 # Longer texts are cut into regions of this many bytes, so that held-out regions are spread over a long text.
@@ -31,6 +32,15 @@ class Corpus:
 
     train: Tensor
     held_out: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tokens to train on, and tokens held out."""
+        return len(self.train), len(self.held_out)
+
+    def samples_per_epoch(self, sequence: int) -> int:
+        """Return the number of samples of ``sequence`` tokens that have as many tokens as the training text."""
+        return -(-len(self.train) // sequence)
 
     @property
     def digest(self) -> str:
@@ -54,7 +64,7 @@ def load_corpus(data: DataSection, encode: Encode = bytes_to_tokens) -> Corpus:
     Raises:
         ConfigError: there is nothing to read, or too little text for one sample on either side of the split.
     """
-    documents = _read_stdlib() if data.corpus == "stdlib" else _read_files(Path(data.corpus), data.pattern)
+    documents = _read_stdlib() if data.corpus == "stdlib" else _read_files(data)
     train_text, held_out_text = split(documents, data.held_out, data.seed)
     corpus = Corpus(encode(train_text), encode(held_out_text))
     shortest = min(len(corpus.train), len(corpus.held_out))
@@ -121,6 +131,10 @@ class Batches:
         last = len(text) - self.data.sequence - 1
         return self._micro_batches(text, torch.arange(num_windows, device="cpu") * last // max(1, num_windows - 1))
 
+    def num_held_out(self, num_batches: int) -> int:
+        """Return the tokens that :meth:`held_out` predicts on all ranks."""
+        return num_batches * self.tokens_per_step
+
     def _micro_batches(self, text: Tensor, starts: Tensor) -> Iterator[Tensor]:
         offsets = torch.arange(self.data.sequence + 1, device="cpu")
         for mine in starts.view(-1, self.num_ranks, self.batch.micro)[:, self.rank]:
@@ -137,16 +151,10 @@ def _read_stdlib() -> list[bytes]:
     return documents
 
 
-def _read_files(path: Path, pattern: str) -> list[bytes]:
-    if path.is_file():
-        return [path.read_bytes()]
-    if not path.is_dir():
-        raise ConfigError(
-            f"data.corpus: no file or folder '{path}' (looked in {Path.cwd()}); correct the path, or set it to 'stdlib'"
-        )
-    files = sorted(found for found in path.rglob(pattern) if found.is_file())
-    visible = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    documents = [file.read_bytes() for file in visible]
+def _read_files(data: DataSection) -> list[bytes]:
+    documents = [file.read_bytes() for file in corpus_files(data)]
     if not any(documents):
-        raise ConfigError(f"data.corpus: no text in the files '{pattern}' of '{path}'; correct data.pattern")
+        raise ConfigError(
+            f"data.corpus: no text in the files '{data.pattern}' of '{data.corpus}'; correct data.pattern"
+        )
     return documents

@@ -5,7 +5,7 @@ The ``engine`` section is the full configuration of :func:`partita.initialize`; 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, ValidationError, WithJsonSchema
 
@@ -21,6 +21,8 @@ from partita.config.values import (
     PathText,
     Positive,
     Section,
+    Share,
+    SomeTexts,
     Text,
 )
 from partita.errors import ConfigError
@@ -36,12 +38,29 @@ _HUGGINGFACE_SCHEMA = {
 }
 HuggingFace = Annotated[PathText | dict[str, Any] | None, WithJsonSchema(_HUGGINGFACE_SCHEMA, mode="serialization")]
 Weight = Annotated[float, Strict(), Field(gt=0, lt=1, allow_inf_nan=False)]
+Format = Literal["text", "jsonl", "parquet", "hf"]
+# Value of engine.schedule.total_steps until Job.with_steps knows the steps that train.epochs are.
+_UNKNOWN_STEPS = 2**31 - 1
+# A sample of documents is checked with two of them, each of which predicts at least one token.
+_SHORTEST_SAMPLE = 4
+
+
+class LoraSection(Section):
+    """Low-rank adapters (peft's LoRA), which are trained instead of the model's own weights."""
+
+    r: CountOrZero = Field(0, description="rank of the adapters; 0: no adapters, all weights are trained")
+    alpha: Positive = Field(16, description="scale of the adapters: their output is multiplied by alpha / r")
+    target_modules: Text | SomeTexts | None = Field(
+        None, description="names of the linear layers; all-linear: every one; null: peft's choice for the architecture"
+    )
+    dropout: Share = Field(0.0, description="dropout of the adapters' input")
 
 
 class ModelSection(Section):
     """The partita decoder of these sizes, or a Hugging Face causal language model."""
 
     huggingface: HuggingFace = Field(None, description="folder or config of a causal language model to train instead")
+    lora: LoraSection = Field(LoraSection(), description="train adapters of the model in a folder")
     layers: Count = Field(4, description="transformer blocks")
     width: Count = Field(128, description="size of the residual stream")
     heads: Count = Field(4, description="query heads")
@@ -52,12 +71,28 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The text, and how samples are cut from it."""
+    """The text or the documents, and how samples are cut from them."""
 
-    corpus: PathText = Field("stdlib", description="a file or folder; stdlib: the text of Python's standard library")
+    corpus: PathText = Field(
+        "stdlib",
+        description="a file or folder (hf: or the name of a data set); stdlib: the text of Python's standard library",
+    )
+    format: Format = Field("text", description="text: one text; jsonl, parquet, hf: documents, one in each row")
     pattern: Text = Field("*", description="names of the files to read in a folder, at any depth")
+    field: Text = Field("text", description="the field of a row that has the document, or its list of messages")
+    chat_template: PathText | None = Field(
+        None,
+        description="the field has messages (role, content), which a template turns into a document. tokenizer: its "
+        "own one; otherwise the path of a Jinja file",
+    )
+    split: Text = Field("train", description="hf: the split to read")
+    tokenizer: PathText | None = Field(None, description="folder of a tokenizer; null: that of the model's folder")
+    cache: PathText | None = Field(
+        None, description="folder of the documents' tokens, which runs may share; null: tokens/ in train.out"
+    )
+    pack: Flag = Field(True, description="pack several documents into a sample; false: one, filled up with padding")
     sequence: Count = Field(128, description="tokens of a sample")
-    held_out: Weight = Field(0.02, description="share of the text that is never trained on")
+    held_out: Weight = Field(0.02, description="share of the text or documents that is never trained on")
     seed: CountOrZero = Field(0, description="seed of the split and of the order of samples")
 
 
@@ -74,6 +109,9 @@ class TrainSection(Section):
     """Length of the training, and its outputs."""
 
     steps: Count = Field(1000, description="optimizer steps")
+    epochs: Positive | None = Field(
+        None, description="passes over the training data, instead of steps; the last step is filled up"
+    )
     log_every: Count = Field(10, description="steps between two rows of metrics; a row is the mean over them")
     eval_every: Count = Field(250, description="steps between two evaluations on held-out text")
     eval_batches: Count = Field(16, description="batches (of engine.batch.total samples) in an evaluation")
@@ -115,12 +153,26 @@ class Job(Section):
             return ("tensorboard",) if installed("tensorboard") else ()
         return self.train.metrics
 
+    def with_steps(self, steps: int) -> "Job":
+        """Return the job with ``steps`` optimizer steps in place of ``train.epochs``.
+
+        Raises:
+            ConfigError: the steps do not fit the schedule.
+        """
+        train = self.train.model_copy(update={"steps": steps, "epochs": None})
+        engine = self.engine
+        if engine.schedule.total_steps == _UNKNOWN_STEPS:
+            sections = engine.model_dump(exclude_unset=True)
+            sections["schedule"]["total_steps"] = steps
+            engine = Config.located(sections, lambda path: f"train.epochs: {self.train.epochs:g}")
+        return self.model_copy(update={"train": train, "engine": engine})
+
 
 def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str] = ()) -> Job:
     """Return the job in ``source``, with overrides such as "train.steps=10".
 
     ``source`` is the path of a YAML or JSON file, or a mapping. If a schedule needs ``engine.schedule.total_steps`` and
-    it is not set, it is ``train.steps``.
+    it is not set, it is ``train.steps``, or what :meth:`Job.with_steps` sets in place of ``train.epochs``.
 
     Raises:
         ConfigError: the source cannot be read, or has wrong values (the message names each key and where it was
@@ -132,15 +184,19 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
         job = Job.model_validate(sections)
     except ValidationError as error:
         raise report(validation_problems(error, Job, sections), where) from None
-    if problems := _model_problems(job.model):
+    if problems := [*_model_problems(job.model), *_data_problems(job), *_length_problems(job.train)]:
         raise report(problems, where)
     check_installed(job.sinks, "train.metrics")
-    config = _engine_config(engine, job.train.steps, where)
+    config = _engine_config(engine, job.train.steps if job.train.epochs is None else _UNKNOWN_STEPS, where)
     if config.metrics != Metrics():
         problem = "engine.metrics: is for loops that call engine.log; the trainer writes its metrics into train.out"
         raise report([Problem(("engine", "metrics"), problem, "set train.out and train.metrics instead")], where)
     out = job.train.out or str(default_out(source))
-    return job.model_copy(update={"engine": config, "train": job.train.model_copy(update={"out": out})})
+    data = job.data
+    if data.format != "text" and data.cache is None:
+        data = data.model_copy(update={"cache": str(Path(out, "tokens"))})
+    train = job.train.model_copy(update={"out": out})
+    return job.model_copy(update={"engine": config, "train": train, "data": data})
 
 
 def default_out(source: str | Path | Mapping[str, object]) -> Path:
@@ -165,9 +221,16 @@ def _model_problems(model: ModelSection) -> list[Problem]:
     """Return the problems that pydantic cannot see: sizes that do not fit together, and keys without effect."""
     found: dict[str, tuple[str, str]] = {}
     heads, kv_heads = model.heads, model.kv_heads
+    if model.lora.r == 0 and model.lora != LoraSection():
+        found["lora"] = ("without model.lora.r there are no adapters", "set model.lora.r to their rank, such as 8")
+    if model.lora.r and not isinstance(model.huggingface, str):
+        found["lora"] = (
+            "adapters change a model that has weights, and there is no folder with some",
+            "set model.huggingface to the folder of a model",
+        )
     if model.huggingface is not None:
         for name, value in model:
-            if name not in ("huggingface", "seed") and value != ModelSection.model_fields[name].default:
+            if name not in ("huggingface", "lora", "seed") and value != ModelSection.model_fields[name].default:
                 found[name] = "has no effect on a Hugging Face model", "remove it, or set it under model.huggingface"
     else:
         if model.width % heads or model.width // heads % 2:
@@ -179,3 +242,39 @@ def _model_problems(model: ModelSection) -> list[Problem]:
             divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             found["kv_heads"] = f"{kv_heads} does not divide model.heads {heads}", f"set one of {divisors}"
     return [Problem(("model", name), f"model.{name}: {text}", fix) for name, (text, fix) in found.items()]
+
+
+def _data_problems(job: Job) -> list[Problem]:
+    """Return keys of the data section without effect, and documents that the model or the sizes do not fit."""
+    data = job.data
+    given = {name for name, field in DataSection.model_fields.items() if getattr(data, name) != field.default}
+    found: dict[str, tuple[str, str]] = {}
+    if data.format == "text":
+        for name in sorted(given & {"field", "chat_template", "split", "cache", "pack"}):
+            found[name] = ("has no effect with data.format: text", "remove it, or set data.format to that of the rows")
+        if data.tokenizer is not None and job.model.huggingface is None:
+            found["tokenizer"] = ("the partita decoder reads bytes", "remove it, or set model.huggingface")
+    else:
+        for name in sorted(given & ({"pattern"} if data.format == "hf" else {"split"})):
+            found[name] = (f"has no effect with data.format: {data.format}", "remove it")
+        if job.model.huggingface is None:
+            found["format"] = (
+                f"{data.format} has documents, which need a tokenizer, and the partita decoder reads bytes",
+                "set model.huggingface to the folder of a model, or data.format to text",
+            )
+        if "corpus" not in given:
+            found["corpus"] = (f"data.format: {data.format} needs rows", "set data.corpus to their file or folder")
+        if data.sequence < _SHORTEST_SAMPLE:
+            found["sequence"] = (
+                f"{data.sequence} tokens are too few for a sample of documents",
+                f"set data.sequence to at least {_SHORTEST_SAMPLE}",
+            )
+    return [Problem(("data", name), f"data.{name}: {text}", fix) for name, (text, fix) in found.items()]
+
+
+def _length_problems(train: TrainSection) -> list[Problem]:
+    """Return a contradiction between ``train.steps`` and ``train.epochs``."""
+    if train.epochs is None or "steps" not in train.model_fields_set:
+        return []
+    text = f"train.epochs: {train.epochs:g} epochs and train.steps: {train.steps} both set the length"
+    return [Problem(("train", "epochs"), text, "remove one of them")]

@@ -8,7 +8,6 @@ All ranks run the same loop: they evaluate, stop and export after the same steps
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +16,13 @@ import yaml
 from rich.console import Console
 from torch import Tensor
 
+from partita.config.launchers import launch_environment
+from partita.config.resolve import resolve
 from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.errors import PartitaError
 from partita.layout.dtypes import dtype_of
+from partita.memory import accelerator
 from partita.memory.collector import collector_frozen
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.plots import plot_losses
@@ -28,7 +30,8 @@ from partita.observe.progress import TrainingProgress, notices_on
 from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.table.residence import ENCODINGS
-from partita.train.data import Batches, Corpus, load_corpus
+from partita.train.adapters import export_adapters, is_adapted, remove_adapters
+from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches, model_inputs
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
@@ -73,9 +76,19 @@ def train(job: Job, console: Console) -> Outcome:
     """
     ready = build_model(job.model, job.data)
     num_parameters = sum(param.numel() for param in ready.module.parameters())  # before they are sharded
-    corpus = load_corpus(job.data, ready.encode)
-    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
-        return _Run(job, ready, corpus, engine, console).run(num_parameters)
+    with notices_on(console):
+        corpus = load_data(job.data, ready)
+        job = _with_steps(job, corpus)
+        with initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
+            return _Run(job, ready, corpus, engine, console).run(num_parameters)
+
+
+def _with_steps(job: Job, corpus: AnyCorpus) -> Job:
+    """Return the job with a number of steps, if it has a number of epochs."""
+    if job.train.epochs is None:
+        return job
+    batch = resolve(job.engine, launch_environment().world_size, accelerator.device_type()).batch
+    return job.with_steps(math.ceil(job.train.epochs * corpus.samples_per_epoch(job.data.sequence) / batch.total))
 
 
 def explain(job: Job, console: Console) -> None:
@@ -85,19 +98,19 @@ def explain(job: Job, console: Console) -> None:
         ConfigError: the job does not fit this number of ranks, or its model.
     """
     ready = build_model(job.model, job.data)
-    with notices_on(console), initialize(ready.module, config=job.engine) as engine:
+    with notices_on(console), initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
         if engine.mesh.rank == 0:
             console.print(engine.explain(), soft_wrap=True, markup=False, highlight=False)
 
 
 class _Run:
-    def __init__(self, job: Job, ready: ReadyModel, corpus: Corpus, engine: Engine, console: Console) -> None:
+    def __init__(self, job: Job, ready: ReadyModel, corpus: AnyCorpus, engine: Engine, console: Console) -> None:
         self._job = job
         self._ready = ready
         self._engine = engine
         mesh = engine.mesh
-        batch = engine.blueprint.resolved.batch
-        self._batches = Batches(corpus, job.data, batch, mesh.coordinate("data"), mesh.size("data"), mesh.device)
+        self._batches = make_batches(corpus, job.data, engine)
+        check_corpus(corpus, job.data, engine)
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
@@ -190,7 +203,7 @@ class _Run:
         """Train on the next batch; return the step that is done. It is an earlier one if training was rewound."""
         extra = self._engine.extra
         number = step + extra.get(SKIPPED_BATCHES, 0)
-        loss = self._engine.train_batch(self._micro_batches(self._batches.train(number)))
+        loss = self._engine.train_batch(model_inputs(self._batches.train(number), self._ready))
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
             extra[SKIPPED_BATCHES] = number - rewound_to
@@ -201,9 +214,6 @@ class _Run:
             return rewound_to
         meter.losses.append(loss)
         return step
-
-    def _micro_batches(self, windows: Iterator[Tensor]) -> Iterator[dict[str, Tensor]]:
-        return (self._ready.inputs(window) for window in windows)
 
     def _log(self, step: int, meter: _Meter) -> None:
         loss = torch.stack(meter.losses).mean().item()
@@ -243,7 +253,7 @@ class _Run:
         peaks = engine.each(peak_flops(engine.mesh.device, dtype) or 0.0)
         if not all(peaks):
             return None
-        inputs = next(self._micro_batches(self._batches.held_out(1)))
+        inputs = next(model_inputs(self._batches.held_out(1), self._ready))
         engine.eval()
         micro_flops = training_flops(engine.module, lambda: engine(**inputs))
         engine.train()
@@ -256,7 +266,7 @@ class _Run:
         return tuple(round(num_bytes) for num_bytes in self._engine.each(peak))
 
     def _evaluate(self, step: int) -> None:
-        inputs = list(self._micro_batches(self._batches.held_out(self._job.train.eval_batches)))
+        inputs = list(model_inputs(self._batches.held_out(self._job.train.eval_batches), self._ready))
         self._last_held_out = self._engine.eval_batch(inputs).item()
         row = HeldOutRow(step, step * self._batches.tokens_per_step, self._last_held_out)
         self._progress.held_out(row)
@@ -267,21 +277,26 @@ class _Run:
             self._writer.write(row)
 
     def _print_start(self, num_parameters: int) -> None:
-        job, corpus = self._job, self._batches.corpus
-        token = self._ready.token
+        job, token = self._job, self._ready.token
+        num_train, num_held_out = self._batches.corpus.sizes
         self._progress.print_line(
-            f"{num_parameters / 1e6:.2f}M parameters, {len(corpus.train) / 1e6:.2f}M {token}s to train on and "
-            f"{len(corpus.held_out) / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
+            f"{num_parameters / 1e6:.2f}M parameters, {num_train / 1e6:.2f}M {token}s to train on and "
+            f"{num_held_out / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
         )
         if job.train.metrics == "auto" and not job.sinks:
             self._progress.print_line("TensorBoard is not installed: no event files")
 
     def _finish(self, steps: int, interrupted: bool) -> None:
         job, out = self._job, self._job.out
-        self._engine.export(out / WEIGHTS)
+        if is_adapted(self._engine.module):
+            export_adapters(self._engine, out / WEIGHTS)
+        else:
+            self._engine.export(out / WEIGHTS)
         sample = None if interrupted else self._write_sample()
         if not self._is_first:
             return
+        if not is_adapted(self._engine.module):
+            remove_adapters(out / WEIGHTS)
         self._ready.save_config(out / WEIGHTS)
         (out / JOB_FILE).write_text(
             yaml.safe_dump(job.model_dump(mode="json", exclude={"train": {"overwrite"}}), sort_keys=False),

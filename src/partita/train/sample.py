@@ -11,17 +11,20 @@ from partita.train.models import ReadyModel
 def write_sample(model: ReadyModel, sample: SampleSection, context: int) -> str:
     """Return ``sample.prompt`` with ``sample.tokens`` generated tokens; each sees at most ``context`` tokens before it.
 
-    The draws depend only on ``sample.seed``: every rank returns the same text.
+    The text is shorter if the model ends the document. The draws depend only on ``sample.seed``: every rank returns the
+    same text.
     """
     module = model.module
     device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(sample.seed)
-    tokens = model.encode(sample.prompt.encode()).long()
+    tokens = model.prompt(sample.prompt).long()
     was_training = module.training
     module.eval()
     for _ in range(sample.tokens):
         logits = model.logits(tokens[None, -context:].to(device))[0, -1].float().cpu()
         tokens = torch.cat((tokens, _draw(logits, sample.temperature, generator)))
+        if tokens[-1] == model.end_token:
+            break
     module.train(was_training)
     return model.decode(tokens.tolist())
 

@@ -84,10 +84,10 @@ class Target:
 def _of_job(name: str, job: Job) -> ModelSource:
     with torch.device("meta"):
         ready = build_model(job.model, job.data, reads_weights=False)
-    ready.module.train()
+    length = job.data.sequence + (job.data.format == "text")  # samples of a text have one more token to predict
 
     def batch(samples: int, device: torch.device | str) -> dict[str, Tensor]:
-        return ready.inputs(torch.zeros(samples, job.data.sequence + 1, dtype=torch.long, device=device))
+        return ready.inputs(torch.zeros(samples, length, dtype=torch.long, device=device))
 
     return ModelSource(name, ready.module, batch, job.data.sequence)
 

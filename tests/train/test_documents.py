@@ -1,0 +1,283 @@
+"""Documents in files and data sets as tokens, their cache, and messages about what cannot be read."""
+
+import errno
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partita.errors import ConfigError
+from partita.train import token_cache
+from partita.train.documents import document_encoder, read_documents
+from partita.train.files import check_format
+from partita.train.job import DataSection
+from partita.train.token_cache import CachedTokens, cached_tokens
+from tests.train.small_models import END, TEMPLATE, texts, tokenizer, write_rows
+
+MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+
+
+def section(folder: Path, **settings: Any) -> DataSection:
+    base = {"format": "jsonl", "corpus": str(folder), "pattern": "*.jsonl", "cache": str(folder / "tokens")}
+    return DataSection.model_validate(base | settings)
+
+
+def documents(data: DataSection, reader: Any = None) -> list[list[int]]:
+    return list(read_documents(data, document_encoder(reader or tokenizer(), data)))
+
+
+def load(data: DataSection, reader: Any = None) -> CachedTokens:
+    return cached_tokens(data, document_encoder(reader or tokenizer(), data))
+
+
+def test_each_row_is_a_document_with_an_end(tmp_path: Path) -> None:
+    write_rows(tmp_path / "b.jsonl", ["w0 w1", "", "w2"])
+    write_rows(tmp_path / "a.jsonl", ["w3 </s>", "w4"])
+    (tmp_path / "c.jsonl").write_text("")
+    assert documents(section(tmp_path)) == [[5, END], [6, END], [2, 3, END], [4, END]]
+
+
+def test_parquet_has_the_documents_of_json_lines(tmp_path: Path) -> None:
+    import datasets
+
+    rows = texts(2500)  # of several batches
+    write_rows(tmp_path / "rows.jsonl", rows)
+    datasets.Dataset.from_dict({"body": rows, "other": [1] * len(rows)}).to_parquet(tmp_path / "rows.parquet")
+    parquet = documents(section(tmp_path, format="parquet", pattern="*.parquet", field="body"))
+    assert parquet == documents(section(tmp_path))
+    assert len(parquet) == 2500
+
+
+def test_a_data_set_on_disk_has_the_same_documents(tmp_path: Path) -> None:
+    import datasets
+
+    rows = texts(20)
+    found = datasets.Dataset.from_dict({"text": rows})
+    found.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": found.select(range(3)), "test": found}).save_to_disk(tmp_path / "splits")
+    write_rows(tmp_path / "rows.jsonl", rows)
+    expected = documents(section(tmp_path))
+    one = DataSection(format="hf", corpus=str(tmp_path / "one"))
+    splits = DataSection(format="hf", corpus=str(tmp_path / "splits"))
+    assert documents(one) == expected
+    assert documents(splits) == expected[:3]
+    assert documents(splits.model_copy(update={"split": "test"})) == expected
+    with pytest.raises(ConfigError, match="data.split: .* has no split 'valid', only 'train', 'test'; set data"):
+        documents(splits.model_copy(update={"split": "valid"}))
+    with pytest.raises(ConfigError, match="data.corpus: datasets cannot open .*nowhere.*; name a folder, or a da"):
+        documents(DataSection(format="hf", corpus=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_messages_become_documents_by_the_template(tmp_path: Path, own: bool) -> None:
+    write_rows(tmp_path / "rows.jsonl", [MESSAGES, []], field="messages")
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    reader = tokenizer()
+    if own:
+        reader.chat_template = TEMPLATE
+    template = "tokenizer" if own else str(tmp_path / "chat.jinja")
+    data = section(tmp_path, field="messages", chat_template=template)
+    assert documents(data, reader) == [[32, 3, 4, 33, 5, END]]
+    assert document_encoder(reader, data).prompt("w1") == [32, 3]
+    assert reader.chat_template == TEMPLATE  # it is saved with the weights
+
+
+def test_prompts_are_begun_as_documents_are() -> None:
+    assert document_encoder(tokenizer(), DataSection(format="jsonl")).prompt("w1 w2") == [3, 4]
+
+
+def test_tokens_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = texts(40)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    data = section(tmp_path)
+    first = load(data)
+    monkeypatch.setattr(token_cache, "read_documents", lambda data, encoder: pytest.fail("the cache is not used"))
+    again = load(data)
+    assert again.digest == first.digest
+    flat = [token for document in documents(data) for token in document]
+    assert again.tokens.tolist() == flat
+    assert again.ends.tolist()[-1] == len(flat)
+    assert again.largest == max(flat)
+
+
+def test_blocks_of_documents_are_one_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", texts(40))
+    plain = load(section(tmp_path))
+    monkeypatch.setattr(token_cache, "_FLUSH_TOKENS", 50)
+    blocks = load(section(tmp_path, cache=str(tmp_path / "other")))
+    assert blocks.tokens.tolist() == plain.tokens.tolist()
+    assert blocks.ends.tolist() == plain.ends.tolist()
+
+
+@pytest.mark.parametrize("changed", ["file", "time", "field", "tokenizer", "template"])
+def test_what_changes_tokens_has_another_cache(tmp_path: Path, changed: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", ["w1", "w2"])
+    load(section(tmp_path))
+    reader, settings = tokenizer(), dict[str, str]()
+    if changed == "file":
+        write_rows(path, ["w1", "w2", "w3"])
+    elif changed == "time":
+        os.utime(path, ns=(0, 0))
+    elif changed == "field":
+        write_rows(path, ["w1", "w2"], field="body")
+        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+        settings["field"] = "body"
+    elif changed == "tokenizer":
+        reader.eos_token = "w0"
+    else:
+        write_rows(path, [MESSAGES])
+        (tmp_path / "chat.jinja").write_text(TEMPLATE)
+        settings["chat_template"] = str(tmp_path / "chat.jinja")
+    load(section(tmp_path, **settings), reader)
+    assert len([one for one in (tmp_path / "tokens").iterdir() if one.is_dir()]) == 2
+
+
+def test_an_unfinished_cache_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", texts(5))
+
+    def fails(data: DataSection, encoder: Any) -> Any:
+        yield [3, END]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(token_cache, "read_documents", fails)
+        load(section(tmp_path))
+    assert not [one for one in (tmp_path / "tokens").iterdir() if one.is_dir()]
+    assert len(load(section(tmp_path)).ends) == 5
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", texts(5))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="data.cache: cannot write the tokens into '.*file/in'.*; set data.cache to"):
+        load(section(tmp_path, cache=str(tmp_path / "file" / "in")))
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (
+            ["w1"],
+            {"field": "body"},
+            "rows of '{file}' have no field 'body', only 'text'; set data.field to one",
+        ),
+        (["w1", 3], {}, "data.field: row 2 of '{file}' has 3 (int) in 'text', expected a text; correct the row"),
+        (["w1", None], {}, "data.field: row 2 of '{file}' has nothing in 'text', expected a text"),
+        ([MESSAGES], {}, "in 'text', expected a text; set data.chat_template"),
+        (["w1"], {"chat_template": "{folder}/chat.jinja"}, "has 'w1' (str) in 'text', expected a list of messages"),
+        (
+            [["w1"]],
+            {"chat_template": "{folder}/bad.jinja"},
+            "in rows 1 to 1 of '{file}' do not fit the template",
+        ),
+        (["", ""], {}, "no document with text in '{folder}' (files '*.jsonl', field 'text'); name files with rows"),
+        (["w1"], {"corpus": "{folder}/nowhere.jsonl"}, "data.corpus: no file or folder '{folder}/nowhere.jsonl'"),
+        (["w1"], {"pattern": "*.json"}, "no document with text in '{folder}' (files '*.json'"),
+        (
+            ["w1"],
+            {"chat_template": "tokenizer"},
+            "the tokenizer has no chat template of its own; set data",
+        ),
+        (
+            ["w1"],
+            {"chat_template": "{folder}/no.jinja"},
+            "'{folder}/no.jinja' cannot be read: No such file",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    tmp_path: Path, rows: list[Any], settings: dict[str, str], message: str
+) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    (tmp_path / "bad.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    placed = {key: value.format(folder=tmp_path) for key, value in settings.items()}
+    with pytest.raises(ConfigError) as caught:
+        load(section(tmp_path, **placed))
+    assert message.format(file=file, folder=tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_row_is_an_error_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "w1"}\n{"text": \n')
+    with pytest.raises(ConfigError, match="data.corpus: '.*rows.jsonl' cannot be read as jsonl: .*; correct the file"):
+        load(section(tmp_path))
+
+
+ROWS = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "file_format", "message"),
+    [
+        ("a.jsonl", ROWS, "text", "looks like JSON lines, not like text; set data.format to jsonl"),
+        ("a.txt", ROWS, "text", "looks like JSON lines, not like text; set data.format to jsonl"),
+        ("a.jsonl", b'{"text": "' + b"a" * 70_000 + b'"}\n', "text", "looks like JSON lines, not like text"),
+        ("a.parquet", b"PAR1\0\0", "text", "looks like parquet, not like text; set data.format to parquet"),
+        ("a.bin", b"text\0\1", "text", "looks like binary data, not like text; convert it, or choose other files"),
+        ("a.gz", gzip.compress(ROWS), "text", "looks like a gzip archive, not like text; convert it"),
+        ("a.txt", "text".encode("utf-16"), "text", "looks like UTF-16 text, not like text; convert it"),
+        ("a.txt", b"a text\n", "jsonl", "looks like text, not like JSON lines; set data.format to text"),
+        ("a.json", b'{\n "text": 3\n}', "jsonl", "looks like a JSON document of several lines, not like JSON lines"),
+        ("a.gz", gzip.compress(ROWS), "jsonl", "looks like a gzip archive, not like JSON lines; convert it"),
+        ("a.jsonl", ROWS, "parquet", "looks like JSON lines, not like parquet; set data.format to jsonl"),
+    ],
+)
+def test_a_file_of_another_format_is_an_error_that_says_which(
+    tmp_path: Path, name: str, content: bytes, file_format: str, message: str
+) -> None:
+
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        check_format(tmp_path / name, file_format)
+    assert f"data.format: '{tmp_path / name}' {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "file_format"),
+    [
+        ("a.json", b'{\n "text": 3\n}', "text"),
+        ("a.json", b'{"one": "row"}', "text"),
+        ("a.md", b"{not json}\n{either}", "text"),
+        ("a.txt", "naïve".encode("latin-1"), "text"),
+        ("a.jsonl", b"", "text"),
+        ("a.txt", ROWS, "jsonl"),
+        ("a.json", b'{"text": "' + b"a" * 70_000 + b'"}\n', "jsonl"),
+    ],
+)
+def test_files_of_the_format_are_read(tmp_path: Path, name: str, content: bytes, file_format: str) -> None:
+
+    (tmp_path / name).write_bytes(content)
+    check_format(tmp_path / name, file_format)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", ["w1"])
+
+    def refused(path: Path, mode: str) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(
+        ConfigError, match="data.corpus: '.*rows.jsonl' cannot be read: Permission denied; choose files"
+    ):
+        check_format(file, "jsonl")
+
+
+def test_a_folder_of_data_files_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "library"))
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows" / "rows.jsonl", ["w1", "w2 w3"])
+    assert documents(DataSection(format="hf", corpus=str(tmp_path / "rows"))) == [[3, END], [4, 5, END]]
+
+
+def test_a_tokenizer_needs_an_end_of_sequence_token() -> None:
+    data = DataSection(format="jsonl")
+    with pytest.raises(ConfigError, match="ends each document with the tokenizer's end-of-sequence token, and it has"):
+        document_encoder(tokenizer(eos_token=None), data)
+    with pytest.raises(ConfigError, match="data.format: jsonl needs a tokenizer, and the model has none; set data.tok"):
+        document_encoder(None, data)

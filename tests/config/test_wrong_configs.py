@@ -372,10 +372,10 @@ CROSS_FIELD = [
             "Fix: write optimizer.momentum: 0.8 in place of optimizer.betas.",
         ),
     ),
-    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps requires adam or adamw", "Fix: leave")),
+    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps requires adam, adamw or muon", "Fix: leave")),
     Wrong(
         {"optimizer": {"momentum": 0.9}},
-        ("optimizer.momentum requires sgd", "adamw  default", "betas[0]", "Fix: leave"),
+        ("optimizer.momentum requires sgd; adamw has betas", "adamw  default", "Fix: leave"),
     ),
     Wrong(
         {"schedule": {"name": "cosine"}},

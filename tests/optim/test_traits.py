@@ -215,18 +215,18 @@ def test_known_classes_are_elementwise(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "reason", "advice"),
     [
-        ("Adafactor", "it keeps row and column means of each matrix"),
-        ("Muon", "it orthogonalizes each matrix"),
-        ("SparseAdam", "it works on sparse gradients"),
+        ("Adafactor", "it keeps row and column means of each matrix", ""),
+        ("Muon", "it orthogonalizes each matrix", "; the config's optimizer.name: muon runs on slices"),
+        ("SparseAdam", "it works on sparse gradients", ""),
     ],
 )
-def test_known_to_need_whole_parameters(name: str, reason: str) -> None:
+def test_known_to_need_whole_parameters(name: str, reason: str, advice: str) -> None:
     kind = getattr(torch.optim, name)
     with pytest.raises(ConfigError) as caught:
         check_elementwise(kind(params()))
-    assert str(caught.value) == message(kind, reason)
+    assert str(caught.value) == message(kind, reason) + advice
 
 
 def test_a_class_of_the_users_own_is_tried() -> None:

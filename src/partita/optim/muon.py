@@ -29,6 +29,8 @@ from partita.sharding.runtime import Runtime
 from partita.table.purposes import Needs
 
 MOMENTUM = "momentum_buffer"
+NO_FORMS: Mapping[int, MatrixForm] = {}
+_DEFAULTS = {"matrices": False, "lr": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -40,12 +42,13 @@ class Muon(CollectiveOptimizer):
         owners: the owners of matrices; None before :meth:`connect`.
 
     Args:
-        groups: parameter groups, with settings of :class:`partita.config.schema.Optimizer` and its section ``muon``.
+        groups: parameters, which AdamW updates, or groups of them; those with ``matrices`` have all settings of
+            :class:`partita.config.schema.Muon`.
         forms: the form of each parameter that consists of matrices, by the parameter's id.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], forms: Mapping[int, MatrixForm]) -> None:
-        super().__init__(list(groups), {})
+    def __init__(self, groups: Iterable[Any], forms: Mapping[int, MatrixForm] = NO_FORMS) -> None:
+        super().__init__(list(groups), _DEFAULTS)
         self._forms = {id(param): forms.get(id(param)) for group in self.param_groups for param in group["params"]}
         self._forms_by_name = dict[str, MatrixForm]()
         self._group_numbers = dict[str, int]()

@@ -93,6 +93,8 @@ def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
         )
     if reason:
         what = "slices of parameters" if cuts else "some of the parameters"
+        if _keeps_name(kind, "Muon"):
+            advice = "; the config's optimizer.name: muon runs on slices"
         raise ConfigError(
             f"optimizer {kind.__name__} cannot run on {what}: {reason}. Use an elementwise optimizer such as AdamW, or "
             f"zero.stage 0 without parallel axes and offload (every rank then updates all parameters){advice}"
@@ -129,6 +131,10 @@ def _keeps_step(kind: type, classes: set[type]) -> bool:
 def _step(kind: Any) -> object:
     """Return the unwrapped step: torch wraps ``step`` in each class when its first object is created."""
     return inspect.unwrap(kind.step)
+
+
+def _keeps_name(kind: type, name: str) -> bool:
+    return any(base.__name__ == name for base in kind.__mro__)
 
 
 def _known_reason(kind: type) -> str | None:

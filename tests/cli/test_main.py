@@ -9,17 +9,20 @@ import os
 import re
 import socket
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from partita.cli import doctor, machine
-from partita.cli.console import replace_unprintable
+from partita.cli.console import busy, replace_unprintable, show_warnings_in_one_line
 from partita.cli.main import app
+from partita.train import loop
 from tests.cli.processes import write_job
 
 
@@ -80,14 +83,14 @@ def test_limits_of_the_system_are_one_line(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("partita.cli.launch.elastic_launch", lambda *_: no_files)
     code, output = invoke("train", write_job(tmp_path), "--processes", "2")
-    assert (code, output) == (2, "error: Too many open files; raise this process's limit of open files (ulimit -n)\n")
+    assert (code, output) == (1, "error: Too many open files; raise this process's limit of open files (ulimit -n)\n")
 
 
 def test_a_lack_of_memory_in_a_batch_is_explained(tmp_path: Path) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     with mock.patch("partita.engine.engine.MicroBatches.train", side_effect=error):
         code, output = invoke("train", write_job(tmp_path), "--processes", "1", "--set", "engine.batch.micro=4")
-    assert code == 2
+    assert code == 1
     assert "error: out of memory in train_batch, on rank 0 (cpu): CUDA out of memory" in output
     assert "use a smaller model or micro-batch, or more ranks" in output
     assert "Traceback" not in output
@@ -98,9 +101,28 @@ def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
     settings = [f"engine.checkpoint.dir={tmp_path / 'saved'}", "engine.checkpoint.every_steps=1", "train.steps=2"]
     with mock.patch("partita.checkpoint.format.file.os.pwrite", side_effect=full):
         code, output = invoke("train", write_job(tmp_path), "--processes", "1", *(f"--set={each}" for each in settings))
-    assert code == 2
+    assert code == 1
     assert output.count("No space left on device") == 1
     assert ".py:" not in output
+
+
+def test_a_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        terminal = Console(file=out, force_terminal=is_terminal, width=80)
+        monkeypatch.setattr("partita.cli.console.Console", lambda stderr, terminal=terminal: terminal)
+        with busy("predicting plans for llama-3-8b"):
+            pass
+        assert ("predicting plans for llama-3-8b" in out.getvalue()) is is_terminal
+        assert out.getvalue() == "" or is_terminal
+
+
+def test_warnings_of_the_library_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    show_warnings_in_one_line()
+    assert warnings.formatwarning("step 3: skipped", UserWarning, loop.__file__, 12) == "warning: step 3: skipped\n"
+    script = warnings.formatwarning("of the script", UserWarning, "train.py", 7, "x = 1")
+    assert script == "train.py:7: UserWarning: of the script\n  x = 1\n"
 
 
 def test_what_the_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_without_the_extra(written: Path, monkeypatch: pytest.MonkeyPatch, activ
 
     monkeypatch.setattr(sys.modules["partita.integrations.huggingface"], "activate", missing)
     code, said = run(written, "out")
-    assert code == 2
+    assert code == 1
     assert "pip install 'partita[hf]'" in said
 
 

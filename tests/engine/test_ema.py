@@ -238,6 +238,31 @@ def test_a_decay_by_step() -> None:
     on_ranks(2, decayed)
 
 
+def interrupted() -> None:
+    """An error on all ranks restores the weights; one on a rank alone is an error on the others, too."""
+    with started({"zero": {"stage": 1}}) as engine:
+        ema = engine.ema(DECAY)
+        train(engine)
+        own = weights(engine)
+        with pytest.raises(ValueError, match="on all ranks"), ema.applied():
+            raise ValueError("on all ranks")
+        assert_equal(weights(engine), own, "the weights after an error")
+        train(engine)
+    with pytest.raises(PartitaError):
+        with started({"zero": {"stage": 3}, "communication": {"timeout_s": 60}}) as engine:
+            with engine.ema(DECAY).applied():
+                if rank() == 1:
+                    raise ValueError("on one rank")
+                engine.eval_batch([CASES["llama"].batch(2, 7)])
+    with pytest.raises(PartitaError, match=r"ema\.applied: the engine is closed"):
+        with ema.applied():
+            pass
+
+
+def test_an_error_inside_the_block() -> None:
+    on_ranks(2, interrupted, timeout=200)
+
+
 INSIDE: dict[str, Callable[[partita.Engine], Any]] = {
     "engine.step": lambda engine: engine.step(),
     "engine.backward": lambda engine: engine.backward(square_loss(engine.module, 0, 0)),

@@ -1,6 +1,8 @@
 """The loops of docs/networks.md run on two ranks, and train as they do in plain PyTorch."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,28 @@ PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
 SHARED, *LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+class PlainEma:
+    """The same average as `engine.ema`, in plain PyTorch."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.params, self.decay = list(module.parameters()), decay
+        self.averages = [param.detach().clone() for param in self.params]
+
+    def update(self) -> None:
+        for average, param in zip(self.averages, self.params, strict=True):
+            average.lerp_(param.detach(), 1 - self.decay)
+
+    def swap(self) -> None:
+        for number, param in enumerate(self.params):
+            param.data, self.averages[number] = self.averages[number], param.data
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        self.swap()
+        yield
+        self.swap()
+
+
 class Plain:
     """The same calls as an engine's, in plain PyTorch."""
 
@@ -24,6 +48,7 @@ class Plain:
 
     def __init__(self, module: nn.Module, config: dict[str, Any], **_: Any) -> None:
         self.module = module
+        self.averages = list[PlainEma]()
         self.optimizer = torch.optim.AdamW(module.parameters(), lr=config["optimizer"]["lr"], weight_decay=0.01)
 
     def __call__(self, *args: Tensor) -> Tensor:
@@ -45,13 +70,19 @@ class Plain:
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+        for average in self.averages:
+            average.update()
+
+    def ema(self, decay: float) -> PlainEma:
+        self.averages.append(PlainEma(self.module, decay))
+        return self.averages[-1]
 
     def close(self) -> None:
         pass
 
 
 def weights(loop: str, library: Any) -> list[Tensor]:
-    """Weights of all networks after a loop of the page, whose ranks have the same data."""
+    """Weights of all networks after a loop of the page, and its score, where all ranks have the same data."""
     names: dict[str, Any] = {}
     engines = []
 
@@ -70,7 +101,8 @@ def weights(loop: str, library: Any) -> list[Tensor]:
     if library is not Plain:
         for engine in engines:
             engine.close()
-    return [param.detach().clone() for module in modules for param in module.parameters()]
+    scores = [names[name] for name in ("score",) if isinstance(names.get(name), Tensor)]
+    return scores + [param.detach().clone() for module in modules for param in module.parameters()]
 
 
 def trains_as_plain_pytorch(number: int) -> None:

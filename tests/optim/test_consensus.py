@@ -61,7 +61,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             members=lambda: [(None, member) for member in MEMBERS],
             device=torch.device("cpu"),
             buffers=SimpleNamespace(has_news=lambda: False),
-            arguments=SimpleNamespace(describe=lambda: "it"),
+            arguments=SimpleNamespace(checksum=0, describe=lambda: "it"),
             **ranks[group.index],
         )
         return ask(Consensus(runtime, LossScale(Precision(loss_scale=loss_scale), needed=loss_scale != 1.0)))

@@ -69,7 +69,7 @@ def on_two(
             written=written,
             store_written=written.store_all,
             buffers=SimpleNamespace(has_news=lambda: False),
-            arguments=SimpleNamespace(describe=lambda: ""),
+            arguments=SimpleNamespace(checksum=0, describe=lambda: ""),
             collectives=collectives,
             gradient_group=collectives.group(DATA),
             spans_nodes=spans_nodes,

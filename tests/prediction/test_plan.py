@@ -5,6 +5,8 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from partita.prediction.machine import machine_named, machines
 from partita.prediction.model_source import presets, read_source
 from partita.prediction.plan import Plan
 from partita.prediction.plan_settings import PlanSettings, StatePrecision, StateSettings
-from partita.prediction.search import Search
+from partita.prediction.search import Forecast, Search
 from partita.prediction.simulate.cluster import Cluster, simulate
 from partita.prediction.simulate.rank import SimulatedModel
 from partita.table.mesh_shape import MeshShape
@@ -55,6 +57,39 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
     assert best.time.compute_s <= best.time.total_s
     times = [each.time.total_s for each in plan.forecasts if each.time is not None]
     assert times == sorted(times)
+
+
+def made(plan: Plan, seconds: float, device_bytes: int, precision: StatePrecision) -> Forecast:
+    """A plan that fits, with this time and memory, and states of this precision."""
+    some = next(each for each in plan.forecasts if each.fits)
+    settings = replace(some.settings, states=StateSettings(1, precision=precision))
+    time: Any = SimpleNamespace(total_s=seconds)
+    return replace(some, settings=settings, held={("parameters", "device"): device_bytes}, time=time)
+
+
+def test_of_plans_that_are_as_fast_the_exact_one_with_most_memory_free_is_best(plan: Plan) -> None:
+    exact, lossy = StatePrecision("exact"), StatePrecision("lean", (("moments", "int8"),))
+    fastest, free = made(plan, 1.0, 300, exact), made(plan, 1.015, 100, exact)
+    slow = made(plan, 1.03, 1, exact)
+    lean, very_lean = made(plan, 0.99, 10, lossy), made(plan, 0.5, 10, lossy)
+
+    def best_of(*forecasts: Forecast, lean: bool = False) -> Forecast | None:
+        ordered = tuple(sorted(forecasts, key=lambda each: each.rank))
+        return replace(plan, forecasts=ordered, lean=lean).best
+
+    assert best_of(fastest, free, slow) == free
+    assert best_of(fastest, free, slow, very_lean) == free, "lossy states are not chosen where exact ones fit"
+    assert best_of(fastest, free, lean, lean=True) == fastest, "of plans that are as fast an exact one is chosen"
+    assert best_of(fastest, free, very_lean, lean=True) == very_lean
+    assert best_of(lean, very_lean) == very_lean, "where nothing exact fits"
+    assert best_of() is None
+    assert replace(plan, forecasts=(very_lean, fastest, free)).best_per_state_settings[0] == free
+
+
+def test_the_best_plan_of_a_model_is_exact_where_one_fits(plan: Plan) -> None:
+    assert plan.best is not None
+    assert plan.best.settings.states.precision.is_exact
+    assert "precision" not in plan.config() or plan.config()["precision"].keys() == {"compute"}
 
 
 def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None:
@@ -91,7 +126,7 @@ def test_offload_is_for_what_does_not_fit_without_it() -> None:
     assert with_host.settings.states.optimizer == "host"
     without = partita.plan("gpt-13b", gpu=machine_named("v100-32", host_memory=0, disk=0))
     assert without.best is None
-    with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU lacks"):
+    with pytest.raises(ConfigError, match="does not fit on 1 x v100-32.*\n.*GPU has .* GB, .* GB needed"):
         without.config()
 
 

@@ -37,7 +37,9 @@ KEY = "activations.checkpoint"
 _DIFFERS = re.compile(r"tensor at position (\d+):\nsaved metadata: (.*)\nrecomputed metadata: (.*)")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # `selective` keeps results on the device: hooks that offload inputs do not see them, as in torch 2.13.
-_HOOKS = {name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters}
+_HOOKS: dict[str, Any] = {
+    name: False for name in ("respect_saved_tensors_hooks",) if name in inspect.signature(checkpoint).parameters
+}
 
 # Operators whose results `selective` keeps: they are expensive to compute, relative to the memory of the results.
 EXPENSIVE = frozenset(

@@ -12,7 +12,7 @@ from rich.console import Console
 from partita.checkpoint.format.stored import StoredFiles, open_stored
 from partita.checkpoint.names import optimizer_prefixes
 from partita.checkpoint.offline import differences, verify
-from partita.cli.console import FAILURE, Overwrite, show_error, show_table, user_errors
+from partita.cli.console import FAILURE, Overwrite, busy, show_error, show_table, user_errors
 from partita.config.messages import format_bytes
 from partita.errors import ConfigError
 from partita.huggingface.export import export_checkpoint, files_of_weights
@@ -62,7 +62,8 @@ def verify_command(folder: Folder) -> None:
     """Read a full checkpoint and compare it with its checksums; exit code 1 if something is wrong."""
     with user_errors():
         stored = open_stored(folder)
-        problems = list(verify(stored))
+        with busy(f"reading {stored.folder}"):
+            problems = list(verify(stored))
     for problem in problems:
         show_error(Console(stderr=True), problem)
     if problems:
@@ -90,7 +91,8 @@ def export(
                 "folder"
             )
         wanted = None if dtype == "stored" else dtype_of(ENCODINGS[dtype])
-        num = export_checkpoint(open_stored(folder), out, wanted, config, prefix)
+        with busy(f"exporting {folder}"):
+            num = export_checkpoint(open_stored(folder), out, wanted, config, prefix)
     typer.echo(f"{num} tensors are in {out}")
 
 

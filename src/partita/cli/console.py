@@ -3,8 +3,10 @@
 import errno
 import io
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partita.errors import PartitaError
+from partita.errors import ConfigError, PartitaError
 
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes: of wrong usage, of a failure at run time, of Ctrl-C
 
 # Errors of the system that name neither their cause nor a remedy.
 _REMEDIES = {
@@ -49,17 +51,29 @@ def show_notice(console: Console, message: str) -> None:
 
 
 @contextmanager
-def user_errors(prefix: str = "") -> Iterator[None]:
-    """Show a :class:`PartitaError` of the block, or an error of :func:`system_errors`, as one message, and exit with
-    :data:`USER_ERROR`.
-    """
-    with library_errors(prefix), system_errors():
+def busy(message: str) -> Iterator[None]:
+    """Show a spinner with a message on standard error while the block runs, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
         yield
 
 
 @contextmanager
-def library_errors(prefix: str = "") -> Iterator[None]:
-    """Show a :class:`PartitaError` of the block as one message, and exit with :data:`USER_ERROR`.
+def user_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None]:
+    """Show a :class:`PartitaError` of the block, or an error of :func:`system_errors`, as one message, and exit.
+
+    ``code``: the exit code; that of a :class:`ConfigError` is always :data:`USER_ERROR`.
+    """
+    with library_errors(prefix, code=code), system_errors():
+        yield
+
+
+@contextmanager
+def library_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None]:
+    """Show a :class:`PartitaError` of the block as one message, and exit as :func:`user_errors` does.
 
     Errors of a user's script keep their traceback.
     """
@@ -67,7 +81,7 @@ def library_errors(prefix: str = "") -> Iterator[None]:
         yield
     except PartitaError as error:
         show_error(Console(stderr=True), prefixed(prefix, str(error)))
-        raise typer.Exit(USER_ERROR) from None
+        raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else code) from None
 
 
 @contextmanager
@@ -84,6 +98,23 @@ def system_errors() -> Iterator[None]:
             raise
         file = "" if error.filename is None else f" ('{error.filename}')"
         raise PartitaError(f"{error.strerror}{file}; {_REMEDIES[error.errno]}") from error
+
+
+def show_warnings_in_one_line() -> None:
+    """Show the library's warnings without its files and lines. Warnings of other code keep theirs."""
+    warnings.formatwarning = _format_warning
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+_format_others = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if filename.startswith(_PACKAGE):
+        return f"warning: {message}\n"
+    return _format_others(message, category, filename, lineno, line)
 
 
 def replace_unprintable() -> None:

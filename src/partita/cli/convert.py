@@ -8,7 +8,7 @@ from rich.console import Console
 
 from partita.checkpoint.external.convert import open_external
 from partita.checkpoint.external.source import write
-from partita.cli.console import show_notice, user_errors
+from partita.cli.console import busy, show_notice, user_errors
 from partita.config.external_format import convert_external
 from partita.errors import ConfigError
 from partita.huggingface.trained import read_model
@@ -42,7 +42,7 @@ def checkpoint_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write step-N into.")],
 ) -> None:
     """Convert a checkpoint for engine.load: universal ones of DeepSpeed, and those of FSDP and the Trainer."""
-    with user_errors():
+    with user_errors(), busy(f"converting {folder}"):
         foreign = open_external(folder, read_model)
         path = write(foreign, out)
     for notice in foreign.notices:

@@ -37,8 +37,8 @@ _FOLLOWS = re.compile(r"failed: rank \d+ ended with |Connection (closed|reset) b
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
     """Run ``python -m module`` with these arguments in ``num_processes`` processes; return the exit code.
 
-    The exit code is 0; 2 for a user error; 1 for another failure of a process; 128 + the number of the signal that
-    ended the run (130 for Ctrl-C).
+    The exit code is 0; 2 for a wrong configuration; 1 for another failure of a process; 128 + the number of the signal
+    that ended the run (130 for Ctrl-C).
     """
     _silence_agent()
     with (
@@ -136,7 +136,7 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
     kind, _, text = message.partition(": ")
     if message and (failure.exitcode == USER_ERROR or kind in _USER_ERRORS):
         show_error(console, prefixed(f"rank {rank}: ", text))
-        return USER_ERROR
+        return USER_ERROR if failure.exitcode == USER_ERROR else FAILURE
     if trace:
         console.print(Text(trace), soft_wrap=True)
     reason = message.strip(": ") or f"exit code {failure.exitcode}"

@@ -1,4 +1,4 @@
-"""Commands whose modules are imported when they are run: `partita --help` needs neither torch nor the library."""
+"""Commands whose modules are imported when they are run: the program's help needs neither torch nor the library."""
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from partita.cli.console import user_errors
+from partita.cli.console import busy, user_errors
 from partita.config.messages import format_bytes
 from partita.errors import ConfigError
 from partita.prediction.machine import BY_FLOPS, Machine, write_machine
@@ -25,7 +25,8 @@ def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
     with user_errors():
         if out is not None and out.suffix not in (".yaml", ".yml"):  # --gpu recognizes files by this suffix
             raise ConfigError(f"--out {out}: expected a name that ends in .yaml")
-        found = measure_machine(ranks, out.stem if out else "this machine")
+        with busy("measuring this machine"):
+            found = measure_machine(ranks, out.stem if out else "this machine")
         if out is not None:
             write_machine(found, out)
     show(found, Console())

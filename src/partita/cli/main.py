@@ -1,11 +1,14 @@
-"""The ``partita`` command. User errors are shown as one message without a traceback, with exit code 2."""
+"""The ``partita`` command. A user error is shown as one message without a traceback.
+
+The exit code is 2 for wrong usage and 1 for a failure at run time.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import typer
 
-from partita.cli.console import replace_unprintable
+from partita.cli.console import replace_unprintable, show_warnings_in_one_line
 from partita.cli.lazy import Command, LazyGroup
 
 
@@ -46,7 +49,7 @@ class Commands(LazyGroup):
         ),
         "schema": Command(
             "partita.cli.schema:schema",
-            "Print the JSON schema of the config, for editors: partita schema > partita.schema.json",
+            "Print the JSON schema of the config, with which editors complete and check it.",
         ),
         "attention": Command("partita.cli.attention:attention", "Show attention patterns."),
         "checkpoint": Command(
@@ -83,6 +86,7 @@ def options(
 ) -> None:
     """Handle the options of the top-level command."""
     replace_unprintable()
+    show_warnings_in_one_line()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from partita.cli.console import FAILURE, Overwrite, show_error, user_errors
+from partita.cli.console import FAILURE, Overwrite, busy, show_error, user_errors
 from partita.config.messages import format_bytes
 from partita.config.values import as_size
 from partita.errors import ConfigError
@@ -66,11 +66,14 @@ OfNodes = Annotated[
     ),
 ]
 Tokens = Annotated[int | None, typer.Option(help="Tokens per sample.", show_default="the model's, at most 2048")]
-Compress = Annotated[
-    bool,
+LOSSY = ("--compress", "--lean")
+Lossy = Annotated[
+    list[str] | None,
     typer.Option(
-        "--compress",
-        help="Also consider quantized communication of gradients and parameters (int8, int4, ternary), which is lossy.",
+        *LOSSY,
+        metavar="",
+        help="--compress: also consider quantized communication of gradients and parameters (int8, int4, ternary). "
+        "--lean: also consider states of lower precision where exact ones fit. Both are lossy.",
     ),
 ]
 Files = Annotated[
@@ -94,6 +97,8 @@ class PlanCommand(TyperCommand):
             option, equals, value = given.partition("=")
             if option in NODE_FIGURES:
                 words += [option, *(f"{option}={text}" for text in ([value] if equals else islice(rest, 1)))]
+            elif given in LOSSY:
+                words += (f"{given}={given}",)
             else:
                 words += ("--gpu", THIS) if given == "--this-machine" else (given,)
         return super().parse_args(ctx, words)
@@ -105,7 +110,7 @@ def plan(
     gpu: Gpu = DEFAULT_GPU,
     of_nodes: OfNodes = None,
     tokens: Tokens = None,
-    compress: Compress = False,
+    lossy: Lossy = None,
     files: Files = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -116,8 +121,11 @@ def plan(
                 raise ConfigError(f"'{file}' exists already; pass --overwrite to replace it, or name another file")
         given = (figure.split("=", 1) for figure in of_nodes or ())
         figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
-        machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
-        found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress)
+        with busy("measuring this machine" if gpu == THIS else "reading the machine"):
+            machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
+        compress, lean = (option in (lossy or ()) for option in LOSSY)
+        with busy(f"predicting plans for {model}"):
+            found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress, lean=lean)
         for file in files or ():
             _write(found, file)
     if "-" not in (files or ()):
@@ -159,12 +167,14 @@ def show(found: Plan, console: Console) -> None:
         console.print(f"and {len(found.best_per_state_settings) - _MOST_ROWS} more (--json has all)", highlight=False)
     if found.best is None:
         return
-    console.print(f"\n[bold]{found.best.settings.states.name}[/], on the rank that holds most:", highlight=False)
+    console.print(
+        f"\n[bold]{found.best.settings.states.name}[/], predicted for the rank that holds most:", highlight=False
+    )
     for line in _bars(found.best):
         console.print(line)
     if found.best.sent:
         along = ", ".join(f"{axes} {format_bytes(num)}" for axes, num in found.best.sent.items())
-        console.print(f"it sends in a step, along {along}", highlight=False)
+        console.print(f"predicted to send in a step, along {along}", highlight=False)
     console.print("\n[bold]config[/]")
     console.print(yaml.safe_dump(found.config(), sort_keys=False).rstrip(), highlight=False)
 
@@ -173,7 +183,7 @@ def _table(found: Plan, rows: Sequence[Forecast]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("states", "data x sequence x tensor x pipeline", "micro", "recomputed"):
         table.add_column(name)
-    for name in ("GPU", "host", "disk", "step", "tokens/s" if found.source.context else "samples/s"):
+    for name in ("GPU", "host", "disk", "predicted step", "tokens/s" if found.source.context else "samples/s"):
         table.add_column(name, justify="right")
     for each in rows:
         settings, used = each.settings, each.by_tier

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from partita.cli.console import FAILURE, INTERRUPTED, USER_ERROR
-from partita.errors import PartitaError
+from partita.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -23,7 +23,7 @@ def outcome_of(work: Callable[[], object]) -> int:
         return INTERRUPTED
     except Exception as error:
         get_error_handler().record_exception(error)
-        return USER_ERROR if isinstance(error, PartitaError) else FAILURE
+        return USER_ERROR if isinstance(error, ConfigError) else FAILURE
     return 0
 
 

@@ -13,5 +13,8 @@ OfJob = Annotated[bool, typer.Option("--job", help="The schema of job files of p
 
 
 def schema(job: OfJob = False) -> None:
-    """Print the JSON schema of the config, for editors: partita schema > partita.schema.json"""
+    """Print the JSON schema of the config, with which editors complete and check it.
+
+    Write it to a file: partita schema > partita.schema.json
+    """
     typer.echo(json.dumps(json_schema(Job if job else Config), indent=2))

@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import BadParameter
 from typer.core import TyperCommand
 
-from partita.cli.console import user_errors
+from partita.cli.console import busy, user_errors
 from partita.cli.plan import DEFAULT_GPU, TRACES
 from partita.config.load import load_config
 from partita.config.messages import format_bytes
@@ -96,7 +96,8 @@ def simulate(
         simulated_model = SimulatedModel(
             lambda: read_source(model, tokens).model, lambda samples: batch(samples, accelerator.SIMULATED)
         )
-        found = run(simulated_model, settings, Cluster(world, kind, ranks_per_node), ranks)
+        with busy(f"simulating {model} on {world} ranks"):
+            found = run(simulated_model, settings, Cluster(world, kind, ranks_per_node), ranks)
         for file in files or ():
             if file not in traces:
                 _write(found, file)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from partita.checkpoint.format.folder import complete_checkpoints
-from partita.cli.console import INTERRUPTED, Overwrite, user_errors
+from partita.cli.console import FAILURE, INTERRUPTED, Overwrite, show_notice, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
@@ -18,10 +18,10 @@ from partita.memory import accelerator
 from partita.prediction.given_config import Estimate, estimate_config
 from partita.prediction.machine import Machine, machine_named
 from partita.prediction.tune.target import Target
-from partita.train.job import Job, load_job
+from partita.train.job import Job, default_out, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
-from partita.train.results import check_out
+from partita.train.results import check_out, numbered_out
 from partita.train.watched_steps import trace_of
 
 # Default number of steps that --profile records.
@@ -78,6 +78,10 @@ def train(
         environment = launch_environment()
         num_processes = num_to_start(environment, processes)
         if environment.world_size == 1:
+            if not explain and (out := _numbered(loaded, job)) != loaded.out:
+                show_notice(Console(stderr=True), f"'{loaded.out}' holds an earlier run; this one writes into '{out}'")
+                overrides = [*overrides, f"train.out={out}"]
+                loaded = load_job(job, overrides)
             check(loaded, num_processes)
             if not explain:
                 check_out(loaded, resumes=_has_checkpoint(loaded))
@@ -90,12 +94,12 @@ def train(
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         arguments = [*([EXPLAIN] if explain else ()), str(job), *overrides]
-        with user_errors():
+        with user_errors(code=FAILURE):
             code = launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True))
             if prediction is not None and not code and not explain:
                 prediction.add_to_traces(loaded.out, num_ranks)
         raise typer.Exit(code)
-    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
+    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else "", code=FAILURE):
         if explain:
             explain_job(loaded, Console())
             return
@@ -104,6 +108,12 @@ def train(
             prediction.add_to_traces(loaded.out, num_ranks)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _numbered(job: Job, file: Path) -> Path:
+    """Return the folder of a run's results: the default one is numbered if it holds an earlier run."""
+    keeps = job.out != default_out(file) or job.train.overwrite or _has_checkpoint(job)
+    return job.out if keeps else numbered_out(job)
 
 
 def _has_checkpoint(job: Job) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from partita.cli.console import replace_unprintable, system_errors
+from partita.cli.console import replace_unprintable, show_warnings_in_one_line, system_errors
 from partita.cli.process import end_with_parent, outcome_of
 from partita.train.job import load_job
 from partita.train.loop import explain, train
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     run = explain if arguments[0] == EXPLAIN else train
     job, *overrides = arguments[1:] if run is explain else arguments
     replace_unprintable()
+    show_warnings_in_one_line()
 
     def work() -> None:
         with system_errors():

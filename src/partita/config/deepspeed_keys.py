@@ -106,7 +106,7 @@ _IGNORED_KEYS = {
     **rules(_IGNORED, "gradients are always averaged over the ranks", "gradient_predivide_factor"),
     **rules(_IGNORED, "gradients of embeddings are sent dense", "sparse_gradients"),
     **rules(_IGNORED, "set it on your own data loader", "dataloader_drop_last"),
-    **rules(_IGNORED, "compile blocks with torch.compile before partita.initialize", "compile"),
+    **rules(_IGNORED, "write compile: {modules: units} in a config of partita", "compile"),
     **rules(
         _IGNORED,
         "this section does not enable recomputation; activations.checkpoint: units in partita's config does",

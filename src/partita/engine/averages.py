@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.kernels.chunks import in_chunks
 from partita.memory.tiers import StoredState
@@ -116,11 +117,13 @@ class Ema(UpdateListener):
         """Replace the model's weights by the average inside a ``with`` block, for evaluation and export.
 
         :meth:`Engine.eval_batch`, :meth:`Engine.export`, :meth:`Engine.state_dict`, forwards and
-        :meth:`Engine.gathered` then read the average. Afterwards the weights have their own values again, bit by bit.
-        No copy is made: the weights and the average change places, unit by unit. A collective.
+        :meth:`Engine.gathered` then read the average. Afterwards, also after an error on all ranks, the weights have
+        their own values again, bit by bit. No copy is made: the weights and the average change places, unit by unit. A
+        collective.
 
         Raises:
-            PartitaError: inside a batch, or inside the block of an average.
+            PartitaError: inside a batch, or inside the block of an average; or some ranks leave the block and others do
+                not.
         """
         self._swap_checked()
         self._is_applied = True
@@ -132,6 +135,8 @@ class Ema(UpdateListener):
                 self._swap()
 
     def _swap_checked(self) -> None:
+        if self._updater.is_closed:
+            raise PartitaError("ema.applied: the engine is closed: make a new one with partita.initialize")
         if any(isinstance(each, Ema) and each.is_applied for each in self._updater.listeners):
             raise PartitaError("engine.ema: an average is applied already: leave its block first")
         remedy = "apply the average after the step that updates the parameters"
@@ -143,7 +148,9 @@ class Ema(UpdateListener):
         self._swap()
 
     def _swap(self) -> None:
-        """Exchange the weights and the average."""
+        """Exchange the weights and the average. An error of one rank inside the block does not leave others waiting."""
+        collectives = self._runtime.collectives
+        check_synchronized(collectives.all_ranks, collectives.mesh.watchdog, "ema.applied")
         for segment in self._segments():
             average = self._state_of(segment).lease().wait()
             with weights_read(segment) as weights:

@@ -1,5 +1,6 @@
 """Micro-batches of one global batch: draw them, pass them to the model, and find the loss."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -89,11 +90,36 @@ def arguments(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """Return the model's output for a micro-batch, or the loss that its function computes."""
+    """Return the model's output for a micro-batch, or the loss that its function computes.
+
+    Raises:
+        PartitaError: the model's forward does not take the values of the micro-batch.
+    """
     if isinstance(batch, LossCall):
         return batch.compute()
     args, kwargs = arguments(batch)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        if problem := _misfit(model, args, kwargs):
+            raise PartitaError(problem) from error
+        raise
+
+
+def _misfit(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return a message if the model's forward does not take these arguments, else an empty string."""
+    try:
+        inspect.signature(getattr(model, "forward", model)).bind(*args, **kwargs)
+    except TypeError as error:
+        return (
+            f"train_batch, eval_batch: {type(model).__name__}.forward does not take this micro-batch ({error}): a "
+            "tuple or list gives its positional arguments, a mapping its keyword arguments; yield only what forward "
+            "takes, or compute the loss in a loop of your own: engine.backward(loss_fn(engine(inputs), targets)), "
+            "engine.step()"
+        )
+    except ValueError:  # a forward without a signature
+        return ""
+    return ""
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:

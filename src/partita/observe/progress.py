@@ -30,7 +30,6 @@ class TrainingProgress:
         self._console = console
         self._num_steps = num_steps
         self._live = console.is_terminal and not console.quiet
-        self._last_row: TrainRow | None = None
         self._first_step = 0
         self._started_s = self._refreshed_s = time.monotonic()
         # Refreshed from the training loop: a drawing thread would compete with it for the interpreter.
@@ -61,15 +60,17 @@ class TrainingProgress:
             self._bar.refresh()
 
     def row(self, row: TrainRow) -> None:
-        self._last_row = row
+        """Show a row of metrics: in the bar, or, without a terminal, in a line."""
         self._bar.update(self._task, figures=figures(row))
+        if not self._live:
+            self._print_step(row.step, f"{figures(row)}  ETA {_duration(self._remaining_s(row.step))}")
 
     def held_out(self, row: HeldOutRow) -> None:
-        """Show an evaluation: a line above the bar, or, without a terminal, a line with all current figures."""
-        line = f"step {row.step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {row.held_out_loss:.4f}"
-        if not self._live and self._last_row is not None:
-            line += f"  {figures(self._last_row)}  ETA {_duration(self._remaining_s(row.step))}"
-        self.print_line(line)
+        """Show an evaluation in a line, above the bar if there is one."""
+        self._print_step(row.step, f"held-out loss {row.held_out_loss:.4f}")
+
+    def _print_step(self, step: int, text: str) -> None:
+        self.print_line(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}")
 
     def print_line(self, line: str) -> None:
         """Print one line verbatim (no markup, no highlighting), above the bar if there is one."""

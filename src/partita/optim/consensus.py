@@ -4,6 +4,7 @@ Sources: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2 for 
 that of NVIDIA's Apex.
 """
 
+import logging
 import math
 import struct
 import warnings
@@ -18,12 +19,15 @@ from partita.comm.collective_errors import shared_errors
 from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator
+from partita.sharding.finite import NUM_COMPARED
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 from partita.table.mesh_shape import AXES, expand
+
+_log = logging.getLogger("partita")
 
 SMALLEST = 2.0**-10
 FACTOR = 2.0
@@ -119,8 +123,10 @@ HEADER = "<qqd"
 ARRIVED, DROPPED = 1, 2
 # The number of batches that were dropped is in the upper bits of the number of reduce passes.
 DROPS = 1 << 32
-# Changes of values are the digest of values written into parameters, with this bit set if buffers changed.
+# Changes of values are the digest of values written into parameters, with this bit set if buffers changed, and above it
+# the checksum of the batch.
 NEWS = 1 << 32
+BATCH = NEWS << 1
 NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 
@@ -187,6 +193,7 @@ class Consensus:
         self._loss_scale = loss_scale
         self.num_drops = 0
         self._warned_unscaled = False
+        self._num_same_batches: int | None = 0  # batches so far that were the same on all ranks; None: one was not
         shape, row = runtime.collectives.mesh.shape, runtime.row
         of_replica = tuple(axis for axis in expand(AXES) if axis not in row.separate_axes)
         # Rank numbers in the mesh, which are their order in the group of all ranks.
@@ -212,12 +219,13 @@ class Consensus:
             for bucket in reducer.buckets
             for member in bucket.members
         ]
-        changes = self._written.digest | (NEWS if self._buffers.has_news() else 0)
+        changes = self._written.digest | (NEWS if self._buffers.has_news() else 0) | self._arguments.checksum * BATCH
         header = struct.pack(HEADER, self.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
         rows = [bytes(row.tolist()) for row in every]
         passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
+        self._compare_batches([number // BATCH for number in changed])
         columns = list(zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True))
         leftovers, flags = columns[: len(reducer.buckets)], columns[len(reducer.buckets) :]
         all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
@@ -234,6 +242,20 @@ class Consensus:
         num_passes = max(number % DROPS for number in passes)
         is_left_over = [any(column) for column in leftovers]
         return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news)
+
+    def _compare_batches(self, checksums: Sequence[int]) -> None:
+        """Warn, once, if all ranks have got the same batches from the start."""
+        if self._num_same_batches is None or not checksums[0] or len(checksums) == 1:
+            return
+        self._num_same_batches = self._num_same_batches + 1 if len({*checksums}) == 1 else None
+        if self._num_same_batches == NUM_COMPARED and self._group.index == 0:
+            _log.warning(
+                "the %d data ranks got the same samples in the first %d batches, so that each computes the same "
+                "gradients: give each rank samples of its own, by DistributedSampler(data, "
+                "num_replicas=engine.mesh.size('data'), rank=engine.mesh.coordinate('data'))",
+                len(checksums),
+                NUM_COMPARED,
+            )
 
     def _used_by_copies(self, used: set[int], call: str) -> set[int]:
         """Add the members to ``used`` that ranks with copies have used, and return it."""

@@ -26,6 +26,8 @@ from partita.table.residence import Tier
 # Default tokens of a step, and default samples of a model without positions.
 STEP_TOKENS = 2**19
 STEP_SAMPLES = 64
+# Plans whose times differ by less are equally fast: predictions are not more exact.
+AS_FAST = 1.02
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,34 @@ class Plan:
     num_gpus: int
     samples: int
     forecasts: tuple[Forecast, ...]
+    lean: bool = False
 
-    @property
+    @cached_property
     def best(self) -> Forecast | None:
-        """The fastest plan that fits, or None."""
-        return next((each for each in self.forecasts if each.fits), None)
+        """The best plan that fits, or None.
+
+        Plans whose states are not exact count only if no exact plan fits, or with ``lean``. Of those that take at most
+        :data:`AS_FAST` of the shortest time, the best one is exact if there is one, and has most device memory free.
+        """
+        fits = [each for each in self.forecasts if each.fits]
+        exact = [each for each in fits if each.settings.states.precision.is_exact]
+        counted = exact if exact and not self.lean else fits
+        if not counted:
+            return None
+        limit_s = AS_FAST * min(_step_s(each) for each in counted)
+        return min(
+            (each for each in counted if _step_s(each) <= limit_s),
+            key=lambda each: (not each.settings.states.precision.is_exact, each.by_tier[Tier.DEVICE], _step_s(each)),
+        )
 
     @cached_property
     def best_per_state_settings(self) -> list[Forecast]:
-        """The best plan for each setting of the states, in the order of ``forecasts``.
+        """The best plan for each setting of the states: first :attr:`best`, then in the order of ``forecasts``.
 
-        The best one is the fastest that fits. If none fits, it is the one with the fewest missing bytes.
+        The best one of a setting is the fastest that fits. If none fits, it is the one with the fewest missing bytes.
         """
         found = dict[str, Forecast]()
-        for each in self.forecasts:
+        for each in (*([self.best] if self.best else ()), *self.forecasts):
             found.setdefault(each.settings.states.name, each)
         return list(found.values())
 
@@ -118,6 +134,7 @@ def plan(
     samples: int | None = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     compress: bool = False,
+    lean: bool = False,
 ) -> Plan:
     """Find the plans for a model, without weights and without a GPU.
 
@@ -132,6 +149,7 @@ def plan(
             sample per GPU.
         config: settings of every plan: units, fp32 modules, the optimizer.
         compress: also consider quantized collectives for gradients and parameters, which lose precision.
+        lean: also consider states of lower precision (16-bit gradients, 8-bit moments) where exact ones fit.
 
     Raises:
         ConfigError: there is no such model or machine, a figure is invalid, or the forward cannot be traced.
@@ -146,10 +164,10 @@ def plan(
         samples = default_samples(source, gpus)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
-    search = Search(source, machine, gpus, samples, load_config(config))
+    search = Search(source, machine, gpus, samples, load_config(config), lean=lean)
     found = search.run()
     found += communication_variants(search, found, compress=compress)
-    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)))
+    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)), lean)
 
 
 def default_samples(source: ModelSource, num_gpus: int) -> int:
@@ -161,13 +179,19 @@ def default_samples(source: ModelSource, num_gpus: int) -> int:
     return num_gpus * int(2 ** max(0, round(math.log2(max(1.0, per_step / num_gpus)))))
 
 
+def _step_s(forecast: Forecast) -> float:
+    assert forecast.time is not None, "a plan that fits has a time"
+    return forecast.time.total_s
+
+
 def format_shortfall(forecast: Forecast) -> str:
-    """Describe the missing bytes of each memory, on the rank that needs most."""
+    """Describe the memories that are too small: the usable bytes, and those that the fullest rank needs."""
     names = {Tier.DEVICE: "GPU", Tier.HOST: "host", Tier.DISK: "disk"}
     if forecast.budget.one_memory:
         names[Tier.DEVICE] = "memory"
     return ", ".join(
-        f"{names[tier]} lacks {format_bytes(num)} of {format_bytes(forecast.budget.of(tier) + num)}"
+        f"{names[tier]} has {format_bytes(forecast.budget.of(tier))}, "
+        f"{format_bytes(forecast.budget.of(tier) + num)} needed"
         for tier, num in forecast.shortfall.items()
     )
 

@@ -29,6 +29,11 @@ class StatePrecision:
     keys: tuple[tuple[str, str], ...] = ()
     one_micro_batch: bool = False
 
+    @property
+    def is_exact(self) -> bool:
+        """True if states are stored as training without these settings stores them."""
+        return not self.keys
+
 
 def state_precisions(compute: str) -> tuple[StatePrecision, ...]:
     """Return the precisions of the states that this compute dtype allows, from the most exact to the smallest."""

@@ -106,7 +106,8 @@ class Search:
     """Search for plans of ``source`` on ``num_gpus`` of ``machine``, with ``samples`` in a step.
 
     ``config`` has the settings of every plan: units, fp32 modules, optimizer. ``dtype``: the compute dtype
-    (empty: the machine's). ``only``: the single mesh to consider; None: all meshes.
+    (empty: the machine's). ``only``: the single mesh to consider; None: all meshes. ``lean``: lossy states are wanted,
+    too, where exact ones fit.
     """
 
     source: ModelSource
@@ -117,6 +118,7 @@ class Search:
     num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
+    lean: bool = False
     _rank_models: dict[tuple[int, int, bool, int | None], RankModel] = field(default_factory=dict)
     _configs: dict[StateSettings, Config] = field(default_factory=dict)
     _scaled_traces: dict[tuple[int, str, int], tuple[Trace, Trace]] = field(default_factory=dict)
@@ -156,7 +158,7 @@ class Search:
                     break
                 if not any(each.fits_without_activations for each in new):
                     break
-            if any(each.fits for each in found):
+            if any(each.fits and (self.lean or each.settings.states.precision.is_exact) for each in found):
                 break
         return sorted(found, key=lambda each: each.rank)
 

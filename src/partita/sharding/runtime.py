@@ -16,6 +16,7 @@ from partita.layout.blueprint import Blueprint, row_of
 from partita.layout.dtypes import dtype_of
 from partita.layout.full_precision import find_full_precision
 from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
+from partita.memory.accelerator import is_simulated
 from partita.memory.allocate import allocate
 from partita.memory.buffer_pool import BufferPool, StorageSwap
 from partita.memory.ledger import Ledger
@@ -104,7 +105,9 @@ class Runtime:
         unshard_order = agree(self.gradient_group, mesh, lambda: self.reducer.launch_stalled_bucket())
         ahead = bytes_ahead(blueprint.units, config.zero.prefetch_bytes)
         self.written = Written(self.units, mesh.rank)
-        self.arguments = Arguments(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]))
+        has_own_samples = mesh.size("data") > 1 and mesh.size("sequence") == 1 and not is_simulated(mesh.device)
+        compute_dtype = dtype_of(ENCODINGS[blueprint.resolved.compute_dtype])
+        self.arguments = Arguments(model, compute_dtype, compares=has_own_samples)
         self.unsharder = Unsharder(sharded, unshard_order, ahead, self.written)
         self._wait_in_threads()
         self._hooks: list[Any] = []

@@ -70,7 +70,7 @@ def write_weights(runtime: Runtime, segment: Segment, shard: Tensor) -> None:
 
 
 def _gathered(runtime: Runtime, segment: Segment, shard: Tensor) -> Tensor:
-    """Return the shards that this rank's master weights consist of, ``[master_elements]``."""
+    """Return the values that this rank's master weights consist of, flat: one shard or several."""
     own = Residence(segment.plan.gradient_shard_axes, (), FP32)
     stored = replace(own, shard_axes=segment.plan.master.shard_axes)
     operations = steps(own, stored, segment.mesh)

@@ -85,7 +85,11 @@ class TrainSection(Section):
     profile: CountOrZero = Field(
         0, description="steps, after the first ones, whose timeline is written: trace-RANK.json.gz, for ui.perfetto.dev"
     )
-    out: PathText | None = Field(None, description="folder of all results; null: runs/ and the name of the job file")
+    out: PathText | None = Field(
+        None,
+        description="folder of all results; null: runs/ and the name of the job file, "
+        "with a number if that holds an earlier run",
+    )
     overwrite: Flag = Field(False, description="replace the results of an earlier run in out")
     sample: SampleSection = Field(SampleSection(), description="the text written at the end")
 
@@ -135,8 +139,13 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
     if config.metrics != Metrics():
         problem = "engine.metrics: is for loops that call engine.log; the trainer writes its metrics into train.out"
         raise report([Problem(("engine", "metrics"), problem, "set train.out and train.metrics instead")], where)
-    out = job.train.out or str(Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem))
+    out = job.train.out or str(default_out(source))
     return job.model_copy(update={"engine": config, "train": job.train.model_copy(update={"out": out})})
+
+
+def default_out(source: str | Path | Mapping[str, object]) -> Path:
+    """Return the folder of the results of a job that names none."""
+    return Path("runs", "job" if isinstance(source, Mapping) else Path(source).stem)
 
 
 def _engine_config(engine: object, steps: int, where: Where) -> Config:

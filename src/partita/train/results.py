@@ -1,5 +1,8 @@
 """Files that a run writes to its folder, and the check that no other run replaces them by accident."""
 
+from itertools import chain, count
+from pathlib import Path
+
 from partita.config.launchers import launch_environment
 from partita.errors import ConfigError
 from partita.observe.metrics import METRICS_FILE
@@ -20,10 +23,21 @@ def check_out(job: Job, *, resumes: bool) -> None:
     """
     if resumes or job.train.overwrite or launch_environment().restarts:
         return
-    found = [name for name in (WEIGHTS, JOB_FILE, METRICS_FILE) if (job.out / name).exists()]
-    if not found or (found == [METRICS_FILE] and job.engine.checkpoint.dir is not None):
+    if not (found := _results(job, job.out)):
         return
     raise ConfigError(
         f"train.out: '{job.out}' holds the results of an earlier run ({', '.join(found)}); pass --overwrite to replace "
         "them, or set train.out to another folder"
     )
+
+
+def numbered_out(job: Job) -> Path:
+    """Return ``train.out``, or the first of the folders NAME-2, NAME-3, ... if it holds the results of another run."""
+    numbers = (job.out.with_name(f"{job.out.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([job.out], numbers) if not _results(job, folder))
+
+
+def _results(job: Job, folder: Path) -> list[str]:
+    """Return the names of the results of another run in a folder."""
+    found = [name for name in (WEIGHTS, JOB_FILE, METRICS_FILE) if (folder / name).exists()]
+    return [] if found == [METRICS_FILE] and job.engine.checkpoint.dir is not None else found

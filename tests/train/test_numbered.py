@@ -1,0 +1,31 @@
+"""Runs into the default folder are numbered; a folder that the job names is not replaced."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import write_job
+from tests.cli.test_main import invoke
+
+SHORT = ["train.steps=1", "train.sample.tokens=0", "train.metrics=[]"]
+
+
+def trained(job: Path, *settings: str) -> tuple[int, str]:
+    return invoke("train", job, "--processes", "1", *(f"--set={each}" for each in (*SHORT, *settings)))
+
+
+def test_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    job.write_text(job.read_text().replace(f"out: {tmp_path / 'out'}, ", ""))
+    for folder in ("runs/job", "runs/job-2", "runs/job-3"):
+        code, shown = trained(job)
+        assert code == 0, shown
+        assert (Path(folder) / "job.yaml").exists()
+        assert (f"'runs/job' holds an earlier run; this one writes into '{folder}'" in shown) is (folder != "runs/job")
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["job", "job-2", "job-3"]
+    assert trained(job, "train.overwrite=true")[0] == 0
+    assert len(list(Path("runs").iterdir())) == 3
+    code, shown = trained(job, "train.out=runs/job-2")
+    assert code == 2
+    assert "'runs/job-2' holds the results of an earlier run" in shown

@@ -236,7 +236,7 @@ def test_a_worker_writes_its_error_down_and_the_launcher_tells_it(
     shown = told(failures, capsys)
     assert shown[0] == code
     assert message in shown[1]
-    assert ("Traceback" in shown[1]) is isinstance(error, ValueError)
+    assert ("Traceback" in shown[1]) is (type(error) is ValueError)
 
 
 def failure(folder: Path, rank: int, exitcode: int, error: Exception | None = None) -> ProcessFailure:
@@ -286,8 +286,10 @@ def test_a_rank_that_was_ended_after_its_error_failed_by_that(
     assert code == 1
     assert "Traceback of rank 0" in text
     assert "error: rank 0 (process 100) failed: ValueError: the user's" in text
-    failures[0] = failure(tmp_path, 0, -15, PartitaError("config: wrong"))
+    failures[0] = failure(tmp_path, 0, -15, ConfigError("config: wrong"))
     assert told(failures, capsys) == (2, "error: rank 0: config: wrong\n")
+    failures[0] = failure(tmp_path, 0, -15, PartitaError("it ended"))
+    assert told(failures, capsys) == (1, "error: rank 0: it ended\n")
 
 
 def test_an_error_that_names_another_ranks_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

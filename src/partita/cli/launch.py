@@ -136,7 +136,7 @@ def _show_failure(failures: Mapping[int, ProcessFailure], console: Console) -> i
     kind, _, text = message.partition(": ")
     if message and (failure.exitcode == USER_ERROR or kind in _USER_ERRORS):
         show_error(console, prefixed(f"rank {rank}: ", text))
-        return USER_ERROR if failure.exitcode == USER_ERROR else FAILURE
+        return USER_ERROR if failure.exitcode == USER_ERROR or kind == ConfigError.__name__ else FAILURE
     if trace:
         console.print(Text(trace), soft_wrap=True)
     reason = message.strip(": ") or f"exit code {failure.exitcode}"

@@ -45,10 +45,11 @@ class Muon(CollectiveOptimizer):
         groups: parameters, which AdamW updates, or groups of them; those with ``matrices`` have all settings of
             :class:`partita.config.schema.Muon`.
         forms: the form of each parameter that consists of matrices, by the parameter's id.
+        settings: of groups that have none of their own.
     """
 
-    def __init__(self, groups: Iterable[Any], forms: Mapping[int, MatrixForm] = NO_FORMS) -> None:
-        super().__init__(list(groups), _DEFAULTS)
+    def __init__(self, groups: Iterable[Any], forms: Mapping[int, MatrixForm] = NO_FORMS, **settings: Any) -> None:
+        super().__init__(list(groups), {**_DEFAULTS, **settings})
         self._forms = {id(param): forms.get(id(param)) for group in self.param_groups for param in group["params"]}
         self._forms_by_name = dict[str, MatrixForm]()
         self._group_numbers = dict[str, int]()

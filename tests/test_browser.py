@@ -165,7 +165,7 @@ def _problems_of_link(address: str, link: str, seen: dict[str, dict[str, Any]]) 
         yield f"{link} is no place on that page"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)  # with the build of the site, on a busy machine
 def test_every_page_fits_its_pictures_load_and_its_links_resolve(tmp_path_factory: pytest.TempPathFactory) -> None:
     with opened() as driver, served(built_site(tmp_path_factory)) as site:
         # Reading the index of the search takes longer than opening the page, on every page.

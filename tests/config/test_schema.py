@@ -31,7 +31,8 @@ precision:
    frozen: fp32}
 batch:     {micro: auto, accumulate: auto, total: auto}
 optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.01, momentum: 0.0,
-   sends: averages}
+   sends: averages, muon: {momentum: 0.95, nesterov: true, steps: 5, coefficients: [3.4445, -4.775, 2.0315],
+   scale: rms, dtype: auto, adamw_lr: null, rules: {}}}
 schedule:
   {name: constant, warmup_steps: 0, warmup: linear, max_lr: null, initial_lr: null, initial_steps: 0,
    total_steps: null, decay_steps: null, min_lr: 0.0, min_ratio: 0.0}

@@ -524,7 +524,7 @@ def test_an_unchanged_script_under_partita_run(tmp_path: Path) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert "steps 5, partita.integrations.deepspeed, cpu" in done.stdout, done.stderr
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "deepspeed.moe of DeepSpeed is not in partita.integrations.deepspeed: use the model's own experts" in (
         done.stderr
     )

@@ -31,6 +31,7 @@ from tests.kit.training import (
     train_engine,
     train_module,
     whole_weights,
+    world,
 )
 
 STEPS = 10
@@ -92,11 +93,11 @@ class Plain(torch.optim.Optimizer):
         self._adamw.step()
 
 
-def plain(case: Case, *, steps: int, num_data: int, own: int | None = None) -> Trained:
+def plain(case: Case, *, steps: int, num_data: int, own: int | None = None, **settings: Any) -> Trained:
     model = case.build()
     loss, clip = loss_of(case), CONFIG["clip_grad_norm"]
     made = lambda params: Plain(model)  # noqa: E731
-    return train_module(model, loss, steps, num_data=num_data, own=own, optimizer=made, clip=clip, keep=())
+    return train_module(model, loss, steps, num_data=num_data, own=own, optimizer=made, clip=clip, keep=(), **settings)
 
 
 def equals_torch(stage: int, parallel: Mapping[str, Any], tolerance: float) -> None:
@@ -224,6 +225,9 @@ def frozen_later() -> None:
         with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": stage}}) as engine:
             results.append(train_engine(engine, loss_of(case), 3, keep=(), before_step=freeze))
     assert_same_bits(*results)
+    expected = plain(case, steps=3, num_data=world(), before_step=freeze)
+    for name, weights in expected.weights.items():
+        torch.testing.assert_close(results[0].weights[name], weights, rtol=0, atol=1e-5, msg=name)
 
 
 def test_parameters_frozen_later() -> None:

@@ -96,7 +96,10 @@ class Plain(torch.optim.Optimizer):
 def plain(case: Case, *, steps: int, num_data: int, own: int | None = None, **settings: Any) -> Trained:
     model = case.build()
     loss, clip = loss_of(case), CONFIG["clip_grad_norm"]
-    made = lambda params: Plain(model)  # noqa: E731
+
+    def made(params: Any) -> Plain:
+        return Plain(model)
+
     return train_module(model, loss, steps, num_data=num_data, own=own, optimizer=made, clip=clip, keep=(), **settings)
 
 
@@ -291,6 +294,26 @@ def test_resumes_on_other_layouts(tmp_path: Path, num_ranks: int, config: dict[s
     found = on_ranks(num_ranks, save_after, tmp_path, 1, config)[0]
     for name, weights in expected.items():
         torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-4 * weights.abs().max().item(), msg=name)
+
+
+def disk_has_each_state_once() -> None:
+    """Moments on disk fit into the space that is reserved: two for each element of a segment."""
+    case = tiny("llama")
+    with partita.initialize(case.build(), {**CONFIG, "zero": TIERS["3-disk"]}) as engine:
+        train_engine(engine, loss_of(case), 1, keep=())
+        updater = engine._parts.updater
+        for segment in {id(view.member.segment): view.member.segment for view in updater.views}.values():
+            stored = updater.states.on_disk(segment)
+            assert stored is not None
+            sizes = {key: kept.num_elements for key, kept in stored._kept.items()}
+            shard = segment.layout.shard_elements
+            assert sum(sizes.values()) <= 2 * shard, sizes
+            if "exp_avg" in sizes and "momentum_buffer" in sizes:
+                assert sizes["exp_avg"] < shard / 4, sizes
+
+
+def test_disk_has_each_state_once() -> None:
+    on_ranks(2, disk_has_each_state_once)
 
 
 # -- traffic -----------------------------------------------------------------------------------------------------------

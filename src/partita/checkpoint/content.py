@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.layout.parameters import find_all_parameters
 from partita.memory.collector import collector_paused
-from partita.optim.states import BLOCK_STATES, View
+from partita.optim.states import BLOCK_STATES, View, flattened
 from partita.optim.step import Updater
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
@@ -138,8 +140,8 @@ class Content:
                 yield content.views
 
     def _content_of(self, unit: Unit, segment: Segment) -> SegmentContent:
-        views, states = self.updater.views.of_segment(segment), self.updater.optimizer.state
-        kept = [pair for view in views for pair in states.get(view.tensor, {}).items()]
+        views = self.updater.views.of_segment(segment)
+        kept = [pair for view in views for pair in self._state_in(view).items()]
         addresses = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
         additional = self.additional_states(segment)
         identity = (segment.trains, addresses, [values.data_ptr() for values in additional.values()])
@@ -200,15 +202,18 @@ class Content:
             for key, values in additional.items():
                 yield from _pieces(key + span.fqn, values.dtype, elements, _slice_of(values, place))
             yield from self._states_of(members[span.fqn], span)
+        for view in self.updater.views.of_segment(segment):
+            if view.is_full_at_owner:
+                yield from self._full_states_of(view)
 
     def _states_of(self, member: Member, span: Span) -> Iterator[_Piece | Value]:
         """Yield the optimizer states of one parameter. States on disk have values only inside :meth:`_loaded`."""
         view = self.updater.views.of(member.param)
-        if view is None or not view.num_elements:
+        if view is None or view.is_full_at_owner or not view.num_elements:
             return
         first = span.place.begins_at
         has_first = first is not None and span.start <= first < span.stop
-        for key, state in self.updater.optimizer.state.get(view.tensor, {}).items():
+        for key, state in self._state_in(view).items():
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):
                 if has_first:
@@ -230,7 +235,7 @@ class Content:
         """Return a function that reads the span's slice of a state from the optimizer."""
 
         def take(_: Tensor) -> Tensor:
-            state: Tensor = self.updater.optimizer.state[view.tensor][key]
+            state: Tensor = self._state_in(view)[key]
             first = span.start - view.start
             if key in BLOCK_STATES:
                 return state[first // BLOCK : num_blocks(first + span.num_elements)]
@@ -240,6 +245,27 @@ class Content:
             return flat[first : first + span.num_elements]
 
         return take
+
+    def _full_states_of(self, view: View) -> Iterator[_Piece | Value]:
+        """Yield the optimizer states of a parameter that this rank owns."""
+        for key, state in self._state_in(view).items():
+            name = f"{STATE}{view.member.fqn}.{key}"
+            if isinstance(state, Tensor):
+                take = partial(self._full_state, view, key)
+                yield from _pieces(name, state.dtype, FlatRange.row_major(state.shape), take)
+            else:
+                where = f"the optimizer's state '{key}' of '{view.member.fqn}'"
+                yield Value(name, value=to_serializable(state, where))
+
+    def _full_state(self, view: View, key: str, _: Tensor) -> Tensor:
+        state: Tensor = self._state_in(view)[key]
+        return state.contiguous().view(-1)
+
+    def _state_in(self, view: View) -> dict[str, Any]:
+        """Return the states of one parameter in the optimizer, with the items of containers."""
+        if view.in_groups is None:
+            return {}
+        return flattened(self.updater.optimizer.state.get(view.in_groups, {}))
 
     @contextmanager
     def _loaded(self, segment: Segment) -> Iterator[Tensor]:

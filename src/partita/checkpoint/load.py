@@ -28,7 +28,7 @@ from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import StoredState
 from partita.optim.fused import convert_state
-from partita.optim.states import BLOCK_STATES, View
+from partita.optim.states import BLOCK_STATES, View, unflattened
 from partita.optim.traits import state_names, states_per_element
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
@@ -224,17 +224,26 @@ class Loading:
             if (key := self._names.model(member.info.fqns)) is not None:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
-            # States of frozen parameters are loaded too: they are used after unfreezing, and saved meanwhile.
-            if self._loads_states and view is not None and view.num_elements and self._updater.views.is_grouped(view):
-                for state, key in self._names.states(member.info.fqns).items():
-                    if key in self._stored.tensors:
-                        yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
+            if view is not None and view.num_elements and not view.is_full_at_owner:
+                yield from self._states_of(view)
+        for view in self._updater.views.of_segment(segment):
+            if view.is_full_at_owner and view.in_groups is not None:
+                yield from self._states_of(view)
         content = self._content
         additional = content.additional_states(segment) if segment.is_first_copy else content.listener_states(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.shard_index), additional.items()):
             if (key := self._key_of(prefix, members[span.fqn].info.fqns)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
                 yield self._target(key, members[span.fqn].elements(span.start, span.stop), values=values)
+
+    def _states_of(self, view: View) -> Iterator[_Target]:
+        """Yield the targets of one parameter's optimizer states, also of a frozen one: they are used after unfreezing,
+        and saved meanwhile.
+        """
+        if self._loads_states and self._updater.views.is_grouped(view):
+            for state, key in self._names.states(view.member.info.fqns).items():
+                if key in self._stored.tensors:
+                    yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
 
     def _key_of(self, prefix: str, names: Sequence[str]) -> str | None:
         """Return the key of an additional state of a parameter.
@@ -259,6 +268,8 @@ class Loading:
         """Return the elements of a stored state that belong to a view: its elements, its blocks, or a single number."""
         member, start, stop = view.member, view.start, view.start + view.num_elements
         shape, expected = self._stored.tensors[key].shape, view.member.span.place.shape
+        if view.is_full_at_owner and shape:
+            return FlatRange.row_major(shape)
         if state in BLOCK_STATES:
             return blocks_of(member, start, stop)
         if shape == expected and (shape or state != "step"):
@@ -326,7 +337,8 @@ class Loading:
     def _remove_states(self, segment: Segment) -> None:
         """Remove the optimizer states of a segment. A parameter without stored states then counts as never updated."""
         for view in self._updater.views.of_segment(segment):
-            self._updater.optimizer.state.pop(view.tensor, None)
+            if view.in_groups is not None:
+                self._updater.optimizer.state.pop(view.in_groups, None)
 
     def _allocate_state(self, view: View, target: _Target) -> Tensor:
         """Allocate memory for an optimizer state: flat, or a scalar."""
@@ -335,7 +347,8 @@ class Loading:
             groups = self._updater.optimizer.param_groups
             on_device = any(group.get("fused") or group.get("capturable") for group in groups)
             return torch.empty((), dtype=stored, device=param.device if on_device else "cpu")
-        dtype = param.dtype if stored.is_floating_point and target.state not in BLOCK_STATES else stored
+        keeps = view.is_full_at_owner or not stored.is_floating_point or target.state in BLOCK_STATES
+        dtype = stored if keeps else param.dtype
         return torch.empty(target.elements.num_elements, dtype=dtype, device=param.device)
 
     def _set_states(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
@@ -345,12 +358,15 @@ class Loading:
             names = self._names.states(view.member.info.fqns)
             values = {name: self._stored.value(key) for name, key in names.items() if key in self._stored.values}
             known = {**convert_state(optimizer, state), **values}
-            optimizer.state[view.tensor] = {
+            is_shaped = segment.has_full_master or view.is_full_at_owner
+            shaped = {
                 name: self._shaped(view, names.get(name, ""), value)
-                if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and segment.has_full_master
+                if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and is_shaped
                 else value
                 for name, value in known.items()
             }
+            assert view.in_groups is not None
+            optimizer.state[view.in_groups] = unflattened(shaped)
         if states and (on_disk := self._updater.states.on_disk(segment)) is not None:
             on_disk.replace()
 
@@ -360,6 +376,8 @@ class Loading:
         This is for optimizers on unsharded parameters.
         """
         shape = self._stored.tensors[key].shape if key in self._stored.tensors else ()
+        if view.is_full_at_owner:
+            return value.view(shape or view.member.span.place.shape)
         return view.member.shaped(value) if shape in ((), view.member.span.place.shape) else value.view(shape)
 
     def _deliver(self, segment: Segment, param: Tensor | None) -> None:

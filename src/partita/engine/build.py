@@ -24,6 +24,7 @@ from partita.config.schema import Config
 from partita.engine.budget import agreed_budget
 from partita.engine.compile import modules_to_compile
 from partita.engine.transform import apply_axes, apply_to_forwards, find_attention
+from partita.errors import ConfigError
 from partita.huggingface.conversion import open_weights
 from partita.huggingface.weights import Weights
 from partita.inspection.full_tensors import FullTensors
@@ -41,12 +42,13 @@ from partita.optim.consensus import LossScale, ReplicaCheck
 from partita.optim.extension import CollectiveOptimizer, RunExtension
 from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
+from partita.optim.owners import groups_of
 from partita.optim.states import check_groups
 from partita.optim.step import StepUpdater, Updater
 from partita.optim.traits import (
-    check_elementwise,
     check_states_can_be_saved,
     counted_attributes,
+    needs_full_parameters,
     states_per_element,
 )
 from partita.parallel.applied import AppliedParallelism
@@ -150,11 +152,13 @@ def _build(
         names = [unit.name for unit in blueprint.units]
         chosen = SelectedModules.of(model, settings, names)
         compiled = modules_to_compile(model, settings.compile, names)
-    _agree(model, blueprint, optimizer, settings, collectives)
     rows = [unit.row for unit in blueprint.units]
     with shared_errors(all_ranks):
-        _check_optimizer(optimizer, rows, settings, mesh)
-    counted = counted_attributes(optimizer, on_clone=not all(row.updates_on_device for row in rows))
+        on_full_parameters = _check_optimizer(optimizer, rows, settings, mesh)
+    _agree(model, blueprint, optimizer, settings, collectives, on_full_parameters=on_full_parameters)
+    counted = counted_attributes(
+        optimizer, on_clone=on_full_parameters or not all(row.updates_on_device for row in rows)
+    )
     oom_reporter = OutOfMemoryReporter(blueprint, ledger, mesh.device, mesh.rank)
     with shared_errors(all_ranks):
         source = open_weights(Weights(given.weights), model) if given.weights is not None else None
@@ -168,7 +172,7 @@ def _build(
             split = SplitParameters((member for _, member in runtime.members()), parallel.parts, mesh)
             failed.callback(split.remove)
             parallel.transforms.at(Order.PARAMETERS).on_undo(split.close)
-            updater = _make_updater(runtime, optimizer, resolved, counted)
+            updater = _make_updater(runtime, optimizer, resolved, counted, on_full_parameters=on_full_parameters)
             failed.callback(updater.close)
             whole = FullTensors(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.transforms)
@@ -237,21 +241,28 @@ def along_axes(settings: Config) -> Needs:
     return along
 
 
-def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> None:
-    """Refuse an optimizer that needs full parameters, or all of them at a time, if the plan gives it less.
+def _check_optimizer(optimizer: Optimizer, rows: Sequence[StatePlan], settings: Config, mesh: Mesh) -> bool:
+    """Return whether the optimizer needs full parameters, and the plan gives it slices.
 
     Raises:
-        ConfigError: names its class.
+        ConfigError: it needs all parameters at a time, and the plan gives it less; names its class.
     """
+    check_states_can_be_saved(optimizer)
     is_cut = any(mesh.shape.group_size(row.master.shard_axes) > 1 for row in rows) or mesh.shape.tensor > 1
     in_parts = mesh.shape.pipeline > 1 or settings.precision.gradients == "in_backward"
     if is_cut or in_parts or not all(row.updates_on_device for row in rows):
-        check_elementwise(optimizer, cuts=is_cut)
-    check_states_can_be_saved(optimizer)
+        return needs_full_parameters(optimizer, cuts=is_cut)
+    return False
 
 
 def _agree(
-    model: nn.Module, blueprint: Blueprint, optimizer: Optimizer, settings: Config, collectives: Collectives
+    model: nn.Module,
+    blueprint: Blueprint,
+    optimizer: Optimizer,
+    settings: Config,
+    collectives: Collectives,
+    *,
+    on_full_parameters: bool,
 ) -> None:
     """Check that all ranks have the same plan, and connect the groups that any of them needs."""
     all_ranks = collectives.all_ranks
@@ -260,6 +271,10 @@ def _agree(
         own.append(optimizer.groups(blueprint))
         for notice in optimizer.notices if all_ranks.index == 0 else ():
             _log.info("%s", notice)
+    if on_full_parameters:
+        own.append(groups_of(blueprint))
+        if all_ranks.index == 0:
+            _log.info("optimizer %s needs full parameters: one rank updates each of them", type(optimizer).__name__)
     every = all_ranks.exchange_objects(united(own), "partita.initialize")
     collectives.open(united(every))  # also those of other stages alone
     check_same_model(model, blueprint.units, all_ranks, exact=collectives.group(STATE_AXES).size < all_ranks.size)
@@ -268,12 +283,22 @@ def _agree(
     check_equal_settings(settings_of(optimizer), all_ranks)
 
 
-def _make_updater(runtime: Runtime, optimizer: Optimizer, resolved: Resolved, counted: Sequence[str]) -> Updater:
+def _make_updater(
+    runtime: Runtime, optimizer: Optimizer, resolved: Resolved, counted: Sequence[str], *, on_full_parameters: bool
+) -> Updater:
     settings = resolved.config
     scale = LossScale(settings.precision, resolved.compute_dtype == "fp16")
     kind = BackwardUpdater if settings.precision.gradients == "in_backward" else StepUpdater
     extension = resolved.extension
-    updater = kind(runtime, optimizer, scale, settings.clip_grad_norm, counted, extension.warmup_steps(settings))
+    warmup_steps = extension.warmup_steps(settings)
+    clip_norm = settings.clip_grad_norm
+    updater = kind(runtime, optimizer, scale, clip_norm, counted, warmup_steps, on_full_parameters=on_full_parameters)
     if isinstance(extension, RunExtension):
-        updater.set_listeners(extension.listeners(runtime, optimizer, updater.views, settings))
+        listeners = extension.listeners(runtime, optimizer, updater.views, settings)
+        if on_full_parameters and listeners:
+            raise ConfigError(
+                f"{listeners[0].setting}: not with optimizer {type(optimizer).__name__}, which needs full parameters; "
+                "use an elementwise optimizer such as AdamW"
+            )
+        updater.set_listeners(listeners)
     return updater

@@ -21,7 +21,7 @@ from partita.inspection.modules import extra_states, further_names, owning_ranks
 from partita.layout.parameters import ParameterInfo, find_all_parameters
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
-from partita.optim.states import View
+from partita.optim.states import View, flattened
 from partita.optim.step import Updater
 from partita.sharding.assemble import has_distinct_shards
 from partita.sharding.interpreter import Interpreter
@@ -94,12 +94,16 @@ class FullTensors:
         return self._full(info, local if is_counted else None, torch.float32)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the full optimizer state of a parameter, in the parameter's shape; empty before its first update."""
+        """Return the full optimizer state of a parameter, in the parameter's shape; empty before its first update.
+
+        Items of containers have keys such as ``Q[0]``.
+        """
         self._updater.wait_for_updates()
         info, member = self._find(name)
         view = None if member is None else self._updater.views.of(member.param)
-        state = self._updater.states.of(view) if view is not None else {}
-        own = {key: _elementwise_dtype(view, value) for key, value in state.items()}
+        state = flattened(self._updater.states.of(view)) if view is not None else {}
+        numbers = {key: value for key, value in state.items() if isinstance(value, Tensor | int | float)}
+        own = {key: _elementwise_dtype(view, value) for key, value in numbers.items()}
         dtypes = dict[str, torch.dtype | None]()
         for of_rank in self._all_ranks.exchange_objects(own, "engine.optimizer_state"):
             dtypes = of_rank | dtypes
@@ -323,6 +327,8 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> PartitaError:
 def _elementwise_dtype(view: View | None, value: object) -> torch.dtype | None:
     """Return the dtype of a state tensor with one element per element of the parameter; None for any other state."""
     if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    if view is not None and view.is_full_at_owner:
         return None
     is_whole = view is not None and view.member.segment.has_full_master
     return None if is_whole and view is not None and value.shape != view.member.shape else value.dtype

@@ -132,7 +132,7 @@ class Muon(CollectiveOptimizer):
         """Update the slices of complete matrices, of those parameters that this step changes on any rank."""
         owned.run(
             [member.fqn for member in self.coming if member.fqn in self._group_numbers],
-            lambda view: self._input(view.tensor, self._group_of(view, group_of)),
+            lambda view: (self._input(view.tensor, self._group_of(view, group_of)),),
             lambda name, full: _update(
                 full, self._forms_by_name[name], self.param_groups[self._group_numbers[name]]
             ).float(),

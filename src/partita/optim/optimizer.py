@@ -101,10 +101,12 @@ class Snapshot:
 
     Args:
         counted: the names of the optimizer's attributes that its step changes.
+        always: True if the step runs also without parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, counted: Sequence[str]) -> None:
+    def __init__(self, optimizer: Optimizer, counted: Sequence[str], *, always: bool = False) -> None:
         self._optimizer = optimizer
+        self._always = always or bool(counted) or isinstance(optimizer, CollectiveOptimizer)
         self._groups = [copies(group, group) for group in optimizer.param_groups]
         self._counted = counted
         self._attributes = copies(optimizer.__dict__, counted)
@@ -121,8 +123,7 @@ class Snapshot:
         groups = [copies(group, group) for group in self._groups]
         for group in groups:
             group["params"] = [param for param in group["params"] if id(param) in chosen]
-        is_collective = isinstance(self._optimizer, CollectiveOptimizer)
-        if not any(group["params"] for group in groups) and not self._counted and not is_collective:
+        if not self._always and not any(group["params"] for group in groups):
             return lambda: None
         clone = clone_of(self._optimizer, groups, self._optimizer.state)
         if isinstance(clone, CollectiveOptimizer):
@@ -134,8 +135,9 @@ class Snapshot:
     def _take_up(self, groups: Groups, attributes: dict[str, Any]) -> None:
         """Copy values that the step has changed to the optimizer; other settings stay as they are now."""
         for group, before, after in zip(self._optimizer.param_groups, self._groups, groups, strict=False):
-            changed = (key for key in before if key != "params" and not _same(before[key], after[key]))
-            group.update({key: after[key] for key in changed})
+            for key in after.keys() - {"params"}:  # also counters that the step has created
+                if key not in before or not _same(before[key], after[key]):
+                    group[key] = after[key]
         self._optimizer.__dict__.update(attributes)
 
 
@@ -290,7 +292,7 @@ def carry_overrides(optimizer: Optimizer, views: Iterable[View]) -> Callable[[],
         return lambda: None
     configs = dict(manager.pid2config)
     configs |= {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
-    own = {id(view.tensor): configs[id(view.member.param)] for view in views if id(view.member.param) in configs}
+    own = {id(view.in_groups): configs[id(view.member.param)] for view in views if id(view.member.param) in configs}
     manager.pid2config.update(own)
 
     def take_back() -> None:

@@ -155,27 +155,33 @@ class Owners:
         """Return the name of the parameter that the optimizer's ``tensor`` is a slice of; None if it has no owner."""
         return self._names.get(id(tensor))
 
-    def sent_elements(self, names: Sequence[str]) -> int:
+    def is_owner(self, name: str) -> bool:
+        """Return whether this rank is the owner of a parameter."""
+        route = self._routes[name]
+        return route.owner == self._collectives.group(route.axes).index
+
+    def sent_elements(self, names: Sequence[str], num_sent: int = 1) -> int:
         """Return the number of elements that this rank sends to owners, and returns as one, in a :meth:`run`."""
         total = 0
         for route in (self._routes[name] for name in names):
             own = route.view.num_elements
             is_owner = route.owner == self._collectives.group(route.axes).index
-            total += sum(stop - start for _, _, start, stop in route.slices) - own if is_owner else own
+            total += sum(stop - start for _, _, start, stop in route.slices) - own if is_owner else num_sent * own
         return total
 
     def run(
         self,
         names: Sequence[str],
-        send: Callable[[View], Tensor],
-        work: Callable[[str, Tensor], Tensor],
+        send: Callable[[View], Sequence[Tensor]],
+        work: Callable[..., Tensor],
         receive: Callable[[View, Tensor], None],
+        num_sent: int = 1,
     ) -> None:
         """Run ``work`` on full parameters at their owners. A collective: all ranks pass the same names.
 
         Args:
-            send: returns the values to send of this rank's slice of a parameter, in the view's shape.
-            work: called at the owner with the parameter's name and its full values; returns values of the same shape.
+            send: returns ``num_sent`` tensors of this rank's slice of a parameter, in the view's shape.
+            work: called at the owner with the parameter's name and the full tensors; returns one of the same shape.
             receive: called with the results for this rank's slice, in the view's shape and on its device.
         """
         for chosen in _rounds({name: self._routes[name].view for name in names}, self._mesh):
@@ -183,28 +189,31 @@ class Owners:
             for name in chosen:
                 by_axes.setdefault(self._routes[name].axes, []).append(self._routes[name])
             for axes, routes in by_axes.items():
-                self._exchange(self._collectives.group(axes), routes, send, work, receive)
+                self._exchange(self._collectives.group(axes), routes, send, work, receive, num_sent)
 
     def _exchange(
         self,
         group: Group,
         routes: Sequence[_Route],
-        send: Callable[[View], Tensor],
-        work: Callable[[str, Tensor], Tensor],
+        send: Callable[[View], Sequence[Tensor]],
+        work: Callable[..., Tensor],
         receive: Callable[[View, Tensor], None],
+        num_sent: int,
     ) -> None:
         owned = [route for route in routes if route.owner == group.index]
         by_owner = [[route for route in routes if route.owner == owner] for owner in range(group.size)]
-        lengths = [[_length(route, rank) for route in owned] for rank in range(group.size)]
+        lengths = [[_length(route, rank) for route in owned for _ in range(num_sent)] for rank in range(group.size)]
         leaving = [
-            self._joined([_flat(r.view, send(r.view)) for r in mine if r.view.num_elements]) for mine in by_owner
+            self._joined([_flat(r.view, values) for r in mine if r.view.num_elements for values in send(r.view)])
+            for mine in by_owner
         ]
         arrived = group.all_to_all(leaving, [(sum(each),) for each in lengths], PURPOSE, CONNECTIONS)
         parts = [part.split(each) for part, each in zip(arrived, lengths, strict=True)]
         results: list[list[Tensor]] = [[] for _ in range(group.size)]
         for number, route in enumerate(owned):
-            full = route.assembled([each[number] for each in parts])
-            for result, part in zip(results, route.cut(work(route.view.member.fqn, full)), strict=True):
+            places = range(number * num_sent, (number + 1) * num_sent)
+            full = [route.assembled([each[place] for each in parts]) for place in places]
+            for result, part in zip(results, route.cut(work(route.view.member.fqn, *full)), strict=True):
                 result.append(part)
         returned = group.all_to_all(
             [self._joined(result) for result in results],

@@ -8,8 +8,9 @@ An optimizer may keep any states. On the disk tier every tensor with one value p
 disk, whatever its key, and is in the optimizer only during an update; counters and other values stay in memory.
 """
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -39,6 +40,9 @@ class View:
         start: the index of its first element in the parameter.
         offset: the index of its first element in this rank's master weights of the segment.
         only_during_update: True if the view has memory only during an update.
+        in_groups: the tensor that stands for the parameter in the optimizer's groups, and is the key of its states:
+            ``tensor``, or the full parameter at its owner; None if this rank has neither.
+        is_full_at_owner: True if the optimizer runs on the full parameter, at its owner.
 
     Args:
         span: the parameter's span among the segment's ``master_spans``; None if this rank has no slice of it.
@@ -55,6 +59,8 @@ class View:
         device = segment.full.device
         where = device if master.tier is Tier.DEVICE else host_of(device)
         self.tensor = nn.Parameter(torch.empty(0, dtype=torch.float32, device=where), requires_grad=True)
+        self.in_groups: Tensor | None = self.tensor if self.num_elements else None
+        self.is_full_at_owner = False
         if segment.master is not None and not self.only_during_update:
             self.connect(segment.master.lease().tensor)
 
@@ -112,7 +118,6 @@ class Views:
         self._by_segment = defaultdict[int, list[View]](list)
         for view in self:
             self._by_segment[id(view.member.segment)].append(view)
-        self._by_tensor = {id(view.tensor): view for view in self}
 
     def __iter__(self) -> Iterator[View]:
         return iter(self._views.values())
@@ -137,25 +142,26 @@ class Views:
         Raises:
             ConfigError: a group has a tensor that is not a parameter of the model, or that is also in another group.
         """
-        if all(id(param) in self._by_tensor for group in optimizer.param_groups for param in group["params"]):
+        by_tensor = {id(view.in_groups): view for view in self}
+        if all(id(param) in by_tensor for group in optimizer.param_groups for param in group["params"]):
             return
-        check_groups(optimizer, self._known | self._by_tensor.keys())
+        check_groups(optimizer, self._known | by_tensor.keys())
         for number, group in enumerate(optimizer.param_groups):
             params = []
             for param in group["params"]:
-                view = self._by_tensor.get(id(param)) or self.of(param)
+                view = by_tensor.get(id(param)) or self.of(param)
                 if view is None:
                     if (name := self._off_stage.get(id(param))) is not None:
                         self.names_in_groups[number].append(name)
                     optimizer.state.pop(param, None)
                     continue
-                if param is not view.tensor:
+                if param is not view.in_groups:
                     self._add_to_group(number, view)
                     state = optimizer.state.pop(param, None)
-                    if state and view.num_elements:
-                        optimizer.state[view.tensor] = self._cut(state, view)
-                if view.num_elements:
-                    params.append(view.tensor)
+                    if state and view.in_groups is not None:
+                        optimizer.state[view.in_groups] = state if view.is_full_at_owner else self._cut(state, view)
+                if view.in_groups is not None:
+                    params.append(view.in_groups)
             group["params"][:] = params  # the list itself: LBFGS keeps a reference to it
 
     def _add_to_group(self, number: int, view: View) -> None:
@@ -209,6 +215,57 @@ def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
                 )
 
 
+# The brackets of a place in a list, a tuple or a dictionary.
+_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
+_PLACE = re.compile(r"([\[({])(\w+)[\])}]$")
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with the items of containers that have tensors, under keys such as ``Q[0]``.
+
+    Other containers, also empty ones, are values.
+    """
+    found = dict[str, Any]()
+    for key, value in state.items():
+        if type(value) not in _BRACKETS or not _has_tensors(value):
+            found[key] = value
+            continue
+        opening, closing = _BRACKETS[type(value)]
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found |= flattened({f"{key}{opening}{place}{closing}": item for place, item in items})
+    return found
+
+
+def _has_tensors(value: object) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensors, items))
+
+
+def unflattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`flattened` was made of."""
+    depth = max(map(_depth, state), default=0)
+    found, items = dict[str, Any](), dict[tuple[str, str], dict[str, Any]]()
+    for key, value in state.items():  # the innermost containers first
+        if depth and _depth(key) == depth:
+            match = _PLACE.search(key)
+            assert match is not None
+            items.setdefault((key[: match.start()], match[1]), {})[match[2]] = value
+        else:
+            found[key] = value
+    for (key, opening), values in items.items():
+        in_order = [values[str(place)] for place in range(len(values))] if opening != "{" else []
+        found[key] = {"[": in_order, "(": tuple(in_order), "{": values}[opening]
+    return unflattened(found) if depth else found
+
+
+def _depth(key: str) -> int:
+    """Return the number of containers that a key of :func:`flattened` is in."""
+    depth = 0
+    while (match := _PLACE.search(key)) is not None:
+        key, depth = key[: match.start()], depth + 1
+    return depth
+
+
 # States with one value per block of the parameter.
 BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
 
@@ -238,7 +295,7 @@ class OptimizerStates:
 
     def of(self, view: View) -> dict[str, Any]:
         """Return the states of one parameter, decoded."""
-        state = dict(self._optimizer.state.get(view.tensor, {}))
+        state = {} if view.in_groups is None else dict(self._optimizer.state.get(view.in_groups, {}))
         if (disk := self.on_disk(view.member.segment)) is not None:
             state.update(disk.load(view))
         return decoded(state)
@@ -251,7 +308,8 @@ class OptimizerStates:
         self._num_counted = num_states
         held = Counter[Tier]()
         for view in self._views:
-            for key, value in self._optimizer.state.get(view.tensor, {}).items():
+            state = {} if view.in_groups is None else self._optimizer.state.get(view.in_groups, {})
+            for key, value in flattened(state).items():
                 if isinstance(value, Tensor) and key != "step":
                     held[view.member.segment.plan.moments.tier] += value.nbytes
         for tier, num_bytes in held.items():

@@ -25,6 +25,7 @@ from partita.layout.parameters import find_all_parameters, find_quantized_params
 from partita.memory.streams import Event
 from partita.optim.consensus import Agreed, Consensus, LossScale
 from partita.optim.extension import CollectiveOptimizer, ComingUpdate, UpdateListener
+from partita.optim.full_updates import FullUpdates
 from partita.optim.fused import rule_for
 from partita.optim.optimizer import Guard, carry_overrides, copies
 from partita.optim.states import OptimizerStates, Views
@@ -71,6 +72,7 @@ class Updater(ABC):
         clip_norm: the maximum gradient norm; None for no clipping.
         counted: the names of the optimizer's attributes that its step changes.
         warmup_steps: the number of updates before the row's second strategy is used.
+        on_full_parameters: True if the optimizer needs full parameters, and ranks have slices.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Updater(ABC):
         clip_norm: float | None,
         counted: Sequence[str] = (),
         warmup_steps: int = 0,
+        *,
+        on_full_parameters: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.scale = scale
@@ -91,13 +95,21 @@ class Updater(ABC):
         everywhere = [*find_all_parameters(runtime.model), *find_quantized_params(runtime.model)]
         others = [info for info in everywhere if is_off_stage(info.param) or is_quantized(info.param)]
         self.views = Views(runtime.units, runtime.memory, others)
+        name = type(optimizer).__name__
+        self._full_updates = FullUpdates(runtime, self.views, name) if on_full_parameters else None
         self.views.attach(optimizer)
         if isinstance(optimizer, CollectiveOptimizer):
             optimizer.connect(runtime, self.views)
         self._take_back_overrides = carry_overrides(optimizer, self.views)
         self.states = OptimizerStates(optimizer, self.views, runtime.memory)
         context = Context(
-            rule_for(optimizer), self.views, self.states, runtime.publisher, runtime.memory, runtime.device
+            rule_for(optimizer),
+            self.views,
+            self.states,
+            runtime.publisher,
+            runtime.memory,
+            runtime.device,
+            self._full_updates,
         )
         self._updates = Updates(runtime, context, counted)
         self._consensus = Consensus(runtime, scale)
@@ -178,10 +190,11 @@ class Updater(ABC):
         Raises:
             PartitaError: the optimizer cannot access the weights between steps.
         """
-        if any(view.only_during_update for view in self.views):
+        if self._full_updates is not None or any(view.only_during_update for view in self.views):
             raise PartitaError(
                 f"{type(self.optimizer).__name__} writes parameters outside its step (train(), eval()), but cannot "
-                "access them there: set zero.offload.optimizer to none or host, and precision.master to fp32"
+                "access them there: set zero.offload.optimizer to none or host, and precision.master to fp32; where "
+                "ranks have slices of parameters, use an elementwise optimizer"
             )
         self.take_written()
         yield

@@ -7,7 +7,7 @@ parameters, which change neither the optimizer nor the random state.
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,11 +27,12 @@ _ELEMENTWISE: set[type] = {
     for name in "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 }
 _DECLARED = set[type]()  # by users
-_REASONS = {
+# The reasons why classes need full parameters, and of those that need more than that.
+_NEED_FULL_PARAMETERS = {
     "Adafactor": "it keeps row and column means of each matrix",
     "Muon": "it orthogonalizes each matrix",
-    "SparseAdam": "it works on sparse gradients",
 }
+_REASONS = {"SparseAdam": "it works on sparse gradients"}
 # The shape of a small parameter: large enough for 8-bit states.
 _SMALL = (64, 64)
 _NUMBERS = (int, float, complex, Tensor)
@@ -66,39 +67,65 @@ class _UnknownError(Exception):
     """Raised if a trial was not possible or its result is inconclusive."""
 
 
-def check_elementwise(optimizer: Optimizer, *, cuts: bool = True) -> None:
-    """Check that an optimizer computes the same on a rank's slices of the parameters as on all parameters.
+def needs_full_parameters(optimizer: Optimizer, *, cuts: bool = True) -> bool:
+    """Return whether an optimizer must update full parameters, each on one rank.
+
+    False if it computes the same on a rank's slices of the parameters as on all parameters.
 
     Args:
         cuts: True if ranks have slices of parameters; False if each rank has some of the parameters, uncut.
 
     Raises:
-        ConfigError: it does not; the message names the class, the reason, and the remedies.
+        ConfigError: it needs several parameters at a time, or was declared elementwise and is not; the message names
+            the class, the reason, and the remedies.
     """
     kind = type(optimizer)
     check_closure(optimizer)
     if _keeps_step(kind, _ELEMENTWISE):
-        return
+        return False
+    is_declared = _keeps_step(kind, _DECLARED)
+    on_slices = _reason_against(optimizer, cuts=True) if cuts else _Reason()
+    if cuts and (not on_slices or (is_declared and on_slices.is_unknown)):
+        return False
+    if is_declared and on_slices:
+        raise ConfigError(
+            f"optimizer {kind.__name__} was declared by partita.elementwise({kind.__name__}), but {on_slices}: remove "
+            "the declaration, so that each parameter is updated as a whole by one rank"
+        )
+    on_some = _reason_against(optimizer, cuts=False)
+    if not on_some or (is_declared and on_some.is_unknown):
+        return cuts
     advice = ""
-    try:
-        reason = _known_reason(kind) if cuts else None
-        reason = reason or _trial(optimizer, cuts=cuts)
-    except _UnknownError as unknown:
-        if _keeps_step(kind, _DECLARED):
-            return
-        reason = str(unknown)
+    if on_some.is_unknown:
         advice = (
             "; if it updates every element independently of all others, declare that with "
             f"partita.elementwise({kind.__name__})"
         )
-    if reason:
-        what = "slices of parameters" if cuts else "some of the parameters"
-        if _keeps_name(kind, "Muon"):
-            advice = "; the config's optimizer.name: muon runs on slices"
-        raise ConfigError(
-            f"optimizer {kind.__name__} cannot run on {what}: {reason}. Use an elementwise optimizer such as AdamW, or "
-            f"zero.stage 0 without parallel axes and offload (every rank then updates all parameters){advice}"
-        )
+    raise ConfigError(
+        f"optimizer {kind.__name__} cannot run on some of the parameters: {on_some}. Use an optimizer that updates "
+        "parameters independently of each other, such as AdamW, or zero.stage 0 without parallel axes and offload "
+        f"(every rank then updates all parameters){advice}"
+    )
+
+
+class _Reason(str):
+    """The reason why an optimizer cannot run on a part of the parameters; empty if it can.
+
+    Attributes:
+        is_unknown: True if the trial was not possible.
+    """
+
+    is_unknown = False
+
+
+def _reason_against(optimizer: Optimizer, *, cuts: bool) -> _Reason:
+    try:
+        known = _known_reason(type(optimizer), _REASONS | _NEED_FULL_PARAMETERS if cuts else _REASONS)
+        return _Reason(known or _trial(optimizer, cuts=cuts) or "")
+    except _UnknownError as unknown:
+        reason = _Reason(unknown)
+        reason.is_unknown = True
+        return reason
 
 
 def check_closure(optimizer: Optimizer) -> None:
@@ -133,12 +160,8 @@ def _step(kind: Any) -> object:
     return inspect.unwrap(kind.step)
 
 
-def _keeps_name(kind: type, name: str) -> bool:
-    return any(base.__name__ == name for base in kind.__mro__)
-
-
-def _known_reason(kind: type) -> str | None:
-    return next((_REASONS[base.__name__] for base in kind.__mro__ if base.__name__ in _REASONS), None)
+def _known_reason(kind: type, reasons: Mapping[str, str]) -> str | None:
+    return next((reasons[base.__name__] for base in kind.__mro__ if base.__name__ in reasons), None)
 
 
 def _trial(optimizer: Optimizer, *, cuts: bool = True) -> str | None:
@@ -159,13 +182,13 @@ def _trial(optimizer: Optimizer, *, cuts: bool = True) -> str | None:
 
 
 def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimizer, *, cuts: bool) -> str | None:
-    """Compare steps on full parameters with steps of two optimizers on the slices of two ranks."""
+    """Compare steps on full parameters with steps of other optimizers on ranks' slices, or on some parameters."""
     groups = {repr(_settings(group)): number for number, group in reversed([*enumerate(optimizer.param_groups)])}
     chosen = sorted(groups.values())
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     whole = [[nn.Parameter(draw(shape)) for shape in _SHAPES] for _ in chosen]
-    shares = [[_share(params, rank, cuts) for params in whole] for rank in range(2)]
+    shares = [[_share(params, rank, cuts) for params in whole] for rank in range(2 if cuts else 3)]
     directions = [[draw(shape) for shape in _SHAPES] for _ in chosen]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -189,7 +212,8 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
                     leave()
             draws = not torch.equal(before, torch.get_rng_state())
     except Exception as error:  # the user's class may raise anything
-        raise _UnknownError(f"a trial on slices of small parameters raised {type(error).__name__}: {error}") from None
+        what = "slices of small parameters" if cuts else "some of a model's parameters"
+        raise _UnknownError(f"a trial on {what} raised {type(error).__name__}: {error}") from None
     if all(
         torch.equal(part.view(torch.int32), found.view(torch.int32))
         for rank, share in enumerate(shares)
@@ -204,10 +228,10 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
 
 
 def _share(params: Sequence[Any], rank: int, cuts: bool) -> list[nn.Parameter]:
-    """Return copies of one rank's slices of the trial's parameters (or of their gradients), for two ranks."""
+    """Return copies of one rank's slices of the trial's parameters (or of their gradients)."""
     values = [param.detach() for param in params]
-    if not cuts:
-        return [nn.Parameter(value.clone()) for value in values[rank::2]]
+    if not cuts:  # a third rank has no parameters
+        return [nn.Parameter(value.clone()) for value in values[rank::2]] if rank < 2 else []
     halves = [value.reshape(2, -1)[rank] for value in values[:_NUM_CUT]]
     return [nn.Parameter(value.reshape(-1).clone()) for value in (*halves, values[_NUM_CUT + rank])]
 

@@ -26,6 +26,7 @@ from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, finish
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.extension import CollectiveOptimizer
+from partita.optim.full_updates import FullUpdates
 from partita.optim.fused import FusedOptimizer
 from partita.optim.optimizer import Guard, InMemory, Snapshot, UpdateRule
 from partita.optim.states import Leases, OptimizerStates, View, Views
@@ -48,6 +49,7 @@ class Context:
     publisher: Publisher
     memory: StateMemory
     device: torch.device
+    full_updates: FullUpdates | None = None
 
     def device_of(self, tier: Tier) -> torch.device:
         """Return the device that updates states of a tier."""
@@ -257,7 +259,8 @@ class Updates:
         self._runtime = runtime
         self._context = context
         self._counted = counted
-        self._is_collective = isinstance(context.rule.optimizer, CollectiveOptimizer)
+        self._full_updates = context.full_updates
+        self._is_collective = self._full_updates is not None or isinstance(context.rule.optimizer, CollectiveOptimizer)
         gradients = runtime.collectives.mesh.stream("gradients")  # in one order with the collectives on its connections
         self._stream = gradients if self._is_collective else Stream(runtime.device, "updates", waits=True)
         overlaps_all = context.rule.always_overlaps
@@ -304,7 +307,8 @@ class Updates:
 
     def note_settings(self) -> None:
         """Take a snapshot of the optimizer's settings, before any update: some optimizers count in them."""
-        self._settings = Snapshot(self._context.rule.optimizer, self._counted)
+        always = self._full_updates is not None
+        self._settings = Snapshot(self._context.rule.optimizer, self._counted, always=always)
 
     # ------------------------------------------------------------------ at the step
 
@@ -336,9 +340,21 @@ class Updates:
         publisher.publish([unit for unit in later if unit.trained], ahead=True)
 
     def _step_inline(self, guard: Guard, chosen: AbstractSet[int], coming: Sequence[Member]) -> None:
+        if self._full_updates is not None:
+            take_up = self._step(chosen, coming)
+            if not guard.watched:
+                take_up()
+            guard.step(False)
+            return
         if isinstance(optimizer := self._context.rule.optimizer, CollectiveOptimizer):
             optimizer.coming = coming
         guard.step(bool(self._inline))
+
+    def _step(self, chosen: AbstractSet[int], coming: Sequence[Member]) -> Callable[[], None]:
+        """Run the optimizer with the settings of the last snapshot."""
+        if self._full_updates is not None:
+            return self._full_updates.run(coming, self._settings.step)
+        return self._settings.step(chosen, coming)
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
         if self._overlapped:  # launched kernels may use states that the host will use
@@ -399,7 +415,7 @@ class Updates:
         update.open()
         if following is not None:
             following.open()
-        update.run(self._settings.step)
+        update.run(self._step)
         if not update.gathers:
             update.deliver()
 

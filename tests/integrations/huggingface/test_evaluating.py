@@ -89,7 +89,6 @@ def refused(run: Run) -> str:
     ("config", "arguments", "said"),
     [
         ({"zero": {"stage": 3}}, {"auto_find_batch_size": True}, "auto_find_batch_size with sharded parameters"),
-        ({"zero": {"stage": 2}}, {"optim": "adafactor"}, "optimizer Adafactor cannot run on slices of parameters"),
         ({"clip_grad_norm": 0.5}, {}, "clip_grad_norm and max_grad_norm differ"),
         ({"precision": {"gradients": "in_backward"}}, {}, "precision.gradients: in_backward"),
     ],

@@ -1,0 +1,413 @@
+"""Optimizers that need full parameters: on slices at every stage and tier they have the bits of stage 0."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import partita
+from partita import ConfigError, PartitaError
+from partita.optim import owners
+from partita.optim.states import flattened, unflattened
+from tests.kit import seeds
+from tests.kit.models import tiny
+from tests.kit.plans import TIERS, ZERO, sampled
+from tests.kit.ranks import on_ranks
+from tests.kit.training import (
+    Trained,
+    assert_same_bits,
+    loss_of,
+    quiet,
+    rank,
+    train_engine,
+    train_module,
+    whole_weights,
+    world,
+)
+
+Params = Iterable[Any]
+
+
+def adafactor(params: Params) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2, weight_decay=0.1)
+
+
+def adafactor_of_transformers(params: Params) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9)
+
+
+def soap(params: Params) -> Optimizer:
+    from pytorch_optimizer import SOAP
+
+    return SOAP(params, lr=1e-2, precondition_frequency=2)
+
+
+def lamb(params: Params) -> Optimizer:
+    from pytorch_optimizer import Lamb
+
+    return Lamb(params, lr=1e-2)
+
+
+def lars(params: Params) -> Optimizer:
+    from pytorch_optimizer import LARS
+
+    return LARS(params, lr=1e-2)
+
+
+def came(params: Params) -> Optimizer:
+    from pytorch_optimizer import CAME
+
+    return CAME(params, lr=1e-2)
+
+
+def muon(params: Params) -> Optimizer:
+    return torch.optim.Muon(params, lr=1e-2)
+
+
+KINDS: dict[str, Callable[[Params], Optimizer]] = {
+    "torch's Adafactor": adafactor,
+    "transformers' Adafactor": adafactor_of_transformers,
+    "SOAP": soap,
+    "LAMB": lamb,
+    "LARS": lars,
+    "CAME": came,
+}
+FEW = ("torch's Adafactor", "SOAP", "LAMB")
+
+
+class Scaled(Optimizer):
+    """``p -= lr * g / |g|``, with a counter in its group that the first step creates."""
+
+    def __init__(self, params: Params, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] / group["count"] * self.change(param.grad))
+
+    def change(self, grad: Tensor) -> Tensor:
+        return grad / (grad.norm() + 1e-3)
+
+
+class Signs(Scaled):
+    """Elementwise, with the same counter."""
+
+    def change(self, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+def trained(kind: str, config: Mapping[str, Any], *, steps: int = 4, **settings: Any) -> Trained:
+    case = tiny("llama")
+    with partita.initialize(
+        case.build(), {"clip_grad_norm": 0.5, **config}, optimizer=KINDS[kind], loss_fn=case.loss_of_batch
+    ) as engine:
+        return train_engine(engine, loss_of(case), steps, keep=(), **settings)
+
+
+# -- stages, tiers and axes --------------------------------------------------------------------------------------------
+
+
+def stages_have_the_same_bits(kind: str) -> None:
+    plans = {**ZERO, "3-host": TIERS["3-host"]} if world() == 2 else {key: ZERO[key] for key in ("0", "1", "3")}
+    results = {key: trained(kind, {"zero": zero}) for key, zero in plans.items()}
+    for key, result in results.items():
+        assert_same_bits(result, results["0"], f"stage {key}")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", sampled(KINDS, *FEW))
+def test_stages_have_the_same_bits(kind: str, num_ranks: int) -> None:
+    on_ranks(num_ranks, stages_have_the_same_bits, kind)
+
+
+def equals_one_process(kind: str, parallel: dict[str, int]) -> None:
+    case = tiny("llama")
+    config = {"zero": {"stage": 1}, "parallel": parallel}
+    with (
+        quiet("rank"),
+        partita.initialize(case.build(), config, optimizer=KINDS[kind], loss_fn=case.loss_of_batch) as engine,
+    ):
+        data = engine.mesh.coordinate("data")
+        for step in range(3):
+            engine.train_batch(iter([case.batch(4, 1000 * step + data)]))
+        found = whole_weights(engine)
+    num_data, make = world() // math.prod(parallel.values()), KINDS[kind]
+    expected = train_module(case.build(), loss_of(case), 3, num_data=num_data, own=data, optimizer=make)
+    for name, weights in expected.weights.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-4 * weights.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    sampled(
+        [(2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"sequence": 2}), (4, {"tensor": 2}), (4, {"pipeline": 2})],
+        (2, {"tensor": 2}),
+        (2, {"pipeline": 2}),
+        (4, {"tensor": 2}),
+    ),
+)
+@pytest.mark.parametrize("kind", ["LARS"])
+def test_axes_have_the_results_of_one_process(kind: str, num_ranks: int, parallel: dict[str, int]) -> None:
+    on_ranks(num_ranks, equals_one_process, kind, parallel)
+
+
+def of_matrices_alone() -> None:
+    """torch's Muon refuses parameters that are no matrices."""
+    results = []
+    for stage in (0, 1, 3):
+        seeds.start()
+        model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Tanh(), nn.Linear(40, 24, bias=False))
+        with partita.initialize(model, {"zero": {"stage": stage}}, optimizer=muon) as engine:
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + rank())
+                engine.backward(engine(torch.randn(4, 24, generator=generator)).square().mean())
+                engine.step()
+            results.append(whole_weights(engine))
+    for result in results[1:]:
+        assert all(torch.equal(results[0][name], result[name]) for name in result)
+    model = nn.Linear(24, 40)
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        partita.initialize(model, {"zero": {"stage": 3}}, optimizer=muon)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])  # 4: more ranks than matrices
+def test_torch_muon(num_ranks: int) -> None:
+    on_ranks(num_ranks, of_matrices_alone)
+
+
+def updates_in_backward() -> None:
+    found = []
+    for gradients in ("fp32", "in_backward"):
+        config = {"zero": {"stage": 3}, "precision": {"gradients": gradients}, "clip_grad_norm": None}
+        found.append(trained("LAMB", config).weights)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_updates_in_backward_have_the_same_bits() -> None:
+    on_ranks(2, updates_in_backward)
+
+
+def counts_in_groups() -> None:
+    """Counters that a step creates in a group advance wherever the optimizer runs."""
+    case = tiny("llama")
+    for kind in (Scaled, Signs):
+        results = []
+        for zero in (ZERO["0"], ZERO["3"], TIERS["3-host"]):
+            with partita.initialize(case.build(), {"zero": zero}, optimizer=kind) as engine:
+                results.append(train_engine(engine, loss_of(case), 3, keep=()))
+                assert engine.optimizer.param_groups[0]["count"] == 3
+        for result in results[1:]:
+            assert_same_bits(result, results[0])
+
+
+def test_counters_in_groups() -> None:
+    on_ranks(2, counts_in_groups)
+
+
+def frozen_and_skipped() -> None:
+    def freeze(module: nn.Module, step: int) -> None:
+        for name, param in module.named_parameters():
+            if "layers.1.mlp" in name:
+                param.requires_grad_(step != 1)
+
+    results = [trained("SOAP", {"zero": {"stage": stage}}, before_step=freeze) for stage in (0, 3)]
+    assert_same_bits(*results)
+    case = tiny("llama")
+    with partita.initialize(case.build(), {"zero": {"stage": 3}}, optimizer=adafactor) as engine:
+        train_engine(engine, loss_of(case), 1, keep=())
+        before = whole_weights(engine), engine.optimizer_state("model.norm.weight")
+        with quiet("step"):
+            engine.backward(case.loss(engine(**case.batch(4))) * (math.nan if rank() == 1 else 1.0))
+            assert engine.step().skipped
+        after = whole_weights(engine), engine.optimizer_state("model.norm.weight")
+        for one, other in zip(before, after, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_frozen_parameters_and_skipped_steps() -> None:
+    on_ranks(2, frozen_and_skipped)
+
+
+def hooks_see_every_step() -> None:
+    case, calls, results = tiny("llama"), [], []
+    for hooked in (False, True):
+        with partita.initialize(case.build(), {"zero": {"stage": 3}}, optimizer=Scaled) as engine:
+            if hooked:
+                engine.optimizer.register_step_post_hook(lambda *args: calls.append(args))
+            results.append(train_engine(engine, loss_of(case), 3, keep=()))
+            assert engine.optimizer.param_groups[0]["count"] == 3
+    assert_same_bits(*results)
+    assert len(calls) == 3
+
+
+def test_hooks_of_the_optimizer() -> None:
+    on_ranks(2, hooks_see_every_step)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def states(engine: partita.Engine) -> dict[str, Tensor]:
+    names = [name for name, _ in engine.module.named_parameters()]
+    return {f"{name}.{key}": value for name in names for key, value in engine.optimizer_state(name).items()}
+
+
+def resumed(kind: str, folder: Path, zero: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The states before two more steps on the same samples as on one rank, and the weights after them."""
+    case = tiny("llama")
+    with partita.initialize(case.build(), {"zero": zero}, optimizer=KINDS[kind], loss_fn=case.loss_of_batch) as engine:
+        if engine.resume(folder) is None:
+            train_engine(engine, loss_of(case), 3, keep=())
+            engine.save(folder)
+        found = states(engine)
+        for step in range(2):
+            batch = case.batch(4, step)
+            part = {key: values.chunk(world())[rank()] for key, values in batch.items()}
+            engine.train_batch(iter([part]))
+        return found, whole_weights(engine)
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, "SOAP", "CAME"))
+def test_resumes_on_other_ranks(tmp_path: Path, kind: str) -> None:
+    """The states are the same bits on any number of ranks, at stage 0 too; so is what follows on as many ranks."""
+    saved, expected = on_ranks(2, resumed, kind, tmp_path, {"stage": 3})[0]
+    assert len(saved) >= 20
+    for num_ranks, zero in ((1, ZERO["0"]), (2, ZERO["0"]), (2, TIERS["3-host"]), (4, ZERO["1"])):
+        loaded, weights = on_ranks(num_ranks, resumed, kind, tmp_path, zero)[0]
+        assert saved.keys() == loaded.keys()
+        for name, state in saved.items():
+            assert torch.equal(loaded[name], state), (name, num_ranks, zero)
+        for name, values in expected.items():
+            if num_ranks == 2:
+                assert torch.equal(weights[name], values), (name, zero)
+            else:
+                torch.testing.assert_close(weights[name], values, rtol=0, atol=1e-3 * values.abs().max().item())
+
+
+def test_states_are_tensors_under_the_names_of_parameters(tmp_path: Path) -> None:
+    on_ranks(2, resumed, "SOAP", tmp_path, {"stage": 3})
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (folder,) = [path.parent for path in tmp_path.rglob(".metadata")]
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
+    name = "optimizer.state.model.layers.0.mlp.up_proj.weight"
+    for key, shape in {"exp_avg": (128, 64), "GG[0]": (128, 128), "GG[1]": (64, 64), "Q[1]": (64, 64)}.items():
+        assert tuple(keys[f"{name}.{key}"].size) == shape  # type: ignore[union-attr]
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.builds(torch.tensor, st.integers(0, 9)),
+    lambda items: (
+        st.lists(items, max_size=12)
+        | st.lists(items, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(["left", "right_2"]), items)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["Q", "exp_avg"]), VALUES))
+def test_containers_of_states(state: dict[str, Any]) -> None:
+    flat = flattened(state)
+    assert sorted_repr(unflattened(flat)) == sorted_repr(state)
+    containers = [value for value in flat.values() if isinstance(value, list | tuple)]
+    assert not any(isinstance(item, Tensor) for value in containers for item in value)
+
+
+def sorted_repr(value: Any) -> str:
+    if isinstance(value, dict):
+        return repr(sorted((key, sorted_repr(item)) for key, item in value.items()))
+    return repr(type(value)([sorted_repr(item) for item in value]) if isinstance(value, list | tuple) else value)
+
+
+# -- traffic -----------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes() -> int:
+    case = tiny("llama")
+    with partita.initialize(case.build(), {"zero": {"stage": 3}}, optimizer=adafactor) as engine:
+        train_engine(engine, loss_of(case), 1, keep=())
+        before = engine.traffic_report()
+        engine.backward(loss_of(case)(engine, rank(), 1))
+        engine.step()
+        rows = engine.traffic_report().since(before).rows
+        sent = sum(count.sent_bytes for key, count in rows.items() if key.purpose == owners.PURPOSE)
+        updates = engine._parts.updater._full_updates
+        assert updates is not None
+        assert sent == 4 * updates.owners.sent_elements(updates.owners.names, 2)
+        return sent // 4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
+    num = sum(param.numel() for param in tiny("llama").build().parameters())
+    sent = on_ranks(num_ranks, sent_bytes)
+    assert 0 < sum(sent) <= 3 * num * (num_ranks - 1) / num_ranks
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+class OfAll(Scaled):
+    """It divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
+        for param in params:
+            param.sub_(1e-2 * param.grad / norm)
+
+
+class WithModes(Scaled):
+    """It writes parameters when it leaves training (Schedule-Free)."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.5)
+
+
+def refused() -> None:
+    def message(kind: Any, config: dict[str, Any], case: str = "llama") -> str:
+        with pytest.raises(ConfigError) as caught:
+            partita.initialize(tiny(case).build(), config, optimizer=kind)
+        return str(caught.value)
+
+    disk = message(Scaled, {"zero": TIERS["3-disk"]})
+    assert "Scaled needs full parameters, whose states cannot be on disk: set zero.offload.optimizer to host" in disk
+    assert "OfAll cannot run on some of the parameters: " in message(OfAll, {"zero": {"stage": 3}})
+    with partita.initialize(tiny("llama").build(), {"zero": {"stage": 3}}, optimizer=WithModes) as engine:
+        with pytest.raises(PartitaError, match=r"writes parameters outside its step .* use an elementwise optimizer"):
+            engine.optimizer.eval()  # type: ignore[attr-defined]
+
+
+def test_refused() -> None:
+    on_ranks(2, refused)
+
+
+def refused_with_local_steps() -> None:
+    config = {"zero": {"stage": 1}, "communication": {"every": 4, "replicas": 2}}
+    with pytest.raises(ConfigError, match=r"communication.every: not with optimizer Scaled, which needs full param"):
+        partita.initialize(tiny("llama").build(), config, optimizer=Scaled)
+
+
+def test_refused_with_local_steps() -> None:
+    on_ranks(4, refused_with_local_steps)

@@ -6,8 +6,9 @@ training.
 
 import importlib.util
 import tempfile
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,12 +28,14 @@ class Trainer:
     """A mode that is ready to train.
 
     ``take_step(tokens, targets)`` returns this rank's loss. ``engine``: partita's engine, or None in other modes.
-    ``data``: the rank's data coordinate and the number of data ranks (None: all ranks are data ranks).
+    ``data``: the rank's data coordinate and the number of data ranks (None: all ranks are data ranks). ``seconds``:
+    the times of parts of the steps so far, by name.
     """
 
     take_step: TakeStep
     engine: Any = None
     data: tuple[int, int] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def plain(build: Build) -> Trainer:
@@ -116,15 +119,54 @@ def partita(
 
     weights = tempfile.gettempdir() if from_files else None
     config = {"zero": zero, "optimizer": {**OPTIMIZER, **optimizer}, "communication": communication}
-    engine = partita.initialize(build(device), config, weights=weights)
+    return _stepped(partita.initialize(build(device), config, weights=weights))
 
-    def take_step(tokens: Tensor, targets: Tensor) -> float:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
 
-    return Trainer(take_step, engine)
+def partita_with(build: Build, zero: dict[str, Any], make: str) -> Trainer:
+    """Partita over the network, with an optimizer object of another library, or of torch."""
+    import pytorch_optimizer
+
+    import partita
+
+    made: Any = getattr(torch.optim, make, None) or getattr(pytorch_optimizer, make)
+    config = {"zero": zero, "communication": {"within_node": "network"}}
+    return _stepped(partita.initialize(build("cpu"), config, optimizer=lambda params: made(params, lr=OPTIMIZER["lr"])))
+
+
+def partita_with_muon(build: Build, zero: dict[str, Any]) -> Trainer:
+    """Partita over the network, with Muon; the time of the Newton-Schulz iterations is measured."""
+    from partita.optim import muon
+
+    trainer = partita(build, zero, optimizer=MUON, within_node="network")
+    trainer.seconds["newton_schulz_s"] = 0.0
+    iterate = muon.orthogonalize
+
+    def timed(*args: Any) -> Tensor:
+        begin = time.perf_counter()
+        try:
+            return iterate(*args)
+        finally:
+            trainer.seconds["newton_schulz_s"] += time.perf_counter() - begin
+
+    muon.orthogonalize = timed
+    return trainer
+
+
+def deepspeed_with_muon(build: Build, stage: int) -> Trainer:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    params = {"lr": OPTIMIZER["lr"], "weight_decay": OPTIMIZER["weight_decay"], "momentum": 0.95}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only divides the reported samples
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # 1.0 by default, and clips the orthogonalized updates
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": stage, "reduce_scatter": stage != 3},
+    }
+    engine, *_ = deepspeed.initialize(model=build("cpu"), config=config)
+    return _stepped(engine)
 
 
 def deepspeed(build: Build, stage: int) -> Trainer:
@@ -140,6 +182,11 @@ def deepspeed(build: Build, stage: int) -> Trainer:
     }
     model = build("cpu")
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+    return _stepped(engine)
+
+
+def _stepped(engine: Any) -> Trainer:
+    """An engine with ``backward`` and ``step``: partita's or DeepSpeed's."""
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         loss = engine(tokens, targets)
@@ -147,7 +194,7 @@ def deepspeed(build: Build, stage: int) -> Trainer:
         engine.step()
         return float(loss.detach())
 
-    return Trainer(take_step)
+    return Trainer(take_step, engine if hasattr(engine, "traffic_report") else None)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -189,6 +236,16 @@ LOSSY: dict[str, Callable[[Build], Trainer]] = {
     "partita 0, low rank": partial(partita, zero={"stage": 0}, gradients="low_rank", warmup_steps=1),
     "partita 0, 1-bit Adam": partial(partita, zero={"stage": 0}, optimizer={"name": "onebit_adam"}, warmup_steps=1),
 }
+MUON = {"name": "muon"}
+MATRIX_OPTIMIZERS: dict[str, Callable[[Build], Trainer]] = {
+    **{f"partita {stage}, Muon": partial(partita_with_muon, zero={"stage": stage}) for stage in (1, 3)},
+    **{
+        f"partita {stage}, {make}": partial(partita_with, zero={"stage": stage}, make=make)
+        for stage in (1, 3)
+        for make in ("Adafactor", "SOAP")
+    },
+    **{f"DeepSpeed {stage}, Muon": partial(deepspeed_with_muon, stage=stage) for stage in (1, 3)},
+}
 DEEPSPEED = {f"DeepSpeed {stage}": partial(deepspeed, stage=stage) for stage in (1, 2, 3)}
 
 MODES: dict[str, Callable[[Build], Trainer]] = {
@@ -202,6 +259,7 @@ MODES: dict[str, Callable[[Build], Trainer]] = {
     **PARTITA,
     **OVER_NETWORK,
     **LOSSY,
+    **MATRIX_OPTIMIZERS,
     "partita 3, from meta": partial(partita, zero={"stage": 3}, device="meta"),
     "partita 3, on host, from meta": partial(partita, zero=ON_HOST, device="meta"),
     "partita 3, on host, from files": partial(partita, zero=ON_HOST, device="meta", from_files=True),

@@ -37,7 +37,7 @@ class Rank:
     def run(self) -> dict[str, Any]:
         trainer = (MODES | PARALLEL_MODES)[self.mode](self._build)
         place = trainer.data or (self.rank, self.num_ranks)
-        losses, times, peak = [], [], 0
+        losses, times, peak, before = [], [], 0, dict[str, float]()
         sent_before, report, disk, measured_from = 0, None, None, 0.0
         for step in range(self.work.steps):
             batch = self.work.part_of_batch(step, *place)
@@ -48,6 +48,7 @@ class Rank:
                 _reset_peak()
                 sent_before = sent_bytes(self.interface)
                 report = trainer.engine and trainer.engine.traffic_report()
+                before = dict(trainer.seconds)
                 disk = trainer.engine and trainer.engine.memory_report().disk
                 self._barrier()
                 measured_from = time.perf_counter()
@@ -68,6 +69,7 @@ class Rank:
             "measured_s": measured_s,
             "interface_bytes_a_step": (sent_bytes(self.interface) - sent_before) / num_measured,
         }
+        self.measured |= {name: (total - before[name]) / num_measured for name, total in trainer.seconds.items()}
         if disk is not None:
             self.measured["disk"] = asdict(trainer.engine.memory_report().disk.since(disk))
         if trainer.engine is not None:

@@ -231,6 +231,17 @@ def test_a_declaration_that_the_trial_refutes_is_an_error(kind: Any) -> None:
         needs_full_parameters(kind(params()))
 
 
+def test_a_step_without_parameters_must_work() -> None:
+    class Unguarded(OverTheNorm):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            torch.stack([param.grad for group in self.param_groups for param in group["params"]][:1])  # type: ignore[misc]
+            super().step()
+
+    with pytest.raises(ConfigError, match=r"Unguarded .* fails on a rank without parameters \(RuntimeError: stack"):
+        needs_full_parameters(Unguarded(params()))
+    assert not needs_full_parameters(Unguarded(params()), cuts=False)
+
+
 def test_a_class_of_the_users_own_is_tried() -> None:
     assert not needs_full_parameters(Scaled(params()))
 

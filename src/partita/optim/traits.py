@@ -93,6 +93,8 @@ def needs_full_parameters(optimizer: Optimizer, *, cuts: bool = True) -> bool:
             "the declaration, so that each parameter is updated as a whole by one rank"
         )
     on_some = _reason_against(optimizer, cuts=False)
+    if not on_some and cuts:
+        _check_without_parameters(optimizer)  # as on a rank that owns none
     if not on_some or (is_declared and on_some.is_unknown):
         return cuts
     advice = ""
@@ -106,6 +108,20 @@ def needs_full_parameters(optimizer: Optimizer, *, cuts: bool = True) -> bool:
         "parameters independently of each other, such as AdamW, or zero.stage 0 without parallel axes and offload "
         f"(every rank then updates all parameters){advice}"
     )
+
+
+def _check_without_parameters(optimizer: Optimizer) -> None:
+    numbers = range(len(optimizer.param_groups))
+    try:
+        trial = _small_copy(optimizer, numbers, [[] for _ in numbers])
+        _train_mode(trial)
+        trial.step()
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} needs full parameters, each of which one rank updates, but its step "
+            f"fails on a rank without parameters ({type(error).__name__}: {error}): let step() return if no parameter "
+            "has a gradient"
+        ) from None
 
 
 class _Reason(str):
@@ -188,7 +204,7 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     whole = [[nn.Parameter(draw(shape)) for shape in _SHAPES] for _ in chosen]
-    shares = [[_share(params, rank, cuts) for params in whole] for rank in range(2 if cuts else 3)]
+    shares = [[_share(params, rank, cuts) for params in whole] for rank in range(2)]
     directions = [[draw(shape) for shape in _SHAPES] for _ in chosen]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -230,8 +246,8 @@ def _compare(make: Callable[[Sequence[int], Any], Optimizer], optimizer: Optimiz
 def _share(params: Sequence[Any], rank: int, cuts: bool) -> list[nn.Parameter]:
     """Return copies of one rank's slices of the trial's parameters (or of their gradients)."""
     values = [param.detach() for param in params]
-    if not cuts:  # a third rank has no parameters
-        return [nn.Parameter(value.clone()) for value in values[rank::2]] if rank < 2 else []
+    if not cuts:
+        return [nn.Parameter(value.clone()) for value in values[rank::2]]
     halves = [value.reshape(2, -1)[rank] for value in values[:_NUM_CUT]]
     return [nn.Parameter(value.reshape(-1).clone()) for value in (*halves, values[_NUM_CUT + rank])]
 

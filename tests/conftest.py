@@ -24,7 +24,8 @@ seeds.chosen()
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-# Tests that take seconds and stand beside others of their kind: `make test` leaves them to `make test-all`.
+# Tests that take five seconds or more, by id or by function: `make test` leaves them to `make test-all`, except those
+# that are the only ones of a file or a feature.
 SLOW = Path(__file__).with_name("slow.txt")
 
 
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that are named as slow as thorough."""
     slow = set(SLOW.read_text().splitlines())
     for item in items:
-        if item.nodeid in slow:
+        if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.thorough)
 
 

@@ -50,13 +50,13 @@ def resumes(folder: str, name: str, stage: int) -> None:
         assert train(engine, 3) == expected
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 0)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 0), (2, 3)])
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
 def test_states_of_bitsandbytes_are_saved_and_resumed(name: str, ranks: int, stage: int, tmp_path: Path) -> None:
     on_ranks(ranks, resumes, str(tmp_path), name, stage)
 
 
-def keeps_embeddings_in_32_bits(by: str) -> None:
+def keeps_embeddings_in_32_bits(by: str, stage: int) -> None:
     from bitsandbytes.optim import GlobalOptimManager
 
     manager = GlobalOptimManager.get_instance()
@@ -66,7 +66,7 @@ def keeps_embeddings_in_32_bits(by: str) -> None:
         manager.register_module_override(own[0], "weight", {"optim_bits": 32})
     else:
         manager.override_config(own[0].weight, "optim_bits", 32)
-    with partita.initialize(own, {"zero": {"stage": 0}}, optimizer=optimizer_of("AdamW8bit")) as engine:
+    with partita.initialize(own, {"zero": {"stage": stage}}, optimizer=optimizer_of("AdamW8bit")) as engine:
         train(engine, 1)
         dtypes = [engine.optimizer_state(name)["state1"].dtype for name in ("0.weight", "1.weight")]
     assert dtypes == [torch.float32, torch.uint8]
@@ -75,9 +75,22 @@ def keeps_embeddings_in_32_bits(by: str) -> None:
     assert manager.pid2config == before
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("by", ["module", "parameter"])
-def test_settings_of_single_parameters_reach_their_views(by: str) -> None:
-    on_ranks(2, keeps_embeddings_in_32_bits, by)
+def test_settings_of_single_parameters_reach_their_views(by: str, stage: int) -> None:
+    on_ranks(2, keeps_embeddings_in_32_bits, by, stage)
+
+
+def stages_are_alike() -> None:
+    losses = []
+    for stage in (0, 1, 3):
+        with partita.initialize(model(), {"zero": {"stage": stage}}, optimizer=optimizer_of("AdamW8bit")) as engine:
+            losses.append(train(engine, 4))
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_stages_have_the_same_losses() -> None:
+    on_ranks(2, stages_are_alike)
 
 
 class Coded(Tensor):

@@ -242,6 +242,29 @@ def test_frozen_parameters_and_skipped_steps() -> None:
     on_ranks(2, frozen_and_skipped)
 
 
+def dropped_gradients() -> None:
+    """A gradient that the user drops before the step leaves its parameter and states as they are (DINO)."""
+    case, results = tiny("llama"), []
+    for stage in (0, 1, 3):
+        with partita.initialize(case.build(), {"zero": {"stage": stage}}, optimizer=adafactor) as engine:
+            train_engine(engine, loss_of(case), 1, keep=())
+            before = whole_weights(engine)["lm_head.weight"]
+            for step in (1, 2):
+                engine.backward(loss_of(case)(engine, rank(), step))
+                if step == 1:
+                    engine.module.lm_head.weight.grad = None
+                engine.step()
+                assert torch.equal(whole_weights(engine)["lm_head.weight"], before) == (step == 1)
+            results.append(whole_weights(engine) | states(engine))
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
+        assert all(torch.equal(result[name], value) for name, value in results[0].items())
+
+
+def test_dropped_gradients() -> None:
+    on_ranks(2, dropped_gradients)
+
+
 def hooks_see_every_step() -> None:
     case, calls, results = tiny("llama"), [], []
     for hooked in (False, True):

@@ -292,7 +292,8 @@ def carry_overrides(optimizer: Optimizer, views: Iterable[View]) -> Callable[[],
         return lambda: None
     configs = dict(manager.pid2config)
     configs |= {id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple}
-    own = {id(view.in_groups): configs[id(view.member.param)] for view in views if id(view.member.param) in configs}
+    chosen = [view for view in views if view.in_groups is not None and id(view.member.param) in configs]
+    own = {id(view.in_groups): configs[id(view.member.param)] for view in chosen}
     manager.pid2config.update(own)
 
     def take_back() -> None:

@@ -74,6 +74,14 @@ def test_every_argument_as_the_plain_trainer(name: str, world: int) -> None:
     assert others[2] == others[3]
 
 
+def test_an_optimizer_that_needs_full_parameters() -> None:
+    arguments = {"optim": "adafactor"}
+    plain, *others = on(2, Run(None, arguments), *(Run(at(stage), arguments) for stage in (0, 1, 3)))
+    for rows in others:
+        assert_close(rows, plain)
+    assert others[0] == others[1]
+
+
 def test_arguments_in_a_sample() -> None:
     """One stage each, of what the matrix has at all of them."""
     names = [name for name in ARGUMENTS if name != SAMPLE]

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import partita
 from partita import ConfigError, PartitaError
 from partita.optim import owners
-from partita.optim.states import flattened, unflattened
 from tests.kit import seeds
 from tests.kit.models import tiny
 from tests.kit.plans import TIERS, ZERO, sampled
@@ -330,31 +327,6 @@ def test_states_are_tensors_under_the_names_of_parameters(tmp_path: Path) -> Non
     name = "optimizer.state.model.layers.0.mlp.up_proj.weight"
     for key, shape in {"exp_avg": (128, 64), "GG[0]": (128, 128), "GG[1]": (64, 64), "Q[1]": (64, 64)}.items():
         assert tuple(keys[f"{name}.{key}"].size) == shape  # type: ignore[union-attr]
-
-
-VALUES = st.recursive(
-    st.none() | st.integers() | st.builds(torch.tensor, st.integers(0, 9)),
-    lambda items: (
-        st.lists(items, max_size=12)
-        | st.lists(items, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from(["left", "right_2"]), items)
-    ),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(st.sampled_from(["Q", "exp_avg"]), VALUES))
-def test_containers_of_states(state: dict[str, Any]) -> None:
-    flat = flattened(state)
-    assert sorted_repr(unflattened(flat)) == sorted_repr(state)
-    containers = [value for value in flat.values() if isinstance(value, list | tuple)]
-    assert not any(isinstance(item, Tensor) for value in containers for item in value)
-
-
-def sorted_repr(value: Any) -> str:
-    if isinstance(value, dict):
-        return repr(sorted((key, sorted_repr(item)) for key, item in value.items()))
-    return repr(type(value)([sorted_repr(item) for item in value]) if isinstance(value, list | tuple) else value)
 
 
 # -- traffic -----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ MUTATIONS = (
     Mutation("activation/inputs.py", "            free.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "        back.ready.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "        self._offloaded.wait()\n", "", "inputs on host"),
-    Mutation("memory/tiers.py", "        accelerator.wait_for_all(self._device)\n", "", "all on host"),
     Mutation("memory/tiers.py", "        finish(self._device)\n", "", "all on disk"),
     Mutation("sharding/unit.py", "            slot.last_use.wait()\n", "", "stage 3"),
     Mutation(

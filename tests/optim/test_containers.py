@@ -14,7 +14,7 @@ VALUES = st.recursive(
     lambda items: (
         st.lists(items, max_size=12)
         | st.lists(items, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from(["left", "right_2"]), items)
+        | st.dictionaries(st.sampled_from(["left", "right_2", "a.b", "c]", 0]), items)
     ),
     max_leaves=12,
 )
@@ -30,5 +30,5 @@ def test_containers_of_states(state: dict[str, Any]) -> None:
 
 def sorted_repr(value: Any) -> str:
     if isinstance(value, dict):
-        return repr(sorted((key, sorted_repr(item)) for key, item in value.items()))
+        return repr(sorted((repr(key), sorted_repr(item)) for key, item in value.items()))
     return repr(type(value)([sorted_repr(item) for item in value]) if isinstance(value, list | tuple) else value)

@@ -209,6 +209,13 @@ def counts_in_groups() -> None:
         for result in results[1:]:
             assert_same_bits(result, results[0])
 
+    model = nn.Linear(4, 4, bias=False)  # which one rank owns
+    with partita.initialize(model, {"zero": {"stage": 3}}, optimizer=Scaled) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            engine.step()
+        assert engine.optimizer.param_groups[0]["count"] == 3
+
 
 def test_counters_in_groups() -> None:
     on_ranks(2, counts_in_groups)
@@ -276,6 +283,25 @@ def hooks_see_every_step() -> None:
 
 def test_hooks_of_the_optimizer() -> None:
     on_ranks(2, hooks_see_every_step)
+
+
+def states_from_before() -> None:
+    """An optimizer that has taken steps without an engine keeps its states."""
+    case, results = tiny("llama"), []
+    for stage in (0, 3):
+        model = case.build()
+        optimizer = adafactor(model.parameters())
+        case.loss(model(**case.batch(4))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with partita.initialize(model, {"zero": {"stage": stage}}, optimizer=optimizer) as engine:
+            assert float(engine.optimizer_state("lm_head.weight")["step"]) == 1
+            results.append(train_engine(engine, loss_of(case), 2, keep=()))
+    assert_same_bits(*results)
+
+
+def test_states_from_before_the_engine() -> None:
+    on_ranks(2, states_from_before)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

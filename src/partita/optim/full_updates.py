@@ -1,4 +1,4 @@
-"""Updates of full parameters, for optimizers that cannot run on slices: Adafactor, SOAP, Shampoo, LAMB, torch's Muon.
+"""Updates of full parameters, for optimizers that cannot run on slices: Adafactor, SOAP, LAMB, torch's Muon.
 
 Each parameter has an owner (:mod:`partita.optim.owners`), and the optimizer's groups have, on each rank, the parameters
 that the rank owns. These have memory only during their update: an all-to-all brings weights and gradients, the user's
@@ -46,7 +46,7 @@ class FullUpdates:
             view.in_groups = _empty(view) if self.owners.is_owner(fqn) else None
 
     def run(self, members: Sequence[Member], step: Callable[[AbstractSet[int]], TakeUp]) -> TakeUp:
-        """Update parameters. A collective.
+        """Run the optimizer on full parameters, each at its owner. A collective.
 
         Args:
             members: the parameters to update, the same on all ranks.

@@ -159,7 +159,9 @@ class Views:
                     self._add_to_group(number, view)
                     state = optimizer.state.pop(param, None)
                     if state and view.in_groups is not None:
-                        optimizer.state[view.in_groups] = state if view.is_full_at_owner else self._cut(state, view)
+                        optimizer.state[view.in_groups] = (
+                            _moved(state, view.tensor.device) if view.is_full_at_owner else self._cut(state, view)
+                        )
                 if view.in_groups is not None:
                     params.append(view.in_groups)
             group["params"][:] = params  # the list itself: LBFGS keeps a reference to it
@@ -223,11 +225,11 @@ _PLACE = re.compile(r"([\[({])(\w+)[\])}]$")
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with the items of containers that have tensors, under keys such as ``Q[0]``.
 
-    Other containers, also empty ones, are values.
+    Other containers are values: those without tensors, and dictionaries whose keys are not words.
     """
     found = dict[str, Any]()
     for key, value in state.items():
-        if type(value) not in _BRACKETS or not _has_tensors(value):
+        if type(value) not in _BRACKETS or not _has_tensors(value) or not _has_words(value):
             found[key] = value
             continue
         opening, closing = _BRACKETS[type(value)]
@@ -239,6 +241,17 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 def _has_tensors(value: object) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return isinstance(value, Tensor) or any(map(_has_tensors, items))
+
+
+def _has_words(value: object) -> bool:
+    """Return True unless the value is a dictionary with another key than a word."""
+    return not isinstance(value, dict) or all(isinstance(key, str) and re.fullmatch(r"\w+", key) for key in value)
+
+
+def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a state with its tensors on a device; numbers, such as step counters, stay where they are."""
+    has_dims = {key: isinstance(value, Tensor) and value.dim() > 0 for key, value in flattened(state).items()}
+    return unflattened({key: v.to(device) if has_dims[key] else v for key, v in flattened(state).items()})
 
 
 def unflattened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +331,11 @@ class OptimizerStates:
 
 
 class DiskStates:
-    """The states of one segment on the disk tier. ``state`` is that of the optimizer."""
+    """The optimizer states of one segment on the disk tier.
+
+    Args:
+        state: the optimizer's ``state``.
+    """
 
     def __init__(
         self, segment: Segment, views: list[View], state: dict[Tensor, dict[str, Any]], memory: StateMemory

@@ -8,6 +8,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -84,18 +85,19 @@ def needs_full_parameters(optimizer: Optimizer, *, cuts: bool = True) -> bool:
     if _keeps_step(kind, _ELEMENTWISE):
         return False
     is_declared = _keeps_step(kind, _DECLARED)
-    on_slices = _reason_against(optimizer, cuts=True) if cuts else _Reason()
-    if cuts and (not on_slices or (is_declared and on_slices.is_unknown)):
-        return False
-    if is_declared and on_slices:
-        raise ConfigError(
-            f"optimizer {kind.__name__} was declared by partita.elementwise({kind.__name__}), but {on_slices}: remove "
-            "the declaration, so that each parameter is updated as a whole by one rank"
-        )
-    on_some = _reason_against(optimizer, cuts=False)
-    if not on_some and cuts:
+    if cuts:
+        on_slices = _try(optimizer, cuts=True)
+        if on_slices.reason is None or (is_declared and on_slices.is_unknown):
+            return False
+        if is_declared:
+            raise ConfigError(
+                f"optimizer {kind.__name__} was declared by partita.elementwise({kind.__name__}), but "
+                f"{on_slices.reason}: remove the declaration, so that one rank updates each full parameter"
+            )
+    on_some = _try(optimizer, cuts=False)
+    if on_some.reason is None and cuts:
         _check_without_parameters(optimizer)  # as on a rank that owns none
-    if not on_some or (is_declared and on_some.is_unknown):
+    if on_some.reason is None or (is_declared and on_some.is_unknown):
         return cuts
     advice = ""
     if on_some.is_unknown:
@@ -104,9 +106,9 @@ def needs_full_parameters(optimizer: Optimizer, *, cuts: bool = True) -> bool:
             f"partita.elementwise({kind.__name__})"
         )
     raise ConfigError(
-        f"optimizer {kind.__name__} cannot run on some of the parameters: {on_some}. Use an optimizer that updates "
-        "parameters independently of each other, such as AdamW, or zero.stage 0 without parallel axes and offload "
-        f"(every rank then updates all parameters){advice}"
+        f"optimizer {kind.__name__} cannot run on some of the parameters: {on_some.reason}. Use an optimizer that "
+        "updates parameters independently of each other, such as AdamW, or zero.stage 0 without parallel axes and "
+        f"offload (every rank then updates all parameters){advice}"
     )
 
 
@@ -124,24 +126,23 @@ def _check_without_parameters(optimizer: Optimizer) -> None:
         ) from None
 
 
-class _Reason(str):
-    """The reason why an optimizer cannot run on a part of the parameters; empty if it can.
+@dataclass(frozen=True)
+class _Verdict:
+    """The result of a trial: the ``reason`` why an optimizer cannot run on a part of the parameters, None if it can.
 
-    Attributes:
-        is_unknown: True if the trial was not possible.
+    ``is_unknown``: the trial was not possible; the reason says why.
     """
 
-    is_unknown = False
+    reason: str | None
+    is_unknown: bool = False
 
 
-def _reason_against(optimizer: Optimizer, *, cuts: bool) -> _Reason:
+def _try(optimizer: Optimizer, *, cuts: bool) -> _Verdict:
     try:
         known = _known_reason(type(optimizer), _REASONS | _NEED_FULL_PARAMETERS if cuts else _REASONS)
-        return _Reason(known or _trial(optimizer, cuts=cuts) or "")
+        return _Verdict(known or _trial(optimizer, cuts=cuts))
     except _UnknownError as unknown:
-        reason = _Reason(unknown)
-        reason.is_unknown = True
-        return reason
+        return _Verdict(str(unknown), is_unknown=True)
 
 
 def check_closure(optimizer: Optimizer) -> None:

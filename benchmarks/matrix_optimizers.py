@@ -18,8 +18,8 @@ from benchmarks._modes import MATRIX_OPTIMIZERS, deepspeed_is_here
 from benchmarks._work import Work
 
 BASES = {stage: f"partita {stage}, over the network" for stage in (1, 3)}
-WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, steps=8, warmup=2)
-QUICK_WORK = Work(layers=4, width=256, heads=4, ffn_width=704, steps=4, warmup=2)
+WORK = Work(layers=4, width=256, heads=4, ffn_width=704, steps=6, warmup=2)
+QUICK_WORK = Work(layers=2, width=128, heads=4, ffn_width=352, steps=4, warmup=2)
 FP32_BYTES = 4
 # Elements for each parameter and rank.
 MOST_SENT = {(4, "partita 3, Muon"): 2.7}

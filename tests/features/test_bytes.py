@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import partita
-from partita.layout.state_bytes import model_state_bytes
+from partita.config.load import load_config
+from partita.layout.owners import Exchanges
+from partita.layout.state_bytes import Moments, model_state_bytes
 from partita.layout.traffic import StepShape, step_traffic
 from partita.memory.ledger import STATES
+from partita.prediction.optimizer_plan import plan_optimizer
 from partita.table.traffic import TrafficReport
 from tests.kit.models import CASES, parts
 from tests.kit.plans import matrix, sampled
@@ -49,7 +52,6 @@ class Run:
     frozen: tuple[str, ...] = ()  # prefixes of parameters' names
     optimizer: dict[str, Any] = field(default_factory=dict)
     communication: dict[str, Any] = field(default_factory=dict)
-    num_moments: int = 2
     ranks_per_node: int | None = None
     is_warming_up: bool = False  # measured before codes travel
     reduced: int | None = None  # micro-batches outside no_sync, the last ones
@@ -84,16 +86,16 @@ def train(run: Run) -> Bytes:
         "optimizer": run.optimizer,
         "communication": run.communication,
     }
+    optimizer = plan_optimizer(model, load_config(config))
     with mock.patch.dict(os.environ, launched), partita.initialize(model, config) as engine:
         take_step(engine, run)
         held = take_step(engine, run)
         before = engine.traffic_report()
         take_step(engine, run)
         traffic = engine.traffic_report().since(before)
-        expected = step_traffic(
-            engine.units, StepShape(run.accumulate, run.reduced, run.by_train_batch, is_warming_up=run.is_warming_up)
-        )
-        return Bytes(held, model_state_bytes(engine.units, rank, run.num_moments), traffic, expected)
+        shape = StepShape(run.accumulate, run.reduced, run.by_train_batch, is_warming_up=run.is_warming_up)
+        expected = step_traffic(engine.units, shape, Exchanges(engine.units, optimizer.work).operations(rank))
+        return Bytes(held, model_state_bytes(engine.units, rank, optimizer.moments), traffic, expected)
 
 
 def take_step(engine: partita.Engine, run: Run) -> dict[tuple[str, str], int]:
@@ -252,7 +254,20 @@ def test_train_batch_sends_two_messages_more(row: str) -> None:
 
 @pytest.mark.parametrize(("momentum", "num_moments"), [(0.0, 0), (0.9, 1)])
 def test_other_optimizers_keep_other_moments(momentum: float, num_moments: int) -> None:
-    check(2, Run(ROWS["1"], optimizer={"name": "sgd", "momentum": momentum}, num_moments=num_moments))
+    optimizer = {"name": "sgd", "momentum": momentum}
+    check(2, Run(ROWS["1"], optimizer=optimizer))
+    assert plan_optimizer(CASES["decoder"].build(), load_config({"optimizer": optimizer})).moments == Moments(
+        num_moments
+    )
+
+
+@matrix(row=(*ROWS, "1-host", "3-disk", "3-in-backward"), world=[2, 4])
+def test_owners_of_matrices(row: str, world: int) -> None:
+    zero: dict[str, Any] = ROWS.get(row, {"stage": int(row[0])})
+    if (tier := row.partition("-")[2]) in ("host", "disk"):
+        zero = {**zero, "offload": {"optimizer": tier}}
+    precision = {"gradients": "in_backward"} if row.endswith("backward") else {}
+    check(world, Run(zero, precision, accumulate=1, optimizer={"name": "muon"}, frozen=("blocks.1.attention",)))
 
 
 @matrix(row=ROWS, precision=["fp32", "bf16"])

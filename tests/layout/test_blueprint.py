@@ -143,7 +143,7 @@ def test_states_go_where_there_is_memory() -> None:
 
 
 def needed_bytes(blueprint: Blueprint) -> dict[Tier, int]:
-    states = bytes_by_tier(model_state_bytes(blueprint.units, None, blueprint.num_moments))
+    states = bytes_by_tier(model_state_bytes(blueprint.units, None, blueprint.moments))
     working = blueprint.working_bytes(blueprint.units)
     return {tier: states[tier] + working[tier] for tier in Tier}
 

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.layout.operations import Operation, collectives
-from partita.layout.state_bytes import model_state_bytes
+from partita.layout.state_bytes import Moments, model_state_bytes
 from partita.layout.traffic import StepShape, step_traffic
 from partita.table.mesh_shape import MeshShape
 from partita.table.planned import PlannedSegment, PlannedUnit
@@ -96,7 +97,7 @@ def test_ranks_together_hold_what_the_table_says(
 ) -> None:
     planned = plan(units, name, mesh, used)
     row, padded, num = preset(name, used), padded_elements(planned), sum(math.prod(s) for unit in units for s in unit)
-    every = [model_state_bytes(planned, rank, num_moments) for rank in range(mesh.data)]
+    every = [model_state_bytes(planned, rank, Moments(num_moments)) for rank in range(mesh.data)]
 
     def over_ranks(state: str) -> int:
         return sum(held.get((state, "device"), 0) for held in every)
@@ -119,6 +120,32 @@ def test_moments_follow_the_cuts() -> None:
     units = plan([[(100,), (200,), (QUANTUM,)]], "zero1", mesh, Encodings())
     held = [model_state_bytes(units, rank)["moments", "device"] for rank in range(2)]
     assert held == [2 * 4 * 300, 2 * 4 * QUANTUM]
+
+
+@given(unit_shapes, presets, meshes, st.lists(st.integers(0, 2), min_size=1), st.integers(2, 3))
+def test_some_parameters_have_fewer_moments(
+    units: list[list[tuple[int, int]]], name: str, mesh: MeshShape, numbers: list[int], most: int
+) -> None:
+    planned = plan(units, name, mesh, Encodings())
+    spans = [span for unit in planned for segment in unit.segments for span in segment.layout.spans]
+    moments = Moments(most, {span.fqn: number for span, number in zip(spans[1:], cycle(numbers), strict=False)})
+    held = [model_state_bytes(planned, rank, moments).get(("moments", "device"), 0) for rank in range(mesh.data)]
+    num = sum(moments.of(span.fqn) * span.num_elements for span in spans)
+    row = preset(name, Encodings())
+    assert sum(held) == 4 * num * (mesh.data // mesh.group_size(row.moments.shard_axes))
+    bound = model_state_bytes(planned, None, moments).get(("moments", "device"), 0)
+    assert max(held) <= bound <= model_state_bytes(planned, None, Moments(most))["moments", "device"]
+
+
+def test_bound_of_fewer_moments() -> None:
+    """The shard with most states has the vector, which has two, and as many matrices as fit beside it."""
+    units = plan([[(1024, QUANTUM), (QUANTUM,)]], "zero1", MeshShape(data=2), Encodings())
+    (matrix, _) = units[0].segments[0].layout.spans
+    moments = Moments(2, {matrix.fqn: 1})
+    held = [model_state_bytes(units, rank, moments)["moments", "device"] for rank in range(2)]
+    assert model_state_bytes(units, None, moments)["moments", "device"] >= max(held)
+    shard = units[0].segments[0].layout.shard_elements
+    assert model_state_bytes(units, None, moments)["moments", "device"] <= 4 * (shard + 2 * QUANTUM)
 
 
 def test_frozen_parameters_have_no_other_states() -> None:

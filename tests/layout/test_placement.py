@@ -12,7 +12,7 @@ from partita.config.schema import Offload
 from partita.errors import ConfigError
 from partita.layout.budget import MemoryBudget
 from partita.layout.placement import Placement, describe_placement
-from partita.layout.state_bytes import model_state_bytes
+from partita.layout.state_bytes import ADAM_MOMENTS, model_state_bytes
 from partita.layout.working_bytes import most_working_bytes, working_bytes
 from partita.table.mesh_shape import MeshShape
 from partita.table.planned import PlannedSegment, PlannedUnit
@@ -58,7 +58,7 @@ def placement(
         segments = tuple(PlannedSegment(layout, row, mesh) for layout in layouts[number])
         return PlannedUnit(names[number], segments, ("",) * bool(number))
 
-    return Placement(names, planned, offload, "auto", 2, on_host)
+    return Placement(names, planned, offload, "auto", ADAM_MOMENTS, on_host)
 
 
 placements = st.builds(
@@ -76,8 +76,8 @@ placements = st.builds(
 def used_bytes(made: Placement, tiers: Sequence[Tiers]) -> dict[Tier, int]:
     """By the public estimates, of what is really planned."""
     units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
-    states = model_state_bytes(units, None, made.num_moments)
-    working = most_working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
+    states = model_state_bytes(units, None, made.moments)
+    working = most_working_bytes(units, made.prefetch, made.moments, on_host=made.on_host)
     return {tier: sum(num for (_, name), num in states.items() if name == tier.value) + working[tier] for tier in Tier}
 
 
@@ -103,8 +103,8 @@ def test_what_is_planned_for_is_a_bound(made: Placement, share: tuple[float, flo
     """Of what buckets take once it is known which gradients share one."""
     if (tiers := placed(made, budget_of(share, made, one_memory))) is not None:
         units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
-        found = working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
-        most = most_working_bytes(units, made.prefetch, made.num_moments, on_host=made.on_host)
+        found = working_bytes(units, made.prefetch, made.moments, on_host=made.on_host)
+        most = most_working_bytes(units, made.prefetch, made.moments, on_host=made.on_host)
         assert all(found[tier] <= most[tier] for tier in Tier)
 
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 import partita
 from partita import ConfigError, PartitaError
-from partita.optim import owners
+from partita.layout.owners import Exchanges
+from partita.layout.traffic import UPDATES
 from tests.kit import seeds
 from tests.kit.models import tiny
 from tests.kit.plans import TIERS, ZERO, sampled
@@ -365,12 +366,12 @@ def sent_bytes() -> int:
         before = engine.traffic_report()
         engine.backward(loss_of(case)(engine, rank(), 1))
         engine.step()
-        rows = engine.traffic_report().since(before).rows
-        sent = sum(count.sent_bytes for key, count in rows.items() if key.purpose == owners.PURPOSE)
+        sent = engine.traffic_report().since(before)
         updates = engine._parts.updater._full_updates
         assert updates is not None
-        assert sent == 4 * updates.owners.sent_elements(updates.owners.names, 2)
-        return sent // 4
+        planned = Exchanges(engine.units, updates.work).operations(rank())
+        assert sent.sent_bytes(UPDATES) == sum(each.num_bytes for each in planned)
+        return sent.sent_bytes(UPDATES) // 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

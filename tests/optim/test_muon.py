@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 import partita
 from partita import ConfigError
+from partita.config.load import load_config
 from partita.config.schema import Muon as MuonSection
-from partita.optim import owners
+from partita.layout import owners
+from partita.layout.owners import Exchanges
+from partita.layout.traffic import UPDATES
 from partita.optim.matrices import MatrixForm, describe, equal_parts, find_matrices
-from partita.optim.muon import Muon
 from partita.optim.newton_schulz import EPS, orthogonalize, scale_of
+from partita.prediction.optimizer_plan import plan_optimizer
+from partita.table.traffic import TrafficCount, TrafficKey, TrafficMeter
 from tests.kit import seeds
 from tests.kit.models import Case, tiny
 from tests.kit.plans import TIERS, ZERO, sampled
@@ -327,13 +331,8 @@ def sent_bytes(stage: int) -> tuple[int, int]:
         before = engine.traffic_report()
         engine.backward(loss_of(case)(engine, rank(), 1))
         engine.step()
-        rows = engine.traffic_report().since(before).rows
-        sent = sum(count.sent_bytes for key, count in rows.items() if key.purpose == owners.PURPOSE)
-        assert isinstance(engine.optimizer, Muon)
-        owned = engine.optimizer.owners
-        assert owned is not None
-        assert sent == 4 * owned.sent_elements(owned.names)
-        return sent // 4, sum(count.sent_bytes for count in rows.values()) // 4
+        sent = engine.traffic_report().since(before)
+        return sent.sent_bytes(UPDATES) // 4, sent.sent_bytes() // 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -348,6 +347,27 @@ def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
     assert sum(updates) <= 2 * num * (num_ranks - 1) / num_ranks
     assert max(updates) <= 1.3 * 2 * num * (num_ranks - 1) / num_ranks**2
     assert max(total for _, total in found) <= 2.7 * everything
+
+
+def updates_sent(parallel: dict[str, Any]) -> tuple[dict[TrafficKey, TrafficCount], dict[TrafficKey, TrafficCount]]:
+    """This rank's exchanges with owners in a step, and those planned."""
+    case, config = tiny("llama"), {**CONFIG, "zero": {"stage": 3}, "parallel": parallel}
+    work = plan_optimizer(case.build(), load_config(config)).work
+    with partita.initialize(case.build(), config, loss_fn=case.loss_of_batch) as engine:
+        engine.train_batch(iter([case.batch(4, engine.mesh.coordinate("data"))]))
+        sent = {key: count for key, count in engine.traffic_report().rows.items() if key.purpose == UPDATES}
+        meter = TrafficMeter()
+        for each in Exchanges(engine.units, work).operations(engine.mesh.rank):
+            meter.add(TrafficKey(each.collective, each.axes, UPDATES), each.num_bytes)
+        return sent, meter.report().rows
+
+
+@pytest.mark.parametrize("axes", sampled(AXES, "tensor x data", "pipeline x data"))
+def test_traffic_is_planned_under_every_axis(axes: str) -> None:
+    num_ranks, parallel = AXES[axes]
+    for sent, planned in on_ranks(num_ranks, updates_sent, parallel):
+        assert sent == planned
+        assert bool(sent) == (axes != "pipeline")
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------
@@ -465,7 +485,7 @@ def test_work_is_even() -> None:
     costs = [float(MatrixForm().operations(shape, 5)) for shape in shapes]
     for num_ranks in (8, 16, 32, 64):
         loads = [0.0] * num_ranks
-        chosen = owners.assign(costs, [[1] * num_ranks] * len(costs), loads)
+        chosen = owners.assign(costs, [lambda _: 1] * len(costs), loads)
         assert set(chosen) == set(range(num_ranks))
         assert max(loads) <= 1.1 * sum(loads) / num_ranks
 

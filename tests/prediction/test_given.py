@@ -9,10 +9,12 @@ import pytest
 import partita
 from partita import ConfigError
 from partita.layout.blueprint import make_blueprint
+from partita.layout.owners import Exchanges
 from partita.layout.state_bytes import model_state_bytes
-from partita.prediction.given_config import estimate_config
+from partita.prediction.given_config import Estimate, estimate_config
 from partita.prediction.machine import machine_named
 from partita.prediction.model_source import read_source
+from partita.prediction.optimizer_plan import plan_optimizer
 from partita.prediction.simulate.cluster import Cluster, simulate
 from partita.prediction.simulate.rank import SimulatedModel
 from partita.prediction.tune.trial_rank import autograd_peak_bytes
@@ -32,6 +34,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"parallel": {"sequence": 2}, "activations": {"checkpoint": "units"}, "batch": {"accumulate": 2}},
     ),
     "16-bit, split": (2, {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}),
+    "without moments": (1, {"optimizer": {"name": "sgd", "momentum": 0.0}}),
+    "muon": (2, {"parallel": {"tensor": 2}, "optimizer": {"name": "muon"}, "batch": {"micro": 16}}),
 }
 
 
@@ -65,6 +69,28 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
         for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
             assert num_bytes <= held[key] < 1.02 * num_bytes
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_muon_takes_longer_and_sends_more(axes: dict[str, int]) -> None:
+    machine = machine_named("h100")
+
+    def planned(name: str) -> Estimate:
+        config = settings({"zero": {"stage": 3}, "parallel": axes, "optimizer": {"name": name}})
+        return estimate_config(source, config, 4, "cuda")
+
+    source = read_source(MODEL)
+    muon, adamw = planned("muon"), planned("adamw")
+    work = plan_optimizer(source.model, muon.resolved.config).work
+    for of_muon, of_adamw in zip(muon.stages, adamw.stages, strict=True):
+        exchanges = Exchanges(muon.units[of_muon], work)
+        sent = sum(each.num_bytes for each in exchanges.most_operations)
+        assert sum(muon.sent(of_muon).values()) - sum(adamw.sent(of_adamw).values()) == sent > 0
+        # Twice as many moments of vectors and embeddings as of matrices.
+        assert muon.held(of_muon)["moments", "device"] < adamw.held(of_adamw)["moments", "device"]
+    times = muon.time(machine), adamw.time(machine)
+    assert times[0].waits_s["owners"] > 0
+    assert times[0].compute_s > times[1].compute_s
 
 
 @pytest.mark.parametrize(

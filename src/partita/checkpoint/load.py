@@ -29,7 +29,7 @@ from partita.memory.collector import collector_paused
 from partita.memory.tiers import StoredState
 from partita.optim.fused import convert_state
 from partita.optim.states import BLOCK_STATES, View, unflattened
-from partita.optim.traits import state_names, states_per_element
+from partita.optim.traits import moments_of, state_names
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 from partita.table.box import Box
@@ -209,7 +209,7 @@ class Loading:
 
     def _keeps_states(self) -> bool:
         """Return True if the optimizer keeps states of trainable parameters (SGD without momentum does not)."""
-        return any(m.segment.trains for m in self._members) and states_per_element(self._updater.optimizer) > 0
+        return any(m.segment.trains for m in self._members) and moments_of(self._updater.optimizer).most > 0
 
     def plan(self) -> list[tuple[Segment, list[_Target]]]:
         """Return the targets of each segment, in the order in which they are read."""

@@ -48,8 +48,8 @@ from partita.optim.step import StepUpdater, Updater
 from partita.optim.traits import (
     check_states_can_be_saved,
     counted_attributes,
+    moments_of,
     needs_full_parameters,
-    states_per_element,
 )
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.batch_check import SAME_BATCH_AXES, BatchCheck
@@ -133,7 +133,7 @@ def _build(
         optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels, model=model)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
-    num_moments = states_per_element(optimizer)
+    moments = moments_of(optimizer, model)
     budget = agreed_budget(settings.zero.offload, collectives)
     with shared_errors(all_ranks):
         check_unclaimed(model)
@@ -143,7 +143,7 @@ def _build(
         check_quantized(find_quantized_params(model), mesh.device)
         if isinstance(resolved.extension, RunExtension):
             parallel.shares.update(resolved.extension.shares(model, mesh.shape, mesh.rank))
-        blueprint = make_blueprint(model, resolved, num_moments, budget, parallel.shares)
+        blueprint = make_blueprint(model, resolved, moments, budget, parallel.shares)
         check_capacity(blueprint, model, mesh.device)
         if mesh.rank == 0:
             log_lower_stage(blueprint, model, mesh.device)

@@ -473,7 +473,7 @@ class Engine:
     @property
     def planned_bytes(self) -> dict[tuple[str, str], int]:
         """The bytes of this rank's model states after every parameter was updated, by state and tier."""
-        return model_state_bytes(self.units, self.mesh.rank, self.blueprint.num_moments)
+        return model_state_bytes(self.units, self.mesh.rank, self.blueprint.moments)
 
     def traffic_report(self) -> TrafficReport:
         """Return the bytes that this rank has sent and the number of its calls, by collective, axis and purpose."""

@@ -21,7 +21,7 @@ from partita.layout.dtypes import encoding_of
 from partita.layout.full_precision import FullPrecision, find_full_precision
 from partita.layout.parameters import ParameterInfo, check_no_shared_memory, check_supported, find_stage_parameters
 from partita.layout.placement import Placement, resolve_tiers
-from partita.layout.state_bytes import ADAM_MOMENTS
+from partita.layout.state_bytes import ADAM_MOMENTS, Moments
 from partita.layout.units import UnitSpec, group_units
 from partita.layout.working_bytes import working_bytes
 from partita.table.mesh_shape import MeshShape
@@ -43,12 +43,12 @@ class Blueprint:
 
     Attributes:
         units: in the model's order, the root unit first.
-        num_moments: the number of values that the optimizer keeps per element of a parameter.
+        moments: the number of values that the optimizer keeps for each element of a parameter.
     """
 
     resolved: Resolved
     units: tuple[PlannedUnit, ...]
-    num_moments: int = ADAM_MOMENTS
+    moments: Moments = ADAM_MOMENTS
 
     @property
     def config(self) -> Config:
@@ -63,7 +63,7 @@ class Blueprint:
     def working_bytes(self, units: Sequence[PlannedUnit]) -> Counter[Tier]:
         """Return the bytes of working memory by tier (:func:`~partita.layout.working_bytes.working_bytes`)."""
         prefetch, on_host = self.config.zero.prefetch_bytes, self.resolved.on_host
-        return working_bytes(units, prefetch, self.num_moments, on_host=on_host)
+        return working_bytes(units, prefetch, self.moments, on_host=on_host)
 
     @cached_property
     def buckets(self) -> list[PlannedBucket]:
@@ -106,7 +106,7 @@ def row_of(
 def make_blueprint(
     model: nn.Module,
     resolved: Resolved,
-    num_moments: int = ADAM_MOMENTS,
+    moments: Moments = ADAM_MOMENTS,
     budget: MemoryBudget | None = None,
     shares: Shares = NO_SHARES,
 ) -> Blueprint:
@@ -131,10 +131,10 @@ def make_blueprint(
         tiers = [resolve_tiers(zero.offload, ON_DEVICE)] * len(specs)
     else:
         names = [spec.name for spec in specs]
-        placement = Placement(names, planned, zero.offload, zero.prefetch_bytes, num_moments, resolved.on_host)
+        placement = Placement(names, planned, zero.offload, zero.prefetch_bytes, moments, resolved.on_host)
         tiers = placement.tiers(budget)
     units = tuple(planned(number, chosen) for number, chosen in enumerate(tiers))
-    return Blueprint(resolved, units, num_moments)
+    return Blueprint(resolved, units, moments)
 
 
 def describe_large_unit(units: Sequence[PlannedUnit]) -> str | None:

@@ -21,7 +21,7 @@ from partita.config.messages import format_bytes
 from partita.config.schema import Offload
 from partita.errors import ConfigError
 from partita.layout.budget import MemoryBudget
-from partita.layout.state_bytes import bytes_by_tier, model_state_bytes
+from partita.layout.state_bytes import Moments, bytes_by_tier, model_state_bytes
 from partita.layout.working_bytes import most_working_bytes
 from partita.table.planned import PlannedUnit
 from partita.table.residence import Tier
@@ -57,7 +57,7 @@ class Placement:
     planned: Callable[[int, Tiers], PlannedUnit]
     offload: Offload
     prefetch: int | str
-    num_moments: int
+    moments: Moments
     on_host: bool
     _units: dict[tuple[int, Tiers], tuple[PlannedUnit, Counter[Tier]]] = field(default_factory=dict)
 
@@ -108,11 +108,11 @@ class Placement:
         for number, chosen in enumerate(tiers):
             if (number, chosen) not in self._units:
                 unit = self.planned(number, chosen)
-                self._units[number, chosen] = unit, bytes_by_tier(model_state_bytes([unit], None, self.num_moments))
+                self._units[number, chosen] = unit, bytes_by_tier(model_state_bytes([unit], None, self.moments))
             unit, held = self._units[number, chosen]
             units.append(unit)
             states.update(held)
-        return states, most_working_bytes(units, self.prefetch, self.num_moments, on_host=self.on_host)
+        return states, most_working_bytes(units, self.prefetch, self.moments, on_host=self.on_host)
 
 
 def _too_large(

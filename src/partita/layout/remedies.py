@@ -67,7 +67,7 @@ def settings_that_fit(blueprint: Blueprint, budget: MemoryBudget, most: int = 3)
     for change, further in stages:
         for states in tiers:
             units = changed_units(blueprint.units, further, offload.model_copy(update=states))
-            needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+            needed = bytes_by_tier(model_state_bytes(units, None, blueprint.moments))
             needed += blueprint.working_bytes(units)
             words = [change] * bool(change) + [f"zero.offload.{state}: {tier}" for state, tier in states.items()]
             if words and not budget.shortfall(needed):
@@ -91,7 +91,7 @@ def cheaper_stage(blueprint: Blueprint, budget: MemoryBudget) -> str | None:
     best = None
     for stage, lower in reversed(lower_stages(name)):
         units = changed_units(blueprint.units, lower, offload)
-        needed = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+        needed = bytes_by_tier(model_state_bytes(units, None, blueprint.moments))
         needed += blueprint.working_bytes(units)
         total, sent = sum(needed.values()), _sent(units, shape)
         if sent < (current if best is None else best[0]) and 2 * total < budget.device:
@@ -111,7 +111,7 @@ def _sent(units: Sequence[PlannedUnit], shape: StepShape) -> int:
 
 
 def _needed_bytes(units: Sequence[PlannedUnit], blueprint: Blueprint, tiers: AbstractSet[Tier]) -> int:
-    states = bytes_by_tier(model_state_bytes(units, None, blueprint.num_moments))
+    states = bytes_by_tier(model_state_bytes(units, None, blueprint.moments))
     working = blueprint.working_bytes(units)
     return sum((states + working)[tier] for tier in tiers)
 

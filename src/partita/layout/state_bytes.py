@@ -7,29 +7,48 @@ Trillion Parameter Models", 2020, section 3.1 and figure 1).
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from partita.table.planned import PlannedSegment, PlannedUnit
 from partita.table.residence import Residence, Tier
+from partita.table.span import QUANTUM, Span
 
-ADAM_MOMENTS = 2
+
+@dataclass(frozen=True)
+class Moments:
+    """The number of values that the optimizer keeps for each element of a parameter.
+
+    Attributes:
+        most: the largest number, which most parameters have.
+        fewer: the number for each other parameter, by name.
+    """
+
+    most: int = 2
+    fewer: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, name: str) -> int:
+        """Return the number for a parameter."""
+        return self.fewer.get(name, self.most)
+
+
+ADAM_MOMENTS = Moments()
 
 
 def model_state_bytes(
-    units: Sequence[PlannedUnit], rank: int | None, num_moments: int = ADAM_MOMENTS
+    units: Sequence[PlannedUnit], rank: int | None, moments: Moments = ADAM_MOMENTS
 ) -> dict[tuple[str, str], int]:
     """Return the bytes of each state on ``rank``, by (state, tier), after every trained parameter was updated.
 
-    If ``rank`` is None, return the maximum over the ranks, so that decisions based on it are the same on all ranks.
+    If ``rank`` is None, return an upper bound for all ranks, so that decisions based on it are the same on all of them.
 
     The states are ``parameters``, ``gradients``, those of strategies (of compression: ``feedback``, ``momentum`` and
-    ``outer``), ``master`` (if it has its own memory) and ``moments``, of which the optimizer keeps ``num_moments`` for
-    each element. Padding is included. Gradients that stay in ``param.grad`` are counted there, with the size of their
-    parameters. They exist from backward to the step.
+    ``outer``), ``master`` (if it has its own memory) and ``moments``. Padding is included. Gradients that stay in
+    ``param.grad`` are counted there, with the size of their parameters. They exist from backward to the step.
     """
     held = Counter[tuple[str, str]]()
     for unit in units:
         for segment in unit.segments:
-            for state, residence, num_bytes in _states(segment, rank, num_moments):
+            for state, residence, num_bytes in _states(segment, rank, moments):
                 held[state, residence.tier.value] += num_bytes
     return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
 
@@ -48,7 +67,7 @@ def bytes_by_tier(held: Mapping[tuple[str, str], int]) -> Counter[Tier]:
     return sums
 
 
-def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iterator[tuple[str, Residence, int]]:
+def _states(segment: PlannedSegment, rank: int | None, moments: Moments) -> Iterator[tuple[str, Residence, int]]:
     """Yield (state, residence, bytes) for each state of a segment."""
     row = segment.row
     yield "parameters", row.param_stored, segment.held_bytes(row.param_stored)
@@ -64,10 +83,42 @@ def _states(segment: PlannedSegment, rank: int | None, num_moments: int) -> Iter
         yield "gradients", row.grad_between, segment.held_bytes(row.grad_between)
     for kept in (*segment.gradients.sync.kept(segment.gradients), *row.strategies.kept(segment)):
         yield kept.name, kept.residence, kept.num_bytes
-    values = _value_bytes(segment, row.moments, rank)
-    if row.moments.tier is Tier.DISK and values:  # moments on disk have the shard's padding
-        values = segment.held_bytes(row.moments)
-    yield "moments", row.moments, num_moments * values
+    yield "moments", row.moments, moment_bytes(segment, rank, moments)
+
+
+def moment_bytes(segment: PlannedSegment, rank: int | None, moments: Moments) -> int:
+    """Return the bytes of the optimizer's states of a segment on ``rank``; if it is None, an upper bound for all
+    ranks.
+    """
+    residence = segment.row.moments
+    num_bytes = residence.encoding.num_bytes
+    if rank is None:
+        return num_bytes(_most_values(segment, moments))
+    spans = segment.spans_of(residence, rank)
+    numbers = {moments.of(span.fqn) for span in spans}
+    if residence.tier is Tier.DISK and len(numbers) == 1:  # each state on disk has the shard's padding
+        return numbers.pop() * segment.held_bytes(residence)
+    if residence.tier is Tier.DISK:  # and if parameters have different ones, padding between parameters
+        return sum(moments.of(span.fqn) * num_bytes(_padded(span)) for span in spans)
+    return sum(moments.of(span.fqn) * num_bytes(span.num_elements) for span in spans)
+
+
+def _most_values(segment: PlannedSegment, moments: Moments) -> int:
+    """Return a bound of the values that the optimizer keeps for a shard: that with the most of them, or more."""
+    sizes = Counter({moments.most: segment.layout.padded})
+    for span in segment.layout.spans:
+        sizes[moments.most] -= _padded(span)
+        sizes[moments.of(span.fqn)] += _padded(span)
+    remaining, num_values = segment.row.moments.num_elements(segment.layout.padded, segment.mesh), 0
+    for number in sorted(sizes, reverse=True):
+        size = min(sizes[number], remaining)
+        num_values += number * size
+        remaining -= size
+    return num_values
+
+
+def _padded(span: Span) -> int:
+    return -(-span.num_elements // QUANTUM) * QUANTUM
 
 
 def _value_bytes(segment: PlannedSegment, residence: Residence, rank: int | None) -> int:

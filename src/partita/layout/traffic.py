@@ -28,6 +28,8 @@ from partita.table.traffic import TrafficKey, TrafficMeter, TrafficReport
 WORD_BYTES = 8
 # Bytes of the loss that the last pipeline stage sends to the other stages.
 LOSS_BYTES = 4
+# The purpose of exchanges with owners.
+UPDATES = "updates"
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ class StepShape:
         return self.accumulate * self.chunks
 
 
-def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -> TrafficReport:
+def step_traffic(
+    units: Sequence[PlannedUnit], shape: StepShape = StepShape(), updates: Iterable[Operation] = ()
+) -> TrafficReport:
     """Return the traffic of a rank in a step in which every trained parameter gets a gradient.
 
-    It is equal on all ranks. Buffers that the forward changes (running statistics) are not in the plan, and not
-    included.
+    It is equal on all ranks, except that of ``updates``. Buffers that the forward changes (running statistics) are not
+    in the plan, and not included.
+
+    Args:
+        updates: the rank's exchanges with owners of parameters (:class:`~partita.layout.owners.Exchanges`).
     """
     phase = 0 if shape.is_warming_up else -1
     sent = _TrafficCounter(units[0].segments[0].mesh)
@@ -82,6 +89,7 @@ def step_traffic(units: Sequence[PlannedUnit], shape: StepShape = StepShape()) -
     for segment in segments if shape.ends_round else ():
         for purpose, operation in rounds(segment, is_warming_up=shape.is_warming_up):
             sent.count([operation], purpose)
+    sent.count(updates, UPDATES)
     if not all(unit.always_unsharded for unit in units):
         sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
     num_members = sum(len(segment.layout.spans) for segment in segments)

@@ -6,6 +6,7 @@ Activations that autograd saves for backward are not included.
 from collections import Counter
 from collections.abc import Sequence
 
+from partita.layout.state_bytes import Moments
 from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.table.planned_bucket import BUCKET_BYTES, PlannedBucket, share_buckets
 from partita.table.residence import Tier
@@ -28,7 +29,7 @@ GRADIENT_STAGING_SLOTS = 2
 
 
 def working_bytes(
-    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+    units: Sequence[PlannedUnit], prefetch: int | str, moments: Moments, *, on_host: bool
 ) -> Counter[Tier]:
     """Return the working memory in bytes by tier.
 
@@ -39,11 +40,11 @@ def working_bytes(
     pools = bucket_pools(share_buckets(reduction_order(units)), in_pieces=on_host)
     buffers = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
     buffers[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
-    return buffers + _other_buffers(units, prefetch, num_moments, on_host=on_host)
+    return buffers + _other_buffers(units, prefetch, moments, on_host=on_host)
 
 
 def most_working_bytes(
-    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+    units: Sequence[PlannedUnit], prefetch: int | str, moments: Moments, *, on_host: bool
 ) -> Counter[Tier]:
     """Return an upper bound of :func:`working_bytes` that does not depend on the buckets of small gradients.
 
@@ -54,17 +55,17 @@ def most_working_bytes(
     sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.is_pooled]
     received = [PlannedBucket((segment,)).scratch_bytes(in_pieces=on_host) for segment in trained]
     buffers[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
-    return buffers + _other_buffers(units, prefetch, num_moments, on_host=on_host)
+    return buffers + _other_buffers(units, prefetch, moments, on_host=on_host)
 
 
 def _other_buffers(
-    units: Sequence[PlannedUnit], prefetch: int | str, num_moments: int, *, on_host: bool
+    units: Sequence[PlannedUnit], prefetch: int | str, moments: Moments, *, on_host: bool
 ) -> Counter[Tier]:
     """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + autograd_gradient_bytes(units) + unshard_scratch_bytes(units)
     device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained))
-    return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, num_moments) + _update_bytes(units)})
+    return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, moments) + _update_bytes(units)})
 
 
 def _sync_bytes(trained: Sequence[PlannedSegment]) -> int:
@@ -118,7 +119,7 @@ def _publish_bytes(trained: Sequence[PlannedSegment]) -> int:
     )
 
 
-def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
+def _staging_bytes(units: Sequence[PlannedUnit], moments: Moments) -> int:
     """Return the host memory for staging states on disk.
 
     Staging memory grows on demand, so similar sizes may all get slots. A unit's update reads the full bucket of its
@@ -140,11 +141,11 @@ def _staging_bytes(units: Sequence[PlannedUnit], num_moments: int) -> int:
                 small += num_bytes
         if segment.trains and row.master.tier is Tier.DISK:
             optimizer[segment.held_bytes(row.master)] += 1
-            optimizer[segment.held_bytes(row.moments)] += num_moments
+            optimizer[segment.held_bytes(row.moments)] += moments.most
     return (
         _slots_of_each(parameters, STAGING_SLOTS)
         + _slots_of_each(gradients, GRADIENT_STAGING_SLOTS)
-        + _slots_of_each(optimizer, STAGING_SLOTS * (1 + num_moments))
+        + _slots_of_each(optimizer, STAGING_SLOTS * (1 + moments.most))
         + GRADIENT_STAGING_SLOTS * min(small, int(BUCKET_BYTES / (1 - CLASS_SHARE)))
     )
 

@@ -32,8 +32,8 @@ def check_capacity(blueprint: Blueprint, model: nn.Module, device: torch.device)
     if accelerator.is_simulated(device):
         return
     budget = _free(model, device)
-    units, num_moments = blueprint.units, blueprint.num_moments
-    states = bytes_by_tier(model_state_bytes(units, None, num_moments))
+    units, moments = blueprint.units, blueprint.moments
+    states = bytes_by_tier(model_state_bytes(units, None, moments))
     shortfall = [tier for tier in budget.shortfall(states) if tier is not Tier.DISK]
     if not shortfall:
         return

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from partita.config.extension import Extension
 from partita.config.schema import Config
 from partita.layout.blueprint import Blueprint
+from partita.layout.owners import FullWork
 from partita.optim.states import Views
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
@@ -40,6 +41,10 @@ class CollectiveOptimizer(Optimizer):
     def groups(self, blueprint: Blueprint) -> Needs:
         """Return the groups of its collectives, besides those of the blueprint, with their purposes."""
         return {}
+
+    def full_work(self, model: nn.Module) -> FullWork:
+        """Return the work on full parameters of ``model``, before they are sharded, for predictions."""
+        return FullWork()
 
     @abstractmethod
     def connect(self, runtime: Runtime, views: Views) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import ConfigError
+from partita.layout.owners import FullWork
 from partita.optim.owners import Owners
 from partita.optim.states import View, Views
 from partita.sharding.parameter import Member
@@ -39,8 +40,9 @@ class FullUpdates:
         for view in views:
             _check(view, name)
         self._views = {view.member.fqn: view for view in views}
-        costs = {view.member.fqn: view.member.span.place.num_elements for view in views}
-        self.owners = Owners(runtime, views, costs)
+        costs = {view.member.fqn: float(view.member.span.place.num_elements) for view in views}
+        self.work = FullWork(costs, NUM_SENT)
+        self.owners = Owners(runtime, views, self.work)
         for fqn, view in self._views.items():
             view.is_full_at_owner = True
             view.in_groups = _empty(view) if self.owners.is_owner(fqn) else None
@@ -69,7 +71,7 @@ class FullUpdates:
                 param.grad = None
                 param.data = param.new_empty(0)
 
-        self.owners.run([member.fqn for member in members], _weights_and_grad, work, _store, NUM_SENT)
+        self.owners.run([member.fqn for member in members], _weights_and_grad, work, _store)
         return take_up
 
 

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from partita.config.schema import Optimizer as OptimizerSection
 from partita.errors import PartitaError
 from partita.layout.blueprint import Blueprint
+from partita.layout.owners import FullWork
 from partita.memory.accelerator import is_host
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.matrices import MatrixForm, describe, find_matrices
@@ -107,8 +108,19 @@ class Muon(CollectiveOptimizer):
                 form = self._forms[id(view.member.param)] or MatrixForm()
                 self._forms_by_name[name] = form
                 steps = self.param_groups[self._group_numbers[name]]["steps"]
-                costs[name] = form.operations(view.member.span.place.shape, steps)
-        self.owners = Owners(runtime, views, costs)
+                costs[name] = float(form.operations(view.member.span.place.shape, steps))
+        self.work = FullWork(costs)
+        self.owners = Owners(runtime, views, self.work)
+
+    def full_work(self, model: nn.Module) -> FullWork:
+        steps = {
+            id(param): group["steps"] for group in self.param_groups if group["matrices"] for param in group["params"]
+        }
+        costs = dict[str, float]()
+        for name, param in model.named_parameters():
+            if id(param) in steps:
+                costs[name] = float((self._forms[id(param)] or MatrixForm()).operations(param.shape, steps[id(param)]))
+        return FullWork(costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -135,7 +147,7 @@ class Muon(CollectiveOptimizer):
             lambda view: (self._input(view.tensor, self._group_of(view, group_of)),),
             lambda name, full: _update(
                 full, self._forms_by_name[name], self.param_groups[self._group_numbers[name]]
-            ).float(),
+            ).to(full.dtype),
             lambda view, update: self._apply(view.tensor, group_of[id(view.tensor)], update),
         )
 

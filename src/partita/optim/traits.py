@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partita.errors import ConfigError
-from partita.layout.state_bytes import ADAM_MOMENTS
+from partita.layout.state_bytes import ADAM_MOMENTS, Moments
 from partita.optim.optimizer import copies
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -326,11 +326,19 @@ def _made_again(optimizer: Optimizer, chosen: Sequence[int], params: Sequence[Se
     return made
 
 
-def states_per_element(optimizer: Optimizer) -> int:
-    """Return the number of state tensors of the parameter's shape; that of Adam if a trial is inconclusive."""
+def moments_of(optimizer: Optimizer, model: nn.Module | None = None) -> Moments:
+    """Return the number of state tensors of the parameter's shape; those of Adam if a trial is inconclusive.
+
+    Args:
+        model: has the optimizer's parameters; without it, the number is that of the group with most states.
+    """
     if (states := _states(optimizer)) is None:
         return ADAM_MOMENTS
-    return max(sum(isinstance(value, Tensor) and value.shape == _SMALL for value in state.values()) for state in states)
+    numbers = [sum(isinstance(value, Tensor) and value.shape == _SMALL for value in state.values()) for state in states]
+    groups, most = zip(optimizer.param_groups, numbers, strict=True), max(numbers)
+    fewer = {id(param): number for group, number in groups if number < most for param in group["params"]}
+    named = () if model is None else model.named_parameters()
+    return Moments(most, {name: fewer[id(param)] for name, param in named if id(param) in fewer})
 
 
 def state_names(optimizer: Optimizer) -> frozenset[str]:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from partita.config.schema import Config
-from partita.layout.state_bytes import model_state_bytes
+from partita.layout.owners import NO_WORK, Exchanges, FullWork
+from partita.layout.state_bytes import Moments, model_state_bytes
 from partita.layout.traffic import StepShape, step_traffic
 from partita.layout.working_bytes import autograd_gradient_bytes, working_bytes
 from partita.prediction.chunk_activations import ChunkBytes, ScheduleState, peak_bytes
@@ -24,7 +25,7 @@ Units = Mapping[Stage, Sequence[PlannedUnit]]
 
 
 def state_and_working_bytes(
-    units: Sequence[PlannedUnit], settings: Config, num_moments: int, *, on_host: bool
+    units: Sequence[PlannedUnit], settings: Config, moments: Moments, *, on_host: bool
 ) -> Counter[tuple[str, str]]:
     """Return the bytes of states and of working memory by (state, tier), on the rank of a stage with the most.
 
@@ -35,9 +36,9 @@ def state_and_working_bytes(
     held = Counter[tuple[str, str]]()
     for number, num in Counter(map(id, units)).items():
         unit = next(unit for unit in units if id(unit) == number)
-        for key, num_bytes in model_state_bytes([unit], None, num_moments).items():
+        for key, num_bytes in model_state_bytes([unit], None, moments).items():
             held[key] += num * num_bytes
-    working = working_bytes(units, settings.zero.prefetch_bytes, num_moments, on_host=on_host)
+    working = working_bytes(units, settings.zero.prefetch_bytes, moments, on_host=on_host)
     working[Tier.DEVICE] -= autograd_gradient_bytes(units)  # counted in the trace
     held.update({("working", tier.value): num for tier, num in working.items() if num})
     return held
@@ -67,23 +68,26 @@ def step_time(step_cost: StepCost, rank_model: RankModel, units: Units, trace: T
     return max(times, key=lambda time: time.total_s)
 
 
-def most_sent(units: Units, trace: Trace, num_micros: int) -> Mapping[str, int]:
+def most_sent(units: Units, trace: Trace, num_micros: int, work: FullWork = NO_WORK) -> Mapping[str, int]:
     """Return :func:`sent_by_axes` for the pipeline stage that sends most."""
-    every = (sent_by_axes(of_stage, stage, trace, num_micros) for stage, of_stage in units.items())
+    every = (sent_by_axes(of_stage, stage, trace, num_micros, work) for stage, of_stage in units.items())
     return max(every, key=lambda sent: sum(sent.values()))
 
 
-def sent_by_axes(units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int) -> Mapping[str, int]:
+def sent_by_axes(
+    units: Sequence[PlannedUnit], stage: Stage, trace: Trace, num_micros: int, work: FullWork = NO_WORK
+) -> Mapping[str, int]:
     """Return the bytes that a rank of a pipeline ``stage`` with these ``units`` sends in a step, by axes.
 
     They include model states and activations. Axes of one group are joined to one key: ``data,tensor``.
 
     Args:
         trace: the trace of a micro-batch.
+        work: the optimizer's work on full parameters; of the ranks of the stage, this is the one that sends most.
     """
     found = Counter[str]()
     shape = StepShape(num_micros, returns_loss=True, chunks=len(stage.chunks))
-    for key, count in step_traffic(units, shape).rows.items():
+    for key, count in step_traffic(units, shape, Exchanges(units, work).most_operations).rows.items():
         found[",".join(key.axes)] += count.sent_bytes
     for axis, num in sent_activations(stage, trace).items():
         found[axis] += num_micros * num

@@ -16,7 +16,6 @@ from partita.config.schema import Config
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
 from partita.layout.placement import has_auto_tiers, resolve_tiers
-from partita.layout.state_bytes import ADAM_MOMENTS
 from partita.layout.units import group_units
 from partita.parallel.pipeline.apply import schedule_of
 from partita.parallel.pipeline.schedule import Schedule
@@ -47,7 +46,6 @@ class Estimate:
     rank_model: RankModel
     stages: tuple[Stage, ...]
     units: Mapping[Stage, list[PlannedUnit]]
-    num_moments: int = ADAM_MOMENTS
     offload_tier: Tier = Tier.DEVICE
 
     @property
@@ -62,7 +60,8 @@ class Estimate:
         The keys include ``working`` memory and ``activations``, as in :class:`~partita.prediction.search.Forecast`.
         """
         resolved, trace, units = self.resolved, self.trace, self.units[stage]
-        held = state_and_working_bytes(units, resolved.config, self.num_moments, on_host=resolved.on_host)
+        moments = self.rank_model.optimizer.moments
+        held = state_and_working_bytes(units, resolved.config, moments, on_host=resolved.on_host)
         per_chunk = bytes_per_chunk(stage, pending_gradients(stage, units, trace), trace)
         held.update(activation_bytes(schedule_states(self.schedule, stage.index), per_chunk, self.offload_tier))
         held["activations", Tier.DEVICE.value] += resolved.batch.accumulate * trace.batch_bytes
@@ -75,7 +74,8 @@ class Estimate:
 
     def sent(self, stage: Stage) -> Mapping[str, int]:
         """Return the bytes sent in a step, by axes, by the rank of a stage that has the most positions."""
-        return sent_by_axes(self.units[stage], stage, self.trace, self.resolved.batch.accumulate)
+        work = self.rank_model.optimizer.work
+        return sent_by_axes(self.units[stage], stage, self.trace, self.resolved.batch.accumulate, work)
 
     def time(self, machine: Machine) -> StepTime:
         """Return the time of a step on the pipeline stage that takes longest."""
@@ -84,7 +84,9 @@ class Estimate:
 
     def _step_cost(self, machine: Machine) -> StepCost:
         resolved = self.resolved
-        return StepCost(machine, resolved.mesh.num_ranks, machine.compute_dtype, self.num_moments, resolved.config)
+        return StepCost(
+            machine, resolved.mesh.num_ranks, machine.compute_dtype, self.rank_model.optimizer, resolved.config
+        )
 
     def write_trace(self, path: Path, machine: Machine, more: Sequence[dict[str, Any]] = ()) -> None:
         """Write a step of the pipeline's first stage for Perfetto (ui.perfetto.dev) or chrome://tracing.

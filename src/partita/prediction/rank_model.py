@@ -20,6 +20,7 @@ from partita.layout.units import UnitSpec, find_blocks
 from partita.memory.accelerator import HOST, SIMULATED, simulating
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.prediction.model_source import ModelSource
+from partita.prediction.optimizer_plan import OptimizerPlan, plan_optimizer
 from partita.prediction.stages import Cuts, Stage, enclosing_modules, single_stage, stages_of
 from partita.prediction.trace.block_trace import Trace
 from partita.prediction.trace.counted_groups import counted_groups
@@ -42,13 +43,15 @@ class RankModel:
     """A rank's part of a model.
 
     ``entries`` has the entries of each unit of ``specs``. ``traces`` has a micro-batch's trace for each value of
-    ``activations.checkpoint``. ``cuts``: the cuts of the model into stages.
+    ``activations.checkpoint``. ``cuts``: the cuts of the model into stages. ``optimizer``: what the optimizer needs for
+    each parameter of the model.
     """
 
     specs: Sequence[UnitSpec]
     entries: Sequence[Sequence[Entry]]
     traces: dict[Checkpoint, Trace]
     cuts: Cuts
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     _planned: dict[Any, PlannedUnit] = field(default_factory=dict)
     _rows: dict[Any, tuple[Config, StatePlan]] = field(default_factory=dict)
     _kinds: dict[object, int] = field(default_factory=dict)
@@ -113,7 +116,10 @@ class RankModel:
         """Return the number of a unit's kind. Units of one kind have the same layout."""
         if id(entries) not in self._kind_of:
             spec = self.specs[number]
-            alike = tuple((entry.place, entry.encoding, entry.trainable, entry.copies) for entry in entries)
+            moments, costs = self.optimizer.moments, self.optimizer.work.costs
+            alike = tuple(
+                (e.place, e.encoding, e.trainable, e.copies, moments.of(e.fqn), costs.get(e.fqn)) for e in entries
+            )
             kind = self._kinds.setdefault((alike, bool(spec.name), tuple(spec.enclosing_units)), len(self._kinds))
             self._kind_of[id(entries)] = entries, kind
         return self._kind_of[id(entries)][1]
@@ -152,6 +158,7 @@ def trace_rank(
     asked = config.parallel
     cuts = cuts or Cuts(model, None if asked.cut == "auto" else tuple(asked.cut))
     coprime_samples = coprime_batch(model, source.batch(1, "meta")) if samples is None else 1
+    optimizer = plan_optimizer(model, config)
     traces, batch = dict[Checkpoint, Trace](), source.batch(samples or coprime_samples, "meta")
     with (
         simulating(kind),
@@ -203,7 +210,8 @@ def trace_rank(
                     # Some models accept only one sample: all of their sizes are assumed to grow with the samples.
                     traces[choice] = trace(model, source.batch(1, "meta"), rank)
     of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
-    return RankModel(specs, [of_name[_representative_unit(spec.name, representatives)] for spec in specs], traces, cuts)
+    of_specs = [of_name[_representative_unit(spec.name, representatives)] for spec in specs]
+    return RankModel(specs, of_specs, traces, cuts, optimizer)
 
 
 @contextmanager

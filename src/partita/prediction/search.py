@@ -10,7 +10,6 @@ from partita.config.resolve import Resolved, ResolvedBatch
 from partita.config.schema import Config
 from partita.layout.budget import MemoryBudget
 from partita.layout.placement import resolve_tiers
-from partita.layout.state_bytes import ADAM_MOMENTS
 from partita.layout.units import group_units
 from partita.memory import accelerator
 from partita.parallel.pipeline.schedule import Shape, make_schedule
@@ -25,6 +24,7 @@ from partita.prediction.estimate import (
 )
 from partita.prediction.machine import Machine
 from partita.prediction.model_source import ModelSource
+from partita.prediction.optimizer_plan import plan_optimizer
 from partita.prediction.pending_gradients import PendingGradients, bytes_per_chunk, pending_gradients
 from partita.prediction.plan_settings import (
     CHECKPOINTS,
@@ -115,7 +115,6 @@ class Search:
     num_gpus: int
     samples: int
     config: Config = field(default_factory=Config)
-    num_moments: int = ADAM_MOMENTS
     dtype: str = ""
     only: MeshShape | None = None
     lean: bool = False
@@ -132,7 +131,8 @@ class Search:
     def __post_init__(self) -> None:
         self.budget = self.machine.budget(self.num_gpus)
         self.dtype = self.dtype or self.machine.compute_dtype
-        self.step_cost = StepCost(self.machine, self.num_gpus, self.dtype, self.num_moments, self.config)
+        self.optimizer = plan_optimizer(self.source.model, self.config)
+        self.step_cost = StepCost(self.machine, self.num_gpus, self.dtype, self.optimizer, self.config)
         self._specs = group_units(self.source.model, self.config.zero.units)
         self._cuts = Cuts(self.source.model)
 
@@ -293,7 +293,7 @@ class Search:
             found.settings.accumulate,
         )
         time = step_time(self.step_cost, rank_model, units, trace, micros)
-        return replace(found, time=time, sent=most_sent(units, trace, micros))
+        return replace(found, time=time, sent=most_sent(units, trace, micros, self.optimizer.work))
 
     def planned(self, mesh: MeshShape, states: StateSettings) -> dict[Stage, list[PlannedUnit]]:
         """Return one pipeline stage of each kind, with its units."""
@@ -306,7 +306,7 @@ class Search:
 
     def with_config(self, config: Config) -> "Search":
         """Return a search with another config. The config must have the same units: both searches share the traces."""
-        search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.num_moments, self.dtype)
+        search = Search(self.source, self.machine, self.num_gpus, self.samples, config, self.dtype)
         search.only = self.only
         search._rank_models = self._rank_models
         search._cuts = self._cuts
@@ -318,7 +318,7 @@ class Search:
         return max(every, key=lambda each: (sum(each.shortfall.values()), each.by_tier[Tier.DEVICE]))
 
     def _batch_independent(self, stage: Stage, units: Sequence[PlannedUnit]) -> BatchIndependent:
-        held = state_and_working_bytes(units, self.config, self.num_moments, on_host=self.machine.one_memory)
+        held = state_and_working_bytes(units, self.config, self.optimizer.moments, on_host=self.machine.one_memory)
         mesh = units[0].segments[0].mesh
         gradients = pending_gradients(stage, units, next(iter(self.rank_model(mesh).traces.values())))
         return dict(held), self._gradients.setdefault(gradients, gradients)

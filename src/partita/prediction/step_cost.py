@@ -14,11 +14,14 @@ from partita.layout.operations import (
     unshards,
     unshards_for_backward,
 )
+from partita.layout.owners import Exchanges
+from partita.layout.state_bytes import moment_bytes
 from partita.parallel.pipeline.schedule import Shape, make_schedule
 from partita.parallel.pipeline.schedule_cost import BACKWARD, waiting_per_work
 from partita.parallel.tensor.splitter import TENSOR
 from partita.prediction.curve import Curve
 from partita.prediction.machine import LATENCY_S, LAUNCH_S, Machine
+from partita.prediction.optimizer_plan import OptimizerPlan
 from partita.prediction.rank_model import RankModel
 from partita.prediction.stages import Stage
 from partita.prediction.step_timeline import (
@@ -77,7 +80,7 @@ class StepCost:
     machine: Machine
     num_gpus: int
     dtype: str
-    num_moments: int = 2
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     settings: Config = field(default_factory=Config)
     _unit_costs: dict[int, tuple[PlannedUnit, UnitCost]] = field(default_factory=dict)
     _buckets: dict[tuple[int, ...], tuple[PlannedBucket, tuple[float, float]]] = field(default_factory=dict)
@@ -134,7 +137,7 @@ class StepCost:
         mesh = unit.segments[0].mesh
         gather = sum(self._collectives_s(unshards(segment), mesh) for segment in unit.segments)
         again = sum(self._collectives_s(unshards_for_backward(segment), mesh) for segment in unit.segments)
-        states = stored("master") + self.num_moments * stored("moments")
+        states = stored("master") + sum(moment_bytes(segment, None, self.optimizer.moments) for segment in trained)
         touched = 2 * states + stored("grad_step") + stored("master")
         offloaded = row.param_stored.tier is not Tier.DEVICE and not machine.one_memory
         on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
@@ -178,6 +181,15 @@ class StepCost:
             return 0.0
         trained = (segment for unit in units for segment in unit.segments if segment.trains)
         return sum(self._collectives_s([op], segment.mesh) for segment in trained for _, op in rounds(segment)) / every
+
+    def _owners_s(self, units: Sequence[PlannedUnit]) -> tuple[float, float]:
+        """Return the seconds of the exchanges with owners of parameters, and of the longest work of an owner."""
+        if not self.optimizer.work.costs:
+            return 0.0, 0.0
+        exchanges, mesh = Exchanges(units, self.optimizer.work), units[0].segments[0].mesh
+        flops_s = self.machine.flops_per_s(self.dtype)
+        work_s = self._job_s("product", exchanges.cost) if self.machine.curves else exchanges.cost / flops_s
+        return self._collectives_s(exchanges.longest_operations, mesh), work_s
 
     def _collectives_s(self, operations: Iterable[Operation], mesh: MeshShape) -> float:
         """Return the seconds of collectives, including quantization, which is bound by memory bandwidth."""
@@ -266,6 +278,10 @@ class StepCost:
         found = simulate_step(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
         if round_end_s := self._round_end_s(units):
             found = StepTime(found.total_s + round_end_s, found.compute_s, {**found.waits_s, "rounds": round_end_s})
+        exchange_s, work_s = self._owners_s(units)
+        if work_s:
+            waits_s = {**found.waits_s, "owners": exchange_s}
+            found = StepTime(found.total_s + exchange_s + work_s, found.compute_s + work_s, waits_s)
         if mesh.pipeline == 1:
             return found
         sent = [trace.blocks[start or stop].received_bytes for start, stop in stage.chunks]

@@ -163,9 +163,9 @@ class Runtime:
 
     def _provide_disk(self, blueprint: Blueprint) -> None:
         """Reserve all disk space of the plan, before the model is changed."""
-        held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.num_moments)
+        held = model_state_bytes(blueprint.units, self.collectives.mesh.rank, blueprint.moments)
         num_bytes = bytes_by_tier(held)[Tier.DISK]
-        num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.num_moments)
+        num_states = sum(len(unit.segments) for unit in blueprint.units) * (NUM_STATES + blueprint.moments.most)
         with shared_errors(self.collectives.all_ranks):
             self.memory.provide_disk(num_bytes, num_states if num_bytes else 0)
 

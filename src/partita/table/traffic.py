@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrafficKey:
-    """The key of a count. ``purpose``: parameters, gradients, activations, buffers,
-    control (flags and norms), start (initialization), and others.
+    """The key of a count. ``purpose``: parameters, gradients, updates (exchanges with the
+    owners of parameters), activations, buffers, control (flags and norms), start (initialization), and others.
     """
 
     collective: str

@@ -88,7 +88,6 @@ class Space:
     base: Config
     samples: int
     kind: str
-    num_moments: int
     last_error: str = ""
     _searches: dict[Variant, Search] = field(default_factory=dict)
 
@@ -217,7 +216,7 @@ class Space:
             self.resolved.compute_dtype,
             self.resolved.mesh if "parallel" in self.base.model_fields_set else None,
         )
-        return Search(self.source, self.machine, self.num_ranks, self.samples, config, self.num_moments, dtype, only)
+        return Search(self.source, self.machine, self.num_ranks, self.samples, config, dtype, only)
 
     def _changes(self, origin: Candidate) -> Iterator[tuple[str, PlanSettings, Variant]]:
         settings, variant = origin.settings, origin.variant

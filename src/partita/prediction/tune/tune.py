@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import nn
 
 from partita.config.launchers import launch_environment
 from partita.config.messages import format_bytes
@@ -17,8 +15,6 @@ from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
-from partita.optim.build import build_optimizer
-from partita.optim.traits import states_per_element
 from partita.prediction.machine import Machine, machine_named
 from partita.prediction.measure_machine import measure_machine
 from partita.prediction.model_source import ModelSource
@@ -154,7 +150,7 @@ def tune(
     kept = Results.open(None if results is None else Path(results), tuned_settings)
     on = _machine(machine, kept, num_ranks)
     kept.begin(on)
-    space = Space(source, on, num_ranks, base, samples, kind, _num_moments(base))
+    space = Space(source, on, num_ranks, base, samples, kind)
     trials = Trials(target, num_ranks, effort.steps, effort.timeout_s)
     found = _Tuning(space, trials, kept, effort.trials, on_trial or (lambda _: None)).run()
     return Tuned(target, source, num_ranks, *found)
@@ -284,11 +280,3 @@ def _device() -> str:
     kinds = sorted({name for name, _ in accelerator.installed()}) if accelerator.count() else []
     memory = format_bytes(host_memory()[0])
     return f"{', '.join(kinds) or accelerator.HOST.type}, {usable_cores()} cores, {memory} of memory"
-
-
-def _num_moments(config: Config) -> int:
-    """Return the number of states per element of the config's optimizer."""
-    optimizer = build_optimizer(
-        [nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], config, None, kernels=False
-    )
-    return states_per_element(optimizer)

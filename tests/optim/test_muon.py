@@ -1,6 +1,8 @@
 """Muon: the same bits at every stage and tier, the results of torch.optim.Muon on one process, under every axis."""
 
+import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from torch import Tensor, nn
 import partita
 from partita import ConfigError
 from partita.config.load import load_config
+from partita.config.resolve import resolve
 from partita.config.schema import Muon as MuonSection
 from partita.layout import owners
+from partita.layout.blueprint import make_blueprint
 from partita.layout.owners import Exchanges
 from partita.layout.traffic import UPDATES
 from partita.optim.matrices import MatrixForm, describe, equal_parts, find_matrices
 from partita.optim.newton_schulz import EPS, orthogonalize, scale_of
+from partita.prediction.model_source import read_source
 from partita.prediction.optimizer_plan import plan_optimizer
 from partita.table.traffic import TrafficCount, TrafficKey, TrafficMeter
 from tests.kit import seeds
@@ -480,14 +485,12 @@ def test_two_lines_name_the_parameters() -> None:
 
 
 def test_work_is_even() -> None:
-    """Llama-3-8B's matrices, over 8 to 64 ranks: the most loaded rank has at most 1.1 times the mean."""
-    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
-    costs = [float(MatrixForm().operations(shape, 5)) for shape in shapes]
+    """Llama-3-8B on 8 to 64 ranks: the owners with most work take at most 1.1 times the mean, round by round."""
+    model, config = read_source("llama-3-8b").model, load_config({"optimizer": OPTIMIZER})
+    work = plan_optimizer(model, config).work
     for num_ranks in (8, 16, 32, 64):
-        loads = [0.0] * num_ranks
-        chosen = owners.assign(costs, [lambda _: 1] * len(costs), loads)
-        assert set(chosen) == set(range(num_ranks))
-        assert max(loads) <= 1.1 * sum(loads) / num_ranks
+        units = make_blueprint(model, resolve(config, num_ranks, "cuda", 8)).units
+        assert Exchanges(units, work).cost <= 1.1 * sum(work.costs.values()) / num_ranks
 
 
 def more_ranks_than_matrices() -> None:
@@ -506,6 +509,29 @@ def more_ranks_than_matrices() -> None:
 
 def test_more_ranks_than_matrices() -> None:
     on_ranks(4, more_ranks_than_matrices)
+
+
+def lines_at_the_start() -> list[str]:
+    lines, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("partita")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        partita.initialize(nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 8)), CONFIG).close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return lines
+
+
+def test_uneven_work_is_logged() -> None:
+    for num_ranks in (1, 4):
+        lines, *others = on_ranks(num_ranks, lines_at_the_start)
+        found = [line for line in lines if re.search(r"takes [23]\.\d times as long as with even work: only 2 ", line)]
+        assert len(found) == (num_ranks == 4), lines
+        assert not any("even work" in line for other in others for line in other)
 
 
 def exchanges_in_rounds() -> None:

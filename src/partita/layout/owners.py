@@ -4,15 +4,16 @@ An all-to-all brings the slices of each parameter to its owner, which works on t
 brings the results back. With N ranks and P elements in these parameters, a rank sends about ``2 P (N - 1) / N**2``
 elements, or less where owners hold much of their parameters. Slices of tensor ranks take the same routes.
 
-Owners are assigned by the cost of their work, the largest first, always to the rank with the least work so far (longest
-processing time first: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+Parameters are exchanged in rounds of similar cost, so that all owners work in each round. Owners are assigned by the
+cost of their work, the largest first, always to the rank with the least work so far (longest processing time first:
+Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import chain, groupby, islice
 
 from partita.errors import ConfigError
@@ -23,8 +24,8 @@ from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.table.planned_bucket import share_buckets
 from partita.table.span import Span
 
-# The most elements that a rank exchanges at once: the working memory of an exchange is about four times as many bytes,
-# for each of sent and received values.
+# The most elements that a rank exchanges at once, if every rank owns at least one parameter of the round. The working
+# memory of an exchange is about four times as many bytes, for each of sent and received values.
 ROUND_ELEMENTS = 2**26
 
 
@@ -67,7 +68,7 @@ class Slices:
         return cls(span.place, found)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Owned:
     """A parameter with an owner.
 
@@ -80,6 +81,7 @@ class Owned:
 
     segment: PlannedSegment
     span: Span
+    cost: float
     axes: tuple[str, ...]
     pieces: Mapping[int, tuple[Place, int, int]]
     owner: int = -1
@@ -89,10 +91,15 @@ class Owned:
         """True if tensor ranks have different parts of each matrix of the parameter."""
         return _is_split(self.segment, self.span)
 
+    @cached_property
+    def total(self) -> int:
+        """The number of elements of the full parameter."""
+        return sum(stop - start for _, start, stop in self.pieces.values())
+
     @property
-    def elements_per_rank(self) -> int:
-        """The average number of elements that a rank has."""
-        return self.span.place.num_elements // self.segment.mesh.group_size(self.axes)
+    def num_ranks(self) -> int:
+        """The number of ranks in the group."""
+        return self.segment.mesh.group_size(self.axes)
 
     def num_elements(self, position: int) -> int:
         """Return the number of elements that the rank at this position of the group has."""
@@ -100,73 +107,96 @@ class Owned:
         return stop - start
 
 
+# The owners of the parameters of each segment, by the positions of the unit and of the segment.
+OwnedBySegment = Mapping[tuple[int, int], Sequence[Owned]]
+
+
 def find_owners(
-    parameters: Iterable[tuple[PlannedSegment, Span]],
-    costs: Mapping[str, float],
-    of_tensor_ranks: Sequence[Mapping[str, Slices]] = (),
-) -> list[Owned]:
+    units: Sequence[PlannedUnit], costs: Mapping[str, float], of_tensor_ranks: Sequence[Mapping[str, Slices]] = ()
+) -> OwnedBySegment:
     """Return the parameters that have a cost, with their owners.
 
     Args:
-        parameters: in the model's order, each with its segment.
         of_tensor_ranks: for each tensor rank, its slices by the parameter's name; empty: like those of this rank.
 
     Raises:
         ConfigError: a parameter is split over ranks in a way that no exchange can join.
     """
-    found = [_unowned(*each, of_tensor_ranks) for each in parameters if each[1].fqn in costs]
+    segments = {(at, place): s for at, unit in enumerate(units) for place, s in enumerate(unit.segments)}
+    found = {
+        key: [_unowned(segment, span, costs, of_tensor_ranks) for span in segment.layout.spans if span.fqn in costs]
+        for key, segment in segments.items()
+    }
+    updates = list(_updates(units))
+    updates.append([key for key, segment in segments.items() if not segment.trains])  # they may train later
     loads = dict[tuple[str, ...], list[float]]()
-    owners = dict[int, int]()
-    for axes, owned in exchanges(found):
-        group_loads = loads.setdefault(axes, [0.0] * owned[0].segment.mesh.group_size(axes))
-        held = [each.num_elements for each in owned]
-        chosen = assign([costs[each.span.fqn] for each in owned], held, group_loads)
-        owners |= {id(each): owner for each, owner in zip(owned, chosen, strict=True)}
-    return [replace(each, owner=owners[id(each)]) for each in found]
+    for keys in updates:
+        for axes, owned in exchanges(each for key in keys for each in found[key]):
+            assign(owned, loads.setdefault(axes, [0.0] * owned[0].num_ranks))
+    return found
 
 
-def assign(costs: Sequence[float], held: Sequence[Callable[[int], int]], loads: list[float]) -> list[int]:
-    """Return the owner of each of the parameters with these costs, and add the costs to the ranks' ``loads``.
+def assign(owned: Sequence[Owned], loads: list[float]) -> None:
+    """Choose the owners of the parameters of a round, and add their costs to the ranks' ``loads`` in all rounds.
 
     Among parameters of equal cost, owners are exchanged so that ranks own what they hold most of.
-
-    Args:
-        held: for each parameter, returns the number of elements that a rank has.
     """
-    owners, alike = [0] * len(costs), dict[float, list[int]]()
-    least = [(load, rank) for rank, load in enumerate(loads)]
+    least = [(0.0, load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(least)
-    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        load, rank = least[0]
-        owners[number], loads[rank] = rank, load + costs[number]
-        heapq.heapreplace(least, (loads[rank], rank))
-        alike.setdefault(costs[number], []).append(number)
-    for numbers in alike.values():
-        places = Counter(owners[number] for number in numbers)
-        pairs = [(-held[number](rank), number, rank) for number in numbers for rank in places]
-        waiting = set(numbers)
+    alike = dict[float, list[Owned]]()
+    for each in sorted(owned, key=lambda each: -each.cost):
+        in_round, _, each.owner = least[0]
+        loads[each.owner] += each.cost
+        heapq.heapreplace(least, (in_round + each.cost, loads[each.owner], each.owner))
+        alike.setdefault(each.cost, []).append(each)
+    for same in alike.values():
+        places = Counter(each.owner for each in same)
+        pairs = [(-each.num_elements(rank), number, rank) for number, each in enumerate(same) for rank in places]
+        waiting = set(range(len(same)))
         for _, number, rank in sorted(pairs):
             if number in waiting and places[rank]:
                 waiting.remove(number)
                 places[rank] -= 1
-                owners[number] = rank
-    return owners
+                same[number].owner = rank
 
 
 def exchanges(owned: Iterable[Owned]) -> Iterator[tuple[tuple[str, ...], list[Owned]]]:
-    """Yield the parameters of each exchange with its axes: rounds of a limited number of elements per rank."""
-    rounds, num_elements = [list[Owned]()], 0
+    """Yield the parameters of each exchange with its axes: rounds by falling cost.
+
+    The elements of a round are limited on average over the ranks, to those of its largest parameter or more, so that
+    every rank may own one. Of parameters with equal costs, a round has a multiple of the number of ranks.
+    """
+    by_axes = dict[tuple[str, ...], list[Owned]]()
     for each in owned:
-        if rounds[-1] and num_elements + each.elements_per_rank > ROUND_ELEMENTS:
-            rounds.append([])
-            num_elements = 0
-        rounds[-1].append(each)
-        num_elements += each.elements_per_rank
-    for chosen in rounds:
-        by_axes = dict[tuple[str, ...], list[Owned]]()
-        for each in chosen:
-            by_axes.setdefault(each.axes, []).append(each)
-        yield from by_axes.items()
+        by_axes.setdefault(each.axes, []).append(each)
+    for axes, of_group in by_axes.items():
+        num_ranks, chosen, num_elements, limit = of_group[0].num_ranks, list[Owned](), 0, ROUND_ELEMENTS
+        for each in sorted(of_group, key=lambda each: -each.cost):
+            limit = max(limit, each.total)
+            if chosen and num_elements + each.total > num_ranks * limit:
+                kept = _kept(chosen, num_ranks)
+                yield axes, chosen[:kept]
+                chosen = chosen[kept:]
+                num_elements, limit = sum(other.total for other in chosen), max(ROUND_ELEMENTS, each.total)
+            chosen.append(each)
+            num_elements += each.total
+        yield axes, chosen
+
+
+def _kept(chosen: Sequence[Owned], num_ranks: int) -> int:
+    """Return the number of parameters that stay in a round: all, or a multiple of the number of ranks, whichever leaves
+    owners less idle. The others go into the next round.
+    """
+    multiple = len(chosen) // num_ranks * num_ranks
+    return max((len(chosen), multiple), key=lambda num: _utilization(chosen[:num], num_ranks))
+
+
+def _utilization(chosen: Sequence[Owned], num_ranks: int) -> float:
+    """Return the mean load of the owners in a round, relative to the largest."""
+    loads = [0.0] * num_ranks
+    for each in chosen:
+        heapq.heapreplace(loads, loads[0] + each.cost)
+    return sum(loads) / (num_ranks * max(loads)) if chosen else 0.0
 
 
 class Exchanges:
@@ -174,24 +204,19 @@ class Exchanges:
 
     Attributes:
         cost: the cost of the owners' work, one exchange after the other, each at the owner with the most.
+        mean_cost: the cost of all work, evenly over the ranks.
 
     Raises:
         ConfigError: as :func:`find_owners`.
     """
 
     def __init__(self, units: Sequence[PlannedUnit], work: FullWork) -> None:
-        self.cost = 0.0
+        self.cost = self.mean_cost = 0.0
         self._sent = list[tuple[tuple[str, ...], MeshShape, list[int]]]()
-        segments = {(at, place): s for at, unit in enumerate(units) for place, s in enumerate(unit.segments)}
-        parameters = [(segment, span) for segment in segments.values() for span in segment.layout.spans]
-        owned = iter(find_owners(parameters, work.costs))
-        of_segment = {
-            key: [next(owned) for span in segment.layout.spans if span.fqn in work.costs]
-            for key, segment in segments.items()
-        }
+        of_segment = find_owners(units, work.costs)
         for keys in _updates(units):
-            for axes, chosen in exchanges(each for key in keys for each in of_segment[key]):
-                self._add(axes, chosen, work)
+            for axes, owned in exchanges(each for key in keys for each in of_segment[key]):
+                self._add(axes, owned, work.num_sent)
 
     def operations(self, rank: int) -> list[Operation]:
         """Return the collectives of a rank."""
@@ -209,20 +234,21 @@ class Exchanges:
         every = (self.operations(rank) for rank in range(ranks))
         return max(every, key=lambda found: sum(each.num_bytes for each in found), default=[])
 
-    def _add(self, axes: tuple[str, ...], owned: Sequence[Owned], work: FullWork) -> None:
+    def _add(self, axes: tuple[str, ...], owned: Sequence[Owned], num_sent: int) -> None:
         """Add an exchange: the bytes that each rank of the group sends to owners, and returns as one."""
-        mesh = owned[0].segment.mesh
-        num_ranks = mesh.group_size(axes)
+        num_ranks = owned[0].num_ranks
         sent, returned, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
         for each in owned:
             itemsize = each.segment.row.master.encoding.itemsize
-            loads[each.owner] += work.costs[each.span.fqn]
+            loads[each.owner] += each.cost
+            self.mean_cost += each.cost / num_ranks
             for position in each.pieces:
                 if position != each.owner:
-                    sent[position] += itemsize * work.num_sent * each.num_elements(position)
+                    sent[position] += itemsize * num_sent * each.num_elements(position)
                     returned[each.owner] += itemsize * each.num_elements(position)
         self.cost += max(loads)
         if axes:
+            mesh = owned[0].segment.mesh
             self._sent += [(axes, mesh, sent), (axes, mesh, returned)]
 
 
@@ -251,7 +277,9 @@ def _positions(mesh: MeshShape, axes: tuple[str, ...], shard_axes: tuple[str, ..
     return [(mesh.coordinate(rank, "tensor"), mesh.group_index(rank, shard_axes)) for rank in group]
 
 
-def _unowned(segment: PlannedSegment, span: Span, of_tensor_ranks: Sequence[Mapping[str, Slices]]) -> Owned:
+def _unowned(
+    segment: PlannedSegment, span: Span, costs: Mapping[str, float], of_tensor_ranks: Sequence[Mapping[str, Slices]]
+) -> Owned:
     """Return a parameter that has no owner yet."""
     mesh, is_split = segment.mesh, _is_split(segment, span)
     shard_axes = segment.row.master.shard_axes
@@ -261,7 +289,7 @@ def _unowned(segment: PlannedSegment, span: Span, of_tensor_ranks: Sequence[Mapp
         slices = of_tensor_ranks[tensor_rank][span.fqn] if of_tensor_ranks and is_split else own
         if bounds := slices.ranges.get(shard):
             pieces[position] = slices.place if is_split else Place(slices.place.sizes), *bounds
-    return Owned(segment, span, axes, pieces)
+    return Owned(segment, span, costs[span.fqn], axes, pieces)
 
 
 def _is_split(segment: PlannedSegment, span: Span) -> bool:

@@ -7,6 +7,7 @@ Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
 for LLM Training", 2025. Momentum and its Nesterov form are those of ``torch.optim.Muon``.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim.adamw import adamw
 from partita.config.schema import Optimizer as OptimizerSection
 from partita.errors import PartitaError
 from partita.layout.blueprint import Blueprint
-from partita.layout.owners import FullWork
+from partita.layout.owners import Exchanges, FullWork
 from partita.memory.accelerator import is_host
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.matrices import MatrixForm, describe, find_matrices
@@ -30,6 +31,9 @@ from partita.sharding.runtime import Runtime
 from partita.table.purposes import Needs
 
 MOMENTUM = "momentum_buffer"
+_log = logging.getLogger("partita")
+# The imbalance of work that is logged.
+_UNEVEN = 1.5
 NO_FORMS: Mapping[int, MatrixForm] = {}
 _DEFAULTS = {"matrices": False, "lr": 1e-3, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,6 +115,13 @@ class Muon(CollectiveOptimizer):
                 costs[name] = float(form.operations(view.member.span.place.shape, steps))
         self.work = FullWork(costs)
         self.owners = Owners(runtime, views, self.work)
+        exchanges = Exchanges([unit.planned for unit in runtime.units], self.work)
+        if exchanges.cost > _UNEVEN * exchanges.mean_cost and runtime.collectives.all_ranks.index == 0:
+            _log.info(
+                "muon: an update takes %.1f times as long as with even work: only %d parameters are matrices",
+                exchanges.cost / exchanges.mean_cost,
+                len(costs),
+            )
 
     def full_work(self, model: nn.Module) -> FullWork:
         steps = {

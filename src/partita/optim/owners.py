@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from partita.table.place import Place
 from partita.table.purposes import Needs
 
 CONNECTIONS = "gradients"
+_KNOWN_ROUNDS = 64
 
 
 def groups_of(blueprint: Blueprint) -> Needs:
@@ -93,14 +95,16 @@ class Owners:
         self._collectives = runtime.collectives
         self._device = runtime.device
         self._num_sent = work.num_sent
-        mine = [(view, view.member.segment.planned) for view in views if view.member.fqn in work.costs]
+        mine = {view.member.fqn: view for view in views if view.member.fqn in work.costs}
         of_tensor_ranks = runtime.collectives.group(TENSOR_AXES).exchange_objects(
-            {view.member.fqn: Slices.of(planned, view.member.span) for view, planned in mine}, "partita.initialize"
+            {name: Slices.of(view.member.segment.planned, view.member.span) for name, view in mine.items()},
+            "partita.initialize",
         )
-        owned = find_owners([(planned, view.member.span) for view, planned in mine], work.costs, of_tensor_ranks)
-        routes = [_Route(view, each) for (view, _), each in zip(mine, owned, strict=True)]
-        self._routes = {route.name: route for route in routes}
-        self._names = {id(view.tensor): view.member.fqn for view, _ in mine}
+        found = find_owners([unit.planned for unit in runtime.units], work.costs, of_tensor_ranks)
+        every = {owned.span.fqn: owned for of_segment in found.values() for owned in of_segment}
+        self._routes = {name: _Route(view, every[name]) for name, view in mine.items()}
+        self._rounds = lru_cache(_KNOWN_ROUNDS)(self._find_rounds)  # most steps have the same parameters
+        self._names = {id(view.tensor): name for name, view in mine.items()}
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter that the optimizer's ``tensor`` is a slice of; None if it has no owner."""
@@ -125,10 +129,14 @@ class Owners:
             work: called at the owner with the parameter's name and the full tensors; returns one of the same shape.
             receive: called with the results for this rank's slice, in the view's shape and on its device.
         """
+        for group, routes in self._rounds(tuple(names)):
+            self._exchange(group, routes, send, work, receive)
+
+    def _find_rounds(self, names: tuple[str, ...]) -> list[tuple[Group, list[_Route]]]:
+        """Return the exchanges for these parameters."""
         of_owned = {id(route.owned): route for route in map(self._routes.__getitem__, names)}
-        for axes, owned in exchanges(route.owned for route in of_owned.values()):
-            routes = [of_owned[id(each)] for each in owned]
-            self._exchange(self._collectives.group(axes), routes, send, work, receive)
+        rounds = exchanges(route.owned for route in of_owned.values())
+        return [(self._collectives.group(axes), [of_owned[id(each)] for each in owned]) for axes, owned in rounds]
 
     def _exchange(
         self,

@@ -155,6 +155,7 @@ def partita_with_muon(build: Build, zero: dict[str, Any]) -> Trainer:
 def deepspeed_with_muon(build: Build, stage: int) -> Trainer:
     import deepspeed
 
+    torch._dynamo.config.disable = True  # it compiles its Newton-Schulz iteration for each shape, on every rank
     deepspeed.init_distributed("gloo")
     params = {"lr": OPTIMIZER["lr"], "weight_decay": OPTIMIZER["weight_decay"], "momentum": 0.95}
     config = {

@@ -9,15 +9,11 @@ It ends with status 1 if the target is missed: a final held-out loss at most 1 %
 same compute dtype.
 """
 
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from benchmarks._common import ROOT, Report, parser
-from partita.observe.metrics import METRICS_FILE, read_metrics
+from benchmarks._job import JOB, run_job
 
-JOB = ROOT / "examples" / "train_stdlib.yaml"
 TARGET = 0.01
 # By compute dtype; the first one is the reference.
 STATES: dict[str, dict[str, dict[str, str]]] = {
@@ -69,23 +65,9 @@ def bytes_a_parameter(compute: str, precision: dict[str, str]) -> int:
 
 
 def held_out_loss(precision: dict[str, str], quick: bool) -> float:
-    """Return the held-out loss at the end of the job.
-
-    Raises:
-        subprocess.CalledProcessError: the job failed; the error has its output.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        changes = [f"train.out={folder}", *(f"engine.precision.{key}={value}" for key, value in precision.items())]
-        changes += ["train.steps=20", "train.eval_every=20"] if quick else []
-        command = [sys.executable, "-m", "partita.cli.main", "train", str(JOB), "--processes", "2"]
-        for change in changes:
-            command += ["--set", change]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-        if done.returncode:
-            print(done.stdout[-2000:], done.stderr[-4000:], file=sys.stderr)
-            done.check_returncode()
-        _, held_out = read_metrics(Path(folder) / METRICS_FILE)
-        return held_out[-1].held_out_loss
+    """Return the held-out loss at the end of the job."""
+    _, evaluations = run_job([f"engine.precision.{key}={value}" for key, value in precision.items()], quick=quick)
+    return evaluations[-1].held_out_loss
 
 
 if __name__ == "__main__":

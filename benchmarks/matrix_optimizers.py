@@ -40,7 +40,8 @@ def main() -> int:
 _TEXT = """*sent / P*: bytes of the loopback interface in a step, per rank, in units of the bytes of all P parameters in
 fp32. *x AdamW*: a step's time in units of partita's step with AdamW at the same stage in the same repetition, median of
 {num_reps}; all modes send over the network interface. *Newton-Schulz*: its share of a step, on the rank where it takes
-longest. DeepSpeed runs with `gradient_clipping: 0`."""
+longest. DeepSpeed runs with `gradient_clipping: 0`, and without compiling its Newton-Schulz iteration, which takes
+minutes on these cores."""
 
 
 def _rows(report: Report, world: int, work: Work, modes: Sequence[str], num_reps: int) -> Iterator[list[str]]:

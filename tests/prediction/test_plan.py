@@ -20,7 +20,7 @@ from partita import ConfigError
 from partita.cli.main import app
 from partita.config.resolve import resolve
 from partita.layout.blueprint import make_blueprint
-from partita.layout.state_bytes import model_state_bytes
+from partita.layout.state_bytes import ADAM_MOMENTS, model_state_bytes
 from partita.layout.working_bytes import working_bytes
 from partita.prediction.communication_settings import HIERARCHICAL, STAGE_DEFAULT, CommunicationSettings
 from partita.prediction.communication_variants import MIN_GAIN
@@ -116,7 +116,9 @@ def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
     expected = make_blueprint(source.model, resolved).units
     assert model_state_bytes(units, None) == model_state_bytes(expected, None)
     for on_host in (True, False):
-        assert working_bytes(units, "auto", 2, on_host=on_host) == working_bytes(expected, "auto", 2, on_host=on_host)
+        assert working_bytes(units, "auto", ADAM_MOMENTS, on_host=on_host) == working_bytes(
+            expected, "auto", ADAM_MOMENTS, on_host=on_host
+        )
 
 
 @pytest.mark.thorough

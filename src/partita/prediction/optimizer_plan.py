@@ -1,4 +1,4 @@
-"""What a config's optimizer keeps for each parameter, and its work on full parameters."""
+"""The states that a config's optimizer keeps for each parameter, and its work on full parameters."""
 
 from dataclasses import dataclass, field
 

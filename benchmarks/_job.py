@@ -10,7 +10,7 @@ from benchmarks._common import ROOT
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, TrainRow, read_metrics
 
 JOB = ROOT / "examples" / "train_stdlib.yaml"
-QUICK = ("train.steps=20", "train.eval_every=20")
+QUICK = ("train.steps=20", "train.eval_every=20", "engine.schedule.warmup_steps=5")
 TIMEOUT_S = 1200
 
 

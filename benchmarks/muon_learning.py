@@ -16,10 +16,10 @@ from benchmarks._job import JOB, run_job
 
 RATES = (1.5e-3, 3e-3, 6e-3)
 SEEDS = (0, 1, 2)
-TEXT = """The job of `make train` ({job}) on two processes under stage 3. *Seed*: of the weights
-and of the order of samples; the text is split in the same way for all rates of a seed. *Loss*: held out, in nats per
-byte, at the end and after half of the steps. *ms per step*: median. For each optimizer, the rate with the lowest loss on
-the first seed is used for the other ones."""
+TEXT = """The job of `make train` ({job}) on two processes under stage 3. *Seed*: of the weights, of the
+split of the text, and of the order of samples. *Loss*: held out, in nats per byte, at the end and after half of the
+steps. *ms per step*: median. For each optimizer, the rate with the lowest loss on the first seed is used for the other
+ones."""
 
 
 class Learned(NamedTuple):
@@ -56,17 +56,11 @@ def main() -> int:
 
 def learn(name: str, rate: float, seed: int, quick: bool) -> Learned:
     """Run the job with an optimizer."""
-    changes = [
-        f"engine.optimizer.name={name}",
-        f"engine.optimizer.lr={rate}",
-        f"model.seed={seed}",
-        f"data.seed={seed}",
-    ]
-    steps, evaluations = run_job(changes, quick=quick)
+    changes = {"engine.optimizer.name": name, "engine.optimizer.lr": rate, "model.seed": seed, "data.seed": seed}
+    steps, evaluations = run_job([f"{key}={value}" for key, value in changes.items()], quick=quick)
     at_half = next(each for each in evaluations if each.step >= evaluations[-1].step / 2)
-    return Learned(
-        evaluations[-1].held_out_loss, at_half.held_out_loss, statistics.median(step.step_s for step in steps)
-    )
+    step_s = statistics.median(step.step_s for step in steps)
+    return Learned(evaluations[-1].held_out_loss, at_half.held_out_loss, step_s)
 
 
 if __name__ == "__main__":

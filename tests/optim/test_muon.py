@@ -23,6 +23,7 @@ from partita.layout.blueprint import make_blueprint
 from partita.layout.owners import Exchanges
 from partita.layout.traffic import UPDATES
 from partita.optim.matrices import MatrixForm, describe, equal_parts, find_matrices
+from partita.optim.muon import Muon
 from partita.optim.newton_schulz import EPS, orthogonalize, scale_of
 from partita.prediction.model_source import read_source
 from partita.prediction.optimizer_plan import plan_optimizer
@@ -46,6 +47,8 @@ from tests.kit.training import (
 STEPS = 10
 OPTIMIZER = {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
 CONFIG: dict[str, Any] = {"optimizer": OPTIMIZER, "clip_grad_norm": 0.5}
+
+Rows = dict[TrafficKey, TrafficCount]
 
 
 def muon(**settings: Any) -> dict[str, Any]:
@@ -269,16 +272,19 @@ def test_updates_in_backward_have_the_same_bits() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def save_after(folder: Path, steps: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def save_after(folder: Path, steps: int, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The states when two steps are saved or loaded, and the weights some steps later."""
     case = tiny("qwen3moe")
     with partita.initialize(case.build(), {**CONFIG, **config}, loss_fn=case.loss_of_batch) as engine:
         if engine.resume(folder) is None:
             for step in range(2):
                 train_step(engine, case, step)
             engine.save(folder)
+        names = [name for name, _ in case.build().named_parameters()]
+        states = {f"{name}.{key}": value for name in names for key, value in engine.optimizer_state(name).items()}
         for step in range(2, 2 + steps):
             train_step(engine, case, step)
-        return whole_weights(engine)
+        return states, whole_weights(engine)
 
 
 def train_step(engine: partita.Engine, case: Case, step: int) -> None:
@@ -299,8 +305,12 @@ def train_step(engine: partita.Engine, case: Case, step: int) -> None:
     ],
 )
 def test_resumes_on_other_layouts(tmp_path: Path, num_ranks: int, config: dict[str, Any]) -> None:
-    expected = on_ranks(2, save_after, tmp_path, 1, {"zero": {"stage": 3}})[0]
-    found = on_ranks(num_ranks, save_after, tmp_path, 1, config)[0]
+    states, expected = on_ranks(2, save_after, tmp_path, 1, {"zero": {"stage": 3}})[0]
+    loaded, found = on_ranks(num_ranks, save_after, tmp_path, 1, config)[0]
+    assert loaded.keys() == states.keys()
+    assert any(key.endswith("momentum_buffer") for key in states)
+    for key, values in states.items():
+        assert torch.equal(torch.as_tensor(loaded[key]), torch.as_tensor(values)), key
     for name, weights in expected.items():
         torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-4 * weights.abs().max().item(), msg=name)
 
@@ -354,9 +364,11 @@ def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
     assert max(total for _, total in found) <= 2.7 * everything
 
 
-def updates_sent(parallel: dict[str, Any]) -> tuple[dict[TrafficKey, TrafficCount], dict[TrafficKey, TrafficCount]]:
+def updates_sent(
+    parallel: dict[str, Any], name: str = "llama"
+) -> tuple[dict[TrafficKey, TrafficCount], dict[TrafficKey, TrafficCount]]:
     """This rank's exchanges with owners in a step, and those planned."""
-    case, config = tiny("llama"), {**CONFIG, "zero": {"stage": 3}, "parallel": parallel}
+    case, config = tiny(name), {**CONFIG, "zero": {"stage": 3}, "parallel": parallel}
     work = plan_optimizer(case.build(), load_config(config)).work
     with partita.initialize(case.build(), config, loss_fn=case.loss_of_batch) as engine:
         engine.train_batch(iter([case.batch(4, engine.mesh.coordinate("data"))]))
@@ -373,6 +385,25 @@ def test_traffic_is_planned_under_every_axis(axes: str) -> None:
     for sent, planned in on_ranks(num_ranks, updates_sent, parallel):
         assert sent == planned
         assert bool(sent) == (axes != "pipeline")
+
+
+def stacks_are_divided() -> None:
+    with mock.patch("partita.optim.muon.STACK", 2), mock.patch("partita.optim.newton_schulz.STACK", 2):
+        stages_have_the_same_bits("qwen3moe", 3)
+        sent, planned = updates_sent({}, "qwen3moe")
+        assert sent == planned
+        with partita.initialize(tiny("qwen3moe").build(), {**CONFIG, "zero": {"stage": 3}}) as engine:
+            assert isinstance(engine.optimizer, Muon)
+            owners = engine.optimizer.owners
+            assert owners is not None
+            experts = [name for name in engine.optimizer.work.costs if "experts" in name]
+            assert len(experts) == 4
+            assert all(len(owners._routes[name]) == 2 for name in experts)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_stacked_experts_have_several_owners(num_ranks: int) -> None:
+    on_ranks(num_ranks, stacks_are_divided)
 
 
 # -- matrices ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import pytest
 
 import partita
 from partita import ConfigError
+from partita.config.load import load_config
+from partita.config.resolve import resolve
 from partita.layout.blueprint import make_blueprint
 from partita.layout.owners import Exchanges
 from partita.layout.state_bytes import model_state_bytes
@@ -91,6 +93,23 @@ def test_muon_takes_longer_and_sends_more(axes: dict[str, int]) -> None:
     times = muon.time(machine), adamw.time(machine)
     assert times[0].waits_s["owners"] > 0
     assert times[0].compute_s > times[1].compute_s
+
+
+def test_rules_for_some_of_equal_blocks() -> None:
+    """A block whose matrices have AdamW is not planned as the equal block whose matrices have Muon."""
+    source = read_source(MODEL)
+    config = load_config(
+        {"zero": {"stage": 3}, "optimizer": {"name": "muon", "muon": {"rules": {"blocks.1.*": "adamw"}}}}
+    )
+    given, optimizer = estimate_config(source, config, 2), plan_optimizer(source.model, config)
+    units = make_blueprint(source.model, resolve(config, 2, "cpu", 2), optimizer.moments).units
+    held = model_state_bytes(units, None, optimizer.moments)["moments", "device"]
+    assert given.held(given.stages[0])["moments", "device"] == held
+    assert len(optimizer.work.costs) == 8
+    sent = sum(each.num_bytes for each in Exchanges(units, optimizer.work).most_operations)
+    assert sent == sum(
+        each.num_bytes for each in Exchanges(given.units[given.stages[0]], optimizer.work).most_operations
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +37,13 @@ class FullWork:
     Attributes:
         costs: the cost of the work on each parameter, by name, in any unit; no other parameters have owners.
         num_sent: the number of tensors that each slice sends to the owner (a momentum; weights and gradients).
+        stacks: for parameters ``[..., a, b]`` of independent matrices, by name, the number of matrices that may have an
+            owner of their own, and are worked on together. Their memory is in the order of the dims.
     """
 
     costs: Mapping[str, float] = field(default_factory=dict)
     num_sent: int = 1
+    stacks: Mapping[str, int] = field(default_factory=dict)
 
 
 NO_WORK = FullWork()
@@ -70,9 +74,11 @@ class Slices:
 
 @dataclass(eq=False)
 class Owned:
-    """A parameter with an owner.
+    """A parameter, or some matrices of a stacked one, with an owner.
 
     Attributes:
+        shape: of what the owner works on.
+        first: the index of its first element in the parameter.
         axes: the axes of the ranks that have slices of it.
         pieces: the place of the local tensor, and the range of its elements, by the position of a rank in that group;
             ranks without elements are left out.
@@ -81,15 +87,17 @@ class Owned:
 
     segment: PlannedSegment
     span: Span
+    shape: tuple[int, ...]
+    first: int
     cost: float
     axes: tuple[str, ...]
     pieces: Mapping[int, tuple[Place, int, int]]
     owner: int = -1
 
     @property
-    def is_split(self) -> bool:
-        """True if tensor ranks have different parts of each matrix of the parameter."""
-        return _is_split(self.segment, self.span)
+    def is_some(self) -> bool:
+        """True if it consists of some matrices of a parameter."""
+        return self.total < math.prod(self.span.place.sizes)
 
     @cached_property
     def total(self) -> int:
@@ -112,7 +120,7 @@ OwnedBySegment = Mapping[tuple[int, int], Sequence[Owned]]
 
 
 def find_owners(
-    units: Sequence[PlannedUnit], costs: Mapping[str, float], of_tensor_ranks: Sequence[Mapping[str, Slices]] = ()
+    units: Sequence[PlannedUnit], work: FullWork, of_tensor_ranks: Sequence[Mapping[str, Slices]] = ()
 ) -> OwnedBySegment:
     """Return the parameters that have a cost, with their owners.
 
@@ -124,7 +132,12 @@ def find_owners(
     """
     segments = {(at, place): s for at, unit in enumerate(units) for place, s in enumerate(unit.segments)}
     found = {
-        key: [_unowned(segment, span, costs, of_tensor_ranks) for span in segment.layout.spans if span.fqn in costs]
+        key: [
+            each
+            for span in segment.layout.spans
+            if span.fqn in work.costs
+            for each in _unowned(segment, span, work, of_tensor_ranks)
+        ]
         for key, segment in segments.items()
     }
     updates = list(_updates(units))
@@ -205,15 +218,16 @@ class Exchanges:
     Attributes:
         cost: the cost of the owners' work, one exchange after the other, each at the owner with the most.
         mean_cost: the cost of all work, evenly over the ranks.
+        largest_cost: the largest cost of one owner's work on one parameter or part of it.
 
     Raises:
         ConfigError: as :func:`find_owners`.
     """
 
     def __init__(self, units: Sequence[PlannedUnit], work: FullWork) -> None:
-        self.cost = self.mean_cost = 0.0
+        self.cost = self.mean_cost = self.largest_cost = 0.0
         self._sent = list[tuple[tuple[str, ...], MeshShape, list[int]]]()
-        of_segment = find_owners(units, work.costs)
+        of_segment = find_owners(units, work)
         for keys in _updates(units):
             for axes, owned in exchanges(each for key in keys for each in of_segment[key]):
                 self._add(axes, owned, work.num_sent)
@@ -242,6 +256,7 @@ class Exchanges:
             itemsize = each.segment.row.master.encoding.itemsize
             loads[each.owner] += each.cost
             self.mean_cost += each.cost / num_ranks
+            self.largest_cost = max(self.largest_cost, each.cost)
             for position in each.pieces:
                 if position != each.owner:
                     sent[position] += itemsize * num_sent * each.num_elements(position)
@@ -278,10 +293,10 @@ def _positions(mesh: MeshShape, axes: tuple[str, ...], shard_axes: tuple[str, ..
 
 
 def _unowned(
-    segment: PlannedSegment, span: Span, costs: Mapping[str, float], of_tensor_ranks: Sequence[Mapping[str, Slices]]
-) -> Owned:
-    """Return a parameter that has no owner yet."""
-    mesh, is_split = segment.mesh, _is_split(segment, span)
+    segment: PlannedSegment, span: Span, work: FullWork, of_tensor_ranks: Sequence[Mapping[str, Slices]]
+) -> Iterator[Owned]:
+    """Yield a parameter, or the parts of it that may have different owners, without owners."""
+    mesh, is_split, place = segment.mesh, _is_split(segment, span), span.place
     shard_axes = segment.row.master.shard_axes
     axes = mesh.named((*shard_axes, *TENSOR_AXES) if is_split else shard_axes)
     own, pieces = Slices.of(segment, span), dict[int, tuple[Place, int, int]]()
@@ -289,7 +304,22 @@ def _unowned(
         slices = of_tensor_ranks[tensor_rank][span.fqn] if of_tensor_ranks and is_split else own
         if bounds := slices.ranges.get(shard):
             pieces[position] = slices.place if is_split else Place(slices.place.sizes), *bounds
-    return Owned(segment, span, costs[span.fqn], axes, pieces)
+    cost = work.costs[span.fqn]
+    if is_split:
+        yield Owned(segment, span, place.shape, 0, cost, axes, pieces)
+        return
+    cost /= math.prod(place.shape)
+    num_matrices, matrix = math.prod(place.sizes[:-2]), place.sizes[-2:]
+    num = work.stacks.get(span.fqn, num_matrices)
+    if num >= num_matrices:
+        yield Owned(segment, span, place.sizes, 0, cost * place.num_elements, axes, pieces)
+        return
+    for at in range(0, num_matrices, num):
+        shape = min(num, num_matrices - at), *matrix
+        first, size = at * math.prod(matrix), math.prod(shape)
+        ranges = {key: (max(start - first, 0), min(stop - first, size)) for key, (_, start, stop) in pieces.items()}
+        some = {key: (Place(shape), start, stop) for key, (start, stop) in ranges.items() if start < stop}
+        yield Owned(segment, span, shape, first, cost * size, axes, some)
 
 
 def _is_split(segment: PlannedSegment, span: Span) -> bool:

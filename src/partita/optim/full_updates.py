@@ -100,5 +100,5 @@ def _weights_and_grad(view: View) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _store(view: View, weights: Tensor) -> None:
-    view.tensor.copy_(weights)
+def _store(view: View, stored: Tensor, weights: Tensor) -> None:
+    stored.copy_(weights)

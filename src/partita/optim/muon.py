@@ -9,7 +9,7 @@ for LLM Training", 2025. Momentum and its Nesterov form are those of ``torch.opt
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from partita.layout.owners import Exchanges, FullWork
 from partita.memory.accelerator import is_host
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.matrices import MatrixForm, describe, find_matrices
-from partita.optim.newton_schulz import orthogonalize, scale_of
+from partita.optim.newton_schulz import STACK, orthogonalize, scale_of
 from partita.optim.owners import Owners, groups_of
 from partita.optim.states import View, Views
 from partita.optim.traits import runs_on_slices
@@ -102,36 +102,34 @@ class Muon(CollectiveOptimizer):
         Raises:
             ConfigError: a matrix is split over ranks in a way that no exchange can join.
         """
-        costs = dict[str, float]()
         for number, group in enumerate(self.param_groups):
             if group["matrices"]:
                 self._group_numbers |= dict.fromkeys(views.names_in_groups[number], number)
-        for view in views:
-            name = view.member.fqn
-            if name in self._group_numbers:
-                form = self._forms[id(view.member.param)] or MatrixForm()
-                self._forms_by_name[name] = form
-                steps = self.param_groups[self._group_numbers[name]]["steps"]
-                costs[name] = float(form.operations(view.member.span.place.shape, steps))
-        self.work = FullWork(costs)
+        mine = [view for view in views if view.member.fqn in self._group_numbers]
+        self._forms_by_name = {v.member.fqn: self._forms[id(v.member.param)] or MatrixForm() for v in mine}
+        steps = {name: self.param_groups[number]["steps"] for name, number in self._group_numbers.items()}
+        self.work = _full_work(
+            (name, self._forms_by_name[name], view.member.span.place.shape, view.member.stride, steps[name])
+            for view in mine
+            for name in [view.member.fqn]
+        )
         self.owners = Owners(runtime, views, self.work)
         exchanges = Exchanges([unit.planned for unit in runtime.units], self.work)
         if exchanges.cost > _UNEVEN * exchanges.mean_cost and runtime.collectives.all_ranks.index == 0:
             _log.info(
                 "muon: an update takes %.1f times as long as with even work: only %d parameters are matrices",
                 exchanges.cost / exchanges.mean_cost,
-                len(costs),
+                len(self.work.costs),
             )
 
     def full_work(self, model: nn.Module) -> FullWork:
-        steps = {
-            id(param): group["steps"] for group in self.param_groups if group["matrices"] for param in group["params"]
-        }
-        costs = dict[str, float]()
-        for name, param in model.named_parameters():
-            if id(param) in steps:
-                costs[name] = float((self._forms[id(param)] or MatrixForm()).operations(param.shape, steps[id(param)]))
-        return FullWork(costs)
+        of_matrices = [group for group in self.param_groups if group["matrices"]]
+        steps = {id(param): group["steps"] for group in of_matrices for param in group["params"]}
+        return _full_work(
+            (name, self._forms[id(param)] or MatrixForm(), param.shape, param.stride(), steps[id(param)])
+            for name, param in model.named_parameters()
+            if id(param) in steps
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,7 +157,7 @@ class Muon(CollectiveOptimizer):
             lambda name, full: _update(
                 full, self._forms_by_name[name], self.param_groups[self._group_numbers[name]]
             ).to(full.dtype),
-            lambda view, update: self._apply(view.tensor, group_of[id(view.tensor)], update),
+            lambda view, values, update: self._apply(values, group_of[id(view.tensor)], update),
         )
 
     def _group_of(self, view: View, group_of: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
@@ -219,6 +217,22 @@ class Muon(CollectiveOptimizer):
                 eps=group["eps"],
                 maximize=False,
             )
+
+
+def _full_work(
+    matrices: Iterable[tuple[str, MatrixForm, Sequence[int], Sequence[int], int]],
+) -> FullWork:
+    """Return the work on parameters of matrices.
+
+    Args:
+        matrices: name, form, shape, strides, and the number of Newton-Schulz steps of each parameter.
+    """
+    costs, stacks = dict[str, float](), dict[str, int]()
+    for name, form, shape, strides, steps in matrices:
+        costs[name] = float(form.operations(shape, steps))
+        if list(strides) == sorted(strides, reverse=True):  # each matrix is contiguous
+            stacks[name] = STACK
+    return FullWork(costs, stacks=stacks)
 
 
 def _update(values: Tensor, form: MatrixForm, group: Mapping[str, Any]) -> Tensor:

@@ -6,6 +6,7 @@ al., "Muon is Scalable for LLM Training", 2025, section 2.2 (``rms``), and Berns
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Smallest norm that a matrix is divided by.
 EPS = 1e-7
+# The number of matrices of a stack that are iterated on together.
+STACK = 8
 # The root mean square of an update's elements under the scale ``rms``, relative to the learning rate.
 _RMS = 0.2
 
@@ -21,26 +24,38 @@ _RMS = 0.2
 def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, dtype: torch.dtype) -> Tensor:
     """Return approximations of the nearest semi-orthogonal matrices, with singular values near 1.
 
-    The result depends on the values of ``matrix`` alone, not on its strides.
+    The result depends on the values of ``matrix`` alone, not on its strides. Matrices of a stack are iterated on in
+    batches of :data:`STACK`, so that a part of the stack from a multiple of it on has the same results.
 
     Args:
         matrix: ``[..., rows, columns]``; each matrix of a stack is orthogonalized by itself.
         dtype: the dtype of the iteration, and of the result.
     """
-    a, b, c = coefficients
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if is_tall:
         x = x.mT
-    x /= torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
-    if x.dim() > 3:
-        x = x.flatten(0, -3)
-    for _ in range(steps):
-        gram = x @ x.mT  # [..., n, n], with n the smaller size
-        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.dim() == 2:
+        x = _iterate(x, torch.addmm, coefficients, steps)
+    else:
+        few = x.flatten(0, -3).split(STACK)
+        x = torch.cat([_iterate(each, torch.baddbmm, coefficients, steps) for each in few])
     x = x.mT if is_tall else x
     return x.reshape(matrix.shape)
+
+
+def _iterate(x: Tensor, product: Callable[..., Tensor], coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """Normalize ``x`` ``[..., n, m]``, with n at most m, and return the result of the iteration.
+
+    Args:
+        product: addmm, or that of batches.
+    """
+    a, b, c = coefficients
+    x /= torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT  # [..., n, n]
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 def scale_of(rows: int, columns: int, scale: str) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,15 +45,14 @@ class _Route:
     def name(self) -> str:
         return self.view.member.fqn
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full parameter's shape."""
-        place = self.view.member.span.place
-        return place.shape if self.owned.is_split else place.sizes
-
     def stride(self, place: Place) -> tuple[int, ...]:
         """Return the strides of the local tensor at ``place``."""
-        return place.stride if place.is_part else self.view.member.stride
+        return place.stride if place.is_part or self.owned.is_some else self.view.member.stride
+
+    def in_view(self, position: int) -> slice:
+        """Return the range of the view's flat elements on the rank at this position that are worked on."""
+        start = self.owned.first - self.view.start + self.owned.pieces[position][1]
+        return slice(start, start + self.owned.num_elements(position))
 
     def assembled(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the full parameter, of the flat slices of all ranks of the group."""
@@ -63,8 +63,8 @@ class _Route:
             local[place][start:stop] = parts[position]
         (first, values), *others = local.items()
         if not others and not first.is_part:
-            return values.as_strided(self.shape, self.stride(first))
-        full = values.new_empty(self.shape)
+            return values.as_strided(self.owned.shape, self.stride(first))
+        full = values.new_empty(self.owned.shape)
         for place, values in local.items():
             place.put(values.as_strided(place.sizes, self.stride(place)), full)
         return full
@@ -79,6 +79,14 @@ class _Route:
                     own[here.slices] = full[there.slices]
                 local[place] = own.as_strided((own.numel(),), (1,))
             yield position, local[place][start:stop]
+
+
+@dataclass
+class _Waiting:
+    """The flat tensors of a view, of which ``num_parts`` are still to be sent."""
+
+    flat: Sequence[Tensor]
+    num_parts: int
 
 
 class Owners:
@@ -100,9 +108,10 @@ class Owners:
             {name: Slices.of(view.member.segment.planned, view.member.span) for name, view in mine.items()},
             "partita.initialize",
         )
-        found = find_owners([unit.planned for unit in runtime.units], work.costs, of_tensor_ranks)
-        every = {owned.span.fqn: owned for of_segment in found.values() for owned in of_segment}
-        self._routes = {name: _Route(view, every[name]) for name, view in mine.items()}
+        found = find_owners([unit.planned for unit in runtime.units], work, of_tensor_ranks)
+        self._routes: dict[str, list[_Route]] = {name: [] for name in mine}
+        for owned in chain.from_iterable(found.values()):
+            self._routes[owned.span.fqn].append(_Route(mine[owned.span.fqn], owned))
         self._rounds = lru_cache(_KNOWN_ROUNDS)(self._find_rounds)  # most steps have the same parameters
         self._names = {id(view.tensor): name for name, view in mine.items()}
 
@@ -112,29 +121,32 @@ class Owners:
 
     def is_owner(self, name: str) -> bool:
         """Return whether this rank is the owner of a parameter."""
-        owned = self._routes[name].owned
-        return owned.owner == self._collectives.group(owned.axes).index
+        routes = self._routes[name]
+        return any(each.owned.owner == self._collectives.group(each.owned.axes).index for each in routes)
 
     def run(
         self,
         names: Sequence[str],
         send: Callable[[View], Sequence[Tensor]],
         work: Callable[..., Tensor],
-        receive: Callable[[View, Tensor], None],
+        receive: Callable[[View, Tensor, Tensor], None],
     ) -> None:
         """Run ``work`` on full parameters at their owners. A collective: all ranks pass the same names.
 
         Args:
             send: returns the tensors of this rank's slice of a parameter that its owner needs, in the view's shape.
-            work: called at the owner with the parameter's name and the full tensors; returns one of the same shape.
-            receive: called with the results for this rank's slice, in the view's shape and on its device.
+            work: called at the owner with the parameter's name and the full tensors, of the parameter or of some of its
+                matrices; returns one of the same shape.
+            receive: called with the results for this rank's slice or a part of it, after the view and its values there,
+                of the same shape.
         """
+        waiting = dict[str, _Waiting]()
         for group, routes in self._rounds(tuple(names)):
-            self._exchange(group, routes, send, work, receive)
+            self._exchange(group, routes, send, work, receive, waiting)
 
     def _find_rounds(self, names: tuple[str, ...]) -> list[tuple[Group, list[_Route]]]:
         """Return the exchanges for these parameters."""
-        of_owned = {id(route.owned): route for route in map(self._routes.__getitem__, names)}
+        of_owned = {id(route.owned): route for name in names for route in self._routes[name]}
         rounds = exchanges(route.owned for route in of_owned.values())
         return [(self._collectives.group(axes), [of_owned[id(each)] for each in owned]) for axes, owned in rounds]
 
@@ -144,15 +156,17 @@ class Owners:
         routes: Sequence[_Route],
         send: Callable[[View], Sequence[Tensor]],
         work: Callable[..., Tensor],
-        receive: Callable[[View, Tensor], None],
+        receive: Callable[[View, Tensor, Tensor], None],
+        waiting: dict[str, _Waiting],
     ) -> None:
         owned = [route for route in routes if route.owned.owner == group.index]
         by_owner = [[route for route in routes if route.owned.owner == owner] for owner in range(group.size)]
         num_sent = self._num_sent
         lengths = [[r.owned.num_elements(rank) for r in owned for _ in range(num_sent)] for rank in range(group.size)]
+        own = [[r for r in mine if r.owned.num_elements(group.index)] for mine in by_owner]
         leaving = [
-            self._joined([_flat(r.view, values) for r in mine if r.view.num_elements for values in send(r.view)])
-            for mine in by_owner
+            self._joined([flat[r.in_view(group.index)] for r in mine for flat in self._sent(r, send, waiting)])
+            for mine in own
         ]
         arrived = group.all_to_all(leaving, [(sum(each),) for each in lengths], UPDATES, CONNECTIONS)
         parts = [part.split(each) for part, each in zip(arrived, lengths, strict=True)]
@@ -164,14 +178,26 @@ class Owners:
                 results[position].append(part)
         returned = group.all_to_all(
             [self._joined(result) for result in results],
-            [(sum(route.view.num_elements for route in mine),) for mine in by_owner],
+            [(sum(r.owned.num_elements(group.index) for r in mine),) for mine in own],
             UPDATES,
             CONNECTIONS,
         )
-        for mine, values in zip(by_owner, returned, strict=True):
-            for route, part in zip(mine, values.split([r.view.num_elements for r in mine]), strict=True):
-                if part.numel():
-                    receive(route.view, _shaped(route.view, part.to(route.view.tensor.device)))
+        for mine, values in zip(own, returned, strict=True):
+            for route, part in zip(mine, values.split([r.owned.num_elements(group.index) for r in mine]), strict=True):
+                _receive(route, route.in_view(group.index), part.to(route.view.tensor.device), receive)
+
+    def _sent(
+        self, route: _Route, send: Callable[[View], Sequence[Tensor]], waiting: dict[str, _Waiting]
+    ) -> Sequence[Tensor]:
+        """Return the flat tensors of a view; they are kept until the last of its parts has left."""
+        index = self._collectives.group(route.owned.axes).index
+        if (kept := waiting.get(route.name)) is None:
+            num_parts = sum(each.owned.num_elements(index) > 0 for each in self._routes[route.name])
+            kept = waiting[route.name] = _Waiting([_flat(route.view, values) for values in send(route.view)], num_parts)
+        kept.num_parts -= 1
+        if not kept.num_parts:
+            del waiting[route.name]
+        return kept.flat
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the flat parts one after the other, on the device."""
@@ -184,5 +210,11 @@ def _flat(view: View, values: Tensor) -> Tensor:
     return view.member.flat(values) if view.member.segment.has_full_master else values
 
 
-def _shaped(view: View, values: Tensor) -> Tensor:
-    return view.member.shaped(values) if view.member.segment.has_full_master else values
+def _receive(route: _Route, where: slice, values: Tensor, receive: Callable[[View, Tensor, Tensor], None]) -> None:
+    view = route.view
+    if not view.member.segment.has_full_master:
+        receive(view, view.tensor.detach()[where], values)
+    elif route.owned.is_some:
+        receive(view, _flat(view, view.tensor.detach())[where], values)
+    else:
+        receive(view, view.tensor.detach(), view.member.shaped(values))

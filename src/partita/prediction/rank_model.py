@@ -237,7 +237,11 @@ def _blocks(source: ModelSource, resolved: Resolved, choices: Sequence[Checkpoin
 
 
 def _names_modules(model: nn.Module, config: Config) -> bool:
-    """Return whether units, full precision or tensor rules are given for modules by name, not only by class."""
+    """Return whether settings are given for modules by name, not only by class: units, full precision, tensor rules,
+    rules of Muon.
+    """
+    if config.optimizer.name == "muon" and config.optimizer.muon.rules:
+        return True
     units = () if isinstance(config.zero.units, str) else config.zero.units
     rules = (pattern for pattern, _ in config.parallel.tensor_rules)
     classes = {type(module).__name__ for module in model.modules()}

@@ -34,7 +34,8 @@ def main() -> int:
     report.write(_TEXT)
     report.write()
     models, worlds = (MODELS[:1], WORLDS[:1]) if options.quick else (MODELS, options.ranks)
-    header = ["model", "ranks", "work of the busiest owner / mean", "at best", "sent / (2 P (N - 1) / N^2)", "sent / P"]
+    header = ["model", "ranks", "work of the busiest owner / mean", "at best"]
+    header += ["sent / (2 P (N - 1) / N^2)", "sent / P", "GB at once"]
     report.table(header, (row for name in models for row in _rows(report, name, worlds)))
     return report.end(options.save)
 
@@ -42,7 +43,8 @@ def main() -> int:
 _TEXT = """At ZeRO-3, with fp32 momentum. *Work of the busiest owner / mean*: operations of Newton-Schulz, summed over
 the rounds of a step, each at the owner with most of them, in units of the mean over all ranks. *At best*: the same if
 the owner of the largest parameter, or of eight experts, had nothing else; no assignment is better. *Sent*: bytes of the
-rank that sends most, for P elements in matrices on N ranks."""
+rank that sends most, for P elements in matrices on N ranks. *GB at once*: of the largest exchange, on the rank that
+sends most in it."""
 
 
 def _rows(report: Report, name: str, worlds: list[int]) -> Iterator[list[str]]:
@@ -55,8 +57,13 @@ def _rows(report: Report, name: str, worlds: list[int]) -> Iterator[list[str]]:
         best, found = max(1.0, exchanges.largest_cost / mean), exchanges.cost / mean
         sent = sum(each.num_bytes for each in exchanges.most_operations) / 4
         report.expect(found <= MOST * best, f"{name} on {world} ranks: {found:.2f} x the mean, {best:.2f} at best")
+        at_once = max(each.num_bytes for each in exchanges.longest_operations)
         formula = 2 * num_elements * (world - 1) / world**2
-        yield [name, str(world), f"{found:.2f}", f"{best:.2f}", f"{sent / formula:.2f}", f"{sent / num_elements:.3f}"]
+        work_cells, sent_cells = (
+            [f"{found:.2f}", f"{best:.2f}"],
+            [f"{sent / formula:.2f}", f"{sent / num_elements:.3f}"],
+        )
+        yield [name, str(world), *work_cells, *sent_cells, f"{at_once / 1e9:.1f}"]
 
 
 def _qwen() -> nn.Module:

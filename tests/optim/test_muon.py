@@ -129,14 +129,14 @@ def equals_torch(stage: int, parallel: Mapping[str, Any], tolerance: float) -> N
             found.weights = whole_weights(engine)
         else:
             found = train_engine(engine, loss_of(case), STEPS, data=data, keep=())
-    assert found.norms == pytest.approx(expected.norms, rel=tolerance)
+    assert found.norms == pytest.approx(expected.norms, rel=10 * tolerance)
     for name, weights in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weights, rtol=0, atol=tolerance * weights.abs().max().item())
+        torch.testing.assert_close(found.weights[name], weights, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_equals_torch_on_one_process(num_ranks: int) -> None:
-    on_ranks(num_ranks, equals_torch, 3 if num_ranks > 1 else 0, {}, 1e-5)
+    on_ranks(num_ranks, equals_torch, 3 if num_ranks > 1 else 0, {}, 1e-6)
 
 
 AXES = {
@@ -154,7 +154,7 @@ AXES = {
 @pytest.mark.parametrize("axes", sampled(AXES, "tensor", "pipeline", "sequence", "tensor x data"))
 def test_equals_torch_under_every_axis(axes: str, stage: int) -> None:
     num_ranks, parallel = AXES[axes]
-    on_ranks(num_ranks, equals_torch, stage, parallel, 1e-4)
+    on_ranks(num_ranks, equals_torch, stage, parallel, 1e-5)
 
 
 def accumulated_equals_one_batch() -> None:
@@ -388,8 +388,11 @@ def test_traffic_is_planned_under_every_axis(axes: str) -> None:
 
 
 def stacks_are_divided() -> None:
+    undivided = trained(tiny("qwen3moe"), {"zero": {"stage": 3}}).weights
     with mock.patch("partita.optim.muon.STACK", 2), mock.patch("partita.optim.newton_schulz.STACK", 2):
         stages_have_the_same_bits("qwen3moe", 3)
+        for name, weights in trained(tiny("qwen3moe"), {"zero": {"stage": 3}}).weights.items():
+            torch.testing.assert_close(weights, undivided[name], rtol=0, atol=1e-5, msg=name)
         sent, planned = updates_sent({}, "qwen3moe")
         assert sent == planned
         with partita.initialize(tiny("qwen3moe").build(), {**CONFIG, "zero": {"stage": 3}}) as engine:
@@ -399,6 +402,36 @@ def stacks_are_divided() -> None:
             experts = [name for name in engine.optimizer.work.costs if "experts" in name]
             assert len(experts) == 4
             assert all(len(owners._routes[name]) == 2 for name in experts)
+
+
+class Stack(nn.Module):
+    """Four matrices whose rows alternate in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 8).transpose(0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.mT)
+
+
+def stacks_in_another_order() -> None:
+    results = []
+    with mock.patch("partita.optim.muon.STACK", 2), mock.patch("partita.optim.newton_schulz.STACK", 2):
+        for stage in (0, 3):
+            seeds.start()
+            config = {"optimizer": muon(rules={"weight": "muon"}), "zero": {"stage": stage}}
+            with partita.initialize(Stack(), config) as engine:
+                assert len(engine.optimizer.owners._routes["weight"]) == 1  # type: ignore[attr-defined]
+                generator = torch.Generator().manual_seed(rank())
+                engine.backward(engine(torch.randn(4, 8, generator=generator)).mean())
+                engine.step()
+                results.append(whole_weights(engine)["weight"])
+    assert torch.equal(*results)
+
+
+def test_stacks_in_another_order_have_one_owner() -> None:
+    on_ranks(2, stacks_in_another_order)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -521,7 +554,9 @@ def test_work_is_even() -> None:
     work = plan_optimizer(model, config).work
     for num_ranks in (8, 16, 32, 64):
         units = make_blueprint(model, resolve(config, num_ranks, "cuda", 8)).units
-        assert Exchanges(units, work).cost <= 1.1 * sum(work.costs.values()) / num_ranks
+        planned = Exchanges(units, work)
+        assert planned.cost <= 1.1 * sum(work.costs.values()) / num_ranks
+        assert max(each.num_bytes for each in planned.longest_operations) < 1e9
 
 
 def more_ranks_than_matrices() -> None:

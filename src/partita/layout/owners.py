@@ -25,8 +25,7 @@ from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.table.planned_bucket import share_buckets
 from partita.table.span import Span
 
-# The most elements that a rank exchanges at once, if every rank owns at least one parameter of the round. The working
-# memory of an exchange is about four times as many bytes, for each of sent and received values.
+# The most elements that a rank exchanges at once, if that is enough for a parameter on every rank.
 ROUND_ELEMENTS = 2**26
 
 
@@ -176,24 +175,41 @@ def assign(owned: Sequence[Owned], loads: list[float]) -> None:
 def exchanges(owned: Iterable[Owned]) -> Iterator[tuple[tuple[str, ...], list[Owned]]]:
     """Yield the parameters of each exchange with its axes: rounds by falling cost.
 
-    The elements of a round are limited on average over the ranks, to those of its largest parameter or more, so that
-    every rank may own one. Of parameters with equal costs, a round has a multiple of the number of ranks.
+    A round is limited to :data:`ROUND_ELEMENTS` per rank, or those of the largest parameter: both of what ranks own, on
+    average, and twice as many of what a rank sends. It may send more, so that every rank can own a parameter.
     """
     by_axes = dict[tuple[str, ...], list[Owned]]()
     for each in owned:
         by_axes.setdefault(each.axes, []).append(each)
     for axes, of_group in by_axes.items():
-        num_ranks, chosen, num_elements, limit = of_group[0].num_ranks, list[Owned](), 0, ROUND_ELEMENTS
+        num_ranks, chosen, size = of_group[0].num_ranks, list[Owned](), _RoundSize()
         for each in sorted(of_group, key=lambda each: -each.cost):
-            limit = max(limit, each.total)
-            if chosen and num_elements + each.total > num_ranks * limit:
+            size.add(each)
+            limit = max(ROUND_ELEMENTS, size.largest)
+            sends_much = len(chosen) >= num_ranks and max(size.sent.values()) > 2 * limit
+            if chosen and (size.total > num_ranks * limit or sends_much):
                 kept = _kept(chosen, num_ranks)
                 yield axes, chosen[:kept]
-                chosen = chosen[kept:]
-                num_elements, limit = sum(other.total for other in chosen), max(ROUND_ELEMENTS, each.total)
+                chosen, size = chosen[kept:], _RoundSize()
+                for other in (*chosen, each):
+                    size.add(other)
             chosen.append(each)
-            num_elements += each.total
         yield axes, chosen
+
+
+@dataclass
+class _RoundSize:
+    """The elements of a round: of all parameters, of the largest, and of those that each rank has."""
+
+    total: int = 0
+    largest: int = 0
+    sent: Counter[int] = field(default_factory=Counter)
+
+    def add(self, owned: Owned) -> None:
+        self.total += owned.total
+        self.largest = max(self.largest, owned.total)
+        for position in owned.pieces:
+            self.sent[position] += owned.num_elements(position)
 
 
 def _kept(chosen: Sequence[Owned], num_ranks: int) -> int:

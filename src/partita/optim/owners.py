@@ -143,6 +143,7 @@ class Owners:
         waiting = dict[str, _Waiting]()
         for group, routes in self._rounds(tuple(names)):
             self._exchange(group, routes, send, work, receive, waiting)
+        assert not waiting
 
     def _find_rounds(self, names: tuple[str, ...]) -> list[tuple[Group, list[_Route]]]:
         """Return the exchanges for these parameters."""

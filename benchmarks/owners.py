@@ -59,10 +59,8 @@ def _rows(report: Report, name: str, worlds: list[int]) -> Iterator[list[str]]:
         report.expect(found <= MOST * best, f"{name} on {world} ranks: {found:.2f} x the mean, {best:.2f} at best")
         at_once = max(each.num_bytes for each in exchanges.longest_operations)
         formula = 2 * num_elements * (world - 1) / world**2
-        work_cells, sent_cells = (
-            [f"{found:.2f}", f"{best:.2f}"],
-            [f"{sent / formula:.2f}", f"{sent / num_elements:.3f}"],
-        )
+        work_cells = [f"{found:.2f}", f"{best:.2f}"]
+        sent_cells = [f"{sent / formula:.2f}", f"{sent / num_elements:.3f}"]
         yield [name, str(world), *work_cells, *sent_cells, f"{at_once / 1e9:.1f}"]
 
 

@@ -69,6 +69,7 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
         given = estimate_config(source, config, ranks)
         held = given.held(given.stages[0])
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
+        assert held.keys() - {("working", "device"), ("activations", "device")} == planned_bytes.keys()
         for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
             assert num_bytes <= held[key] < 1.02 * num_bytes
 

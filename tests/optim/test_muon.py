@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_stages_and_tiers_have_the_same_bits(name: str) -> None:
 
 def test_four_ranks_have_the_same_bits() -> None:
     on_ranks(4, stages_have_the_same_bits, "llama", 3)
+
+
+def composes_with(communication: dict[str, Any]) -> None:
+    nodes = {"LOCAL_RANK": str(rank() % 2), "LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, nodes):
+        first, second = (
+            trained(tiny("llama"), {"zero": {"stage": stage}, "communication": communication}, steps=4)
+            for stage in (1, 2)
+        )
+    assert_same_bits(first, second)
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, first.weights)
+    assert all(torch.equal(other[name], first.weights[name]) for other in found for name in first.weights)
+    assert not torch.equal(
+        first.weights["lm_head.weight"], trained(tiny("llama"), {}, steps=4).weights["lm_head.weight"]
+    )
+
+
+@pytest.mark.parametrize("communication", [{"every": 2}, {"gradients": "int8"}], ids=str)
+def test_composes_with_slow_networks(communication: dict[str, Any]) -> None:
+    on_ranks(4, composes_with, communication)
 
 
 # -- against torch.optim.Muon ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ The learning rate of each optimizer is the best of some on the first seed.
 
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks._common import ROOT, Report, parser
@@ -27,31 +28,43 @@ class Learned(NamedTuple):
     at_half: float
     step_s: float
 
+    def row(self, name: str, rate: float, seed: int) -> list[str]:
+        """Return the table's row."""
+        losses = [f"{self.loss:.4f}", f"{self.at_half:.4f}"]
+        return [name, f"{rate:g}", str(seed), *losses, f"{1e3 * self.step_s:.0f}"]
+
 
 def main() -> int:
-    options = parser("Learning with Muon", (2,)).parse_args()
+    made = parser("Learning with Muon", (2,))
+    made.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to try on the first seed")
+    options = made.parse_args()
     report = Report("Learning with Muon")
     report.begin()
     report.write(TEXT.format(job=JOB.relative_to(ROOT)))
     report.write()
-    rates, seeds = (RATES[:1], SEEDS[:1]) if options.quick else (RATES, SEEDS)
-    found, means = dict[tuple[str, float, int], Learned](), list[str]()
-    for name in ("adamw", "muon"):
-        for rate in rates:
-            found[name, rate, seeds[0]] = learn(name, rate, seeds[0], options.quick)
-        best = min(rates, key=lambda rate: found[name, rate, seeds[0]].loss)
-        for seed in seeds[1:]:
-            found[name, best, seed] = learn(name, best, seed, options.quick)
-        losses = [found[name, best, seed].loss for seed in seeds]
-        means.append(f"{name} {statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})")
-    rows = [
-        [name, f"{rate:g}", str(seed), f"{of.loss:.4f}", f"{of.at_half:.4f}", f"{1e3 * of.step_s:.0f}"]
-        for (name, rate, seed), of in found.items()
-    ]
-    report.table(["optimizer", "learning rate", "seed", "loss", "at half", "ms per step"], rows)
+    means = list[str]()
+    header = ["optimizer", "learning rate", "seed", "loss", "at half", "ms per step"]
+    report.table(header, _rows(options.rates[:1] if options.quick else options.rates, options.quick, means))
     report.write(f"Mean over the seeds at the best rate: {', '.join(means)}.")
     report.write()
     return report.end(options.save)
+
+
+def _rows(rates: Sequence[float], quick: bool, means: list[str]) -> Iterator[list[str]]:
+    """Yield the rows of the table, and append the mean loss of each optimizer to ``means``."""
+    for name in ("adamw", "muon"):
+        at_first = dict[float, float]()
+        for rate in rates:
+            learned = learn(name, rate, SEEDS[0], quick)
+            at_first[rate] = learned.loss
+            yield learned.row(name, rate, SEEDS[0])
+        best = min(at_first, key=at_first.__getitem__)
+        losses = [at_first[best]]
+        for seed in () if quick else SEEDS[1:]:
+            learned = learn(name, best, seed, quick)
+            losses.append(learned.loss)
+            yield learned.row(name, best, seed)
+        means.append(f"{name} {statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})")
 
 
 def learn(name: str, rate: float, seed: int, quick: bool) -> Learned:

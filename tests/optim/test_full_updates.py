@@ -356,6 +356,35 @@ def test_states_are_tensors_under_the_names_of_parameters(tmp_path: Path) -> Non
         assert tuple(keys[f"{name}.{key}"].size) == shape  # type: ignore[union-attr]
 
 
+class WithEmpty(nn.Module):
+    """A model with a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.empty = nn.Linear(8, 4), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)).sum() + self.empty.sum()
+
+
+def without_elements() -> None:
+    for optimizer in ({"name": "muon", "muon": {"rules": {"empty": "muon"}}}, None):
+        results = []
+        for stage in (0, 3):
+            torch.manual_seed(0)
+            config = {"zero": {"stage": stage}, **({} if optimizer is None else {"optimizer": optimizer})}
+            with partita.initialize(WithEmpty(), config, optimizer=None if optimizer else adafactor) as engine:
+                for step in range(2):
+                    engine.backward(engine(torch.full((2, 8), 0.1 * (step + rank()))))
+                    assert engine.step().stepped
+                results.append(whole_weights(engine)["linear.weight"])
+        assert torch.equal(*results)
+
+
+def test_parameters_without_elements() -> None:
+    on_ranks(2, without_elements)
+
+
 # -- traffic -----------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ class FullWork:
     """The work of an optimizer on full parameters at their owners.
 
     Attributes:
-        costs: the cost of the work on each parameter, by name, in any unit; no other parameters have owners.
+        costs: the cost of the work on each parameter, by name, in any unit; no other parameters, and none without
+            elements, have owners.
         num_sent: the number of tensors that each slice sends to the owner (a momentum; weights and gradients).
         stacks: for parameters ``[..., a, b]`` of independent matrices, by name, the number of matrices that may have an
             owner of their own, and are worked on together. Their memory is in the order of the dims.

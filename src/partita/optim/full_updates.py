@@ -39,8 +39,9 @@ class FullUpdates:
     def __init__(self, runtime: Runtime, views: Views, name: str) -> None:
         for view in views:
             _check(view, name)
-        self._views = {view.member.fqn: view for view in views}
-        costs = {view.member.fqn: float(view.member.span.place.num_elements) for view in views}
+        sizes = {view.member.fqn: view.member.span.place.num_elements for view in views}
+        self._views = {view.member.fqn: view for view in views if sizes[view.member.fqn]}
+        costs = {fqn: float(sizes[fqn]) for fqn in self._views}
         self.work = FullWork(costs, NUM_SENT)
         self.owners = Owners(runtime, views, self.work)
         for fqn, view in self._views.items():
@@ -71,7 +72,9 @@ class FullUpdates:
                 param.grad = None
                 param.data = param.new_empty(0)
 
-        self.owners.run([member.fqn for member in members], _weights_and_grad, work, _store)
+        self.owners.run(
+            [member.fqn for member in members if member.fqn in self._views], _weights_and_grad, work, _store
+        )
         return take_up
 
 

@@ -58,6 +58,7 @@ class Muon(CollectiveOptimizer):
         self._forms = {id(param): forms.get(id(param)) for group in self.param_groups for param in group["params"]}
         self._forms_by_name = dict[str, MatrixForm]()
         self._group_numbers = dict[str, int]()
+        self.work = FullWork()
         self.owners: Owners | None = None
 
     @classmethod
@@ -105,13 +106,12 @@ class Muon(CollectiveOptimizer):
         for number, group in enumerate(self.param_groups):
             if group["matrices"]:
                 self._group_numbers |= dict.fromkeys(views.names_in_groups[number], number)
-        mine = [view for view in views if view.member.fqn in self._group_numbers]
+        mine = [v for v in views if v.member.fqn in self._group_numbers and v.member.span.place.num_elements]
         self._forms_by_name = {v.member.fqn: self._forms[id(v.member.param)] or MatrixForm() for v in mine}
         steps = {name: self.param_groups[number]["steps"] for name, number in self._group_numbers.items()}
+        members = [view.member for view in mine]
         self.work = _full_work(
-            (name, self._forms_by_name[name], view.member.span.place.shape, view.member.stride, steps[name])
-            for view in mine
-            for name in [view.member.fqn]
+            (m.fqn, self._forms_by_name[m.fqn], m.span.place.shape, m.stride, steps[m.fqn]) for m in members
         )
         self.owners = Owners(runtime, views, self.work)
         exchanges = Exchanges([unit.planned for unit in runtime.units], self.work)
@@ -128,7 +128,7 @@ class Muon(CollectiveOptimizer):
         return _full_work(
             (name, self._forms[id(param)] or MatrixForm(), param.shape, param.stride(), steps[id(param)])
             for name, param in model.named_parameters()
-            if id(param) in steps
+            if id(param) in steps and param.numel()
         )
 
     @torch.no_grad()
@@ -152,7 +152,7 @@ class Muon(CollectiveOptimizer):
     def _update_at_owners(self, owned: Owners, group_of: Mapping[int, dict[str, Any]]) -> None:
         """Update the slices of complete matrices, of those parameters that this step changes on any rank."""
         owned.run(
-            [member.fqn for member in self.coming if member.fqn in self._group_numbers],
+            [member.fqn for member in self.coming if member.fqn in self.work.costs],
             lambda view: (self._input(view.tensor, self._group_of(view, group_of)),),
             lambda name, full: _update(
                 full, self._forms_by_name[name], self.param_groups[self._group_numbers[name]]

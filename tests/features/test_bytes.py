@@ -1,6 +1,7 @@
 """The engine against the estimates: model states to the byte, traffic to the byte and the call."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -259,6 +260,31 @@ def test_other_optimizers_keep_other_moments(momentum: float, num_moments: int) 
     assert plan_optimizer(CASES["decoder"].build(), load_config({"optimizer": optimizer})).moments == Moments(
         num_moments
     )
+
+
+def momentum_of_one_group(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    weight, bias = params
+    return torch.optim.SGD([{"params": [weight], "momentum": 0.0}, {"params": [bias], "momentum": 0.9}], lr=0.1)
+
+
+def train_groups(tier: str) -> tuple[int, int, int]:
+    """Moments of this rank on the tier: held, planned, and the bytes of a full state of the shard."""
+    config = {"zero": {"stage": 1, "offload": {"optimizer": tier}}}
+    with partita.initialize(nn.Linear(64, 256), config, optimizer=momentum_of_one_group) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 64)).square().mean())
+            engine.step()
+        segment = engine.units[0].segments[0]
+        key = "moments", {"none": "device"}.get(tier, tier)
+        held = engine.memory_report().held.get(key, 0)
+        return held, engine.planned_bytes.get(key, 0), segment.held_bytes(segment.row.moments)
+
+
+def test_groups_with_other_states() -> None:
+    for tier in ("none", "disk"):
+        held, planned, shard = zip(*on_ranks(2, train_groups, tier), strict=True)
+        assert held == planned
+        assert sum(held) == (4 * 256 if tier == "none" else shard[0])
 
 
 @matrix(row=(*ROWS, "1-host", "3-disk", "3-in-backward"), world=[2, 4])

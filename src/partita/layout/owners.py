@@ -74,7 +74,7 @@ class Slices:
 
 @dataclass(eq=False)
 class Owned:
-    """A parameter, or some matrices of a stacked one, with an owner.
+    """A parameter, or part of a stack of matrices, and its owner.
 
     Attributes:
         shape: of what the owner works on.
@@ -122,7 +122,7 @@ OwnedBySegment = Mapping[tuple[int, int], Sequence[Owned]]
 def find_owners(
     units: Sequence[PlannedUnit], work: FullWork, of_tensor_ranks: Sequence[Mapping[str, Slices]] = ()
 ) -> OwnedBySegment:
-    """Return the parameters that have a cost, with their owners.
+    """Assign an owner to each parameter that has a cost.
 
     Args:
         of_tensor_ranks: for each tensor rank, its slices by the parameter's name; empty: like those of this rank.
@@ -174,7 +174,7 @@ def assign(owned: Sequence[Owned], loads: list[float]) -> None:
 
 
 def exchanges(owned: Iterable[Owned]) -> Iterator[tuple[tuple[str, ...], list[Owned]]]:
-    """Yield the parameters of each exchange with its axes: rounds by falling cost.
+    """Group parameters into exchanges, in the order of falling cost; yield the axes and the parameters of each.
 
     A round is limited to :data:`ROUND_ELEMENTS` per rank, or those of the largest parameter: both of what ranks own, on
     average, and twice as many of what a rank sends. It may send more, so that every rank can own a parameter.
@@ -312,7 +312,7 @@ def _positions(mesh: MeshShape, axes: tuple[str, ...], shard_axes: tuple[str, ..
 def _unowned(
     segment: PlannedSegment, span: Span, work: FullWork, of_tensor_ranks: Sequence[Mapping[str, Slices]]
 ) -> Iterator[Owned]:
-    """Yield a parameter, or the parts of it that may have different owners, without owners."""
+    """Yield a parameter, or the parts of it that may have different owners. The owners are not assigned yet."""
     mesh, is_split, place = segment.mesh, _is_split(segment, span), span.place
     shard_axes = segment.row.master.shard_axes
     axes = mesh.named((*shard_axes, *TENSOR_AXES) if is_split else shard_axes)

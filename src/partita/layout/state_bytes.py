@@ -95,20 +95,24 @@ def moment_bytes(segment: PlannedSegment, rank: int | None, moments: Moments) ->
     if rank is None:
         return num_bytes(_most_values(segment, moments))
     spans = segment.spans_of(residence, rank)
-    numbers = {moments.of(span.fqn) for span in spans}
-    if residence.tier is Tier.DISK and len(numbers) == 1:  # each state on disk has the shard's padding
-        return numbers.pop() * segment.held_bytes(residence)
-    if residence.tier is Tier.DISK:  # and if parameters have different ones, padding between parameters
-        return sum(moments.of(span.fqn) * num_bytes(_padded(span)) for span in spans)
-    return sum(moments.of(span.fqn) * num_bytes(span.num_elements) for span in spans)
+    numbers = [moments.of(span.fqn) for span in spans]
+    if residence.tier is not Tier.DISK:
+        return sum(number * num_bytes(span.num_elements) for number, span in zip(numbers, spans, strict=True))
+    if any(numbers):  # a parameter without states has space in each: on disk it looks like one without a first step
+        numbers = [number or moments.most for number in numbers]
+    if len(set(numbers)) == 1:  # the padding of the shard, or else that between parameters
+        return numbers[0] * segment.held_bytes(residence)
+    return sum(number * num_bytes(_padded(span)) for number, span in zip(numbers, spans, strict=True))
 
 
 def _most_values(segment: PlannedSegment, moments: Moments) -> int:
     """Return a bound of the values that the optimizer keeps for a shard: that with the most of them, or more."""
-    sizes = Counter({moments.most: segment.layout.padded})
+    sizes, least = Counter({moments.most: segment.layout.padded}), 0
+    if segment.row.moments.tier is Tier.DISK:
+        least = moments.most  # of a parameter without states, as in moment_bytes
     for span in segment.layout.spans:
         sizes[moments.most] -= _padded(span)
-        sizes[moments.of(span.fqn)] += _padded(span)
+        sizes[moments.of(span.fqn) or least] += _padded(span)
     remaining, num_values = segment.row.moments.num_elements(segment.layout.padded, segment.mesh), 0
     for number in sorted(sizes, reverse=True):
         size = min(sizes[number], remaining)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -19,7 +18,7 @@ from partita.table.place import Place
 from partita.table.purposes import Needs
 
 CONNECTIONS = "gradients"
-_KNOWN_ROUNDS = 64
+_MOST_KNOWN = 64
 
 
 def groups_of(blueprint: Blueprint) -> Needs:
@@ -32,7 +31,7 @@ def groups_of(blueprint: Blueprint) -> Needs:
 
 @dataclass(frozen=True)
 class _Route:
-    """The way of one parameter's slices to its owner.
+    """A parameter, or part of it, as it is sent to its owner.
 
     Attributes:
         view: this rank's slice, which may be empty.
@@ -55,7 +54,7 @@ class _Route:
         return slice(start, start + self.owned.num_elements(position))
 
     def assembled(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the full parameter, of the flat slices of all ranks of the group."""
+        """Join the flat slices of all ranks of the group into the full parameter."""
         local = dict[Place, Tensor]()
         for position, (place, start, stop) in self.owned.pieces.items():
             if place not in local:
@@ -79,6 +78,9 @@ class _Route:
                     own[here.slices] = full[there.slices]
                 local[place] = own.as_strided((own.numel(),), (1,))
             yield position, local[place][start:stop]
+
+
+_Rounds = Sequence[tuple[Group, Sequence[_Route]]]
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Owners:
         self._routes: dict[str, list[_Route]] = {name: [] for name in mine}
         for owned in chain.from_iterable(found.values()):
             self._routes[owned.span.fqn].append(_Route(mine[owned.span.fqn], owned))
-        self._rounds = lru_cache(_KNOWN_ROUNDS)(self._find_rounds)  # most steps have the same parameters
+        self._known_rounds = dict[tuple[str, ...], _Rounds]()
         self._names = {id(view.tensor): name for name, view in mine.items()}
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -145,11 +147,17 @@ class Owners:
             self._exchange(group, routes, send, work, receive, waiting)
         assert not waiting
 
-    def _find_rounds(self, names: tuple[str, ...]) -> list[tuple[Group, list[_Route]]]:
-        """Return the exchanges for these parameters."""
-        of_owned = {id(route.owned): route for name in names for route in self._routes[name]}
-        rounds = exchanges(route.owned for route in of_owned.values())
-        return [(self._collectives.group(axes), [of_owned[id(each)] for each in owned]) for axes, owned in rounds]
+    def _rounds(self, names: tuple[str, ...]) -> _Rounds:
+        """Return the exchanges for these parameters; most steps have the same ones."""
+        if names not in self._known_rounds:
+            if len(self._known_rounds) == _MOST_KNOWN:
+                self._known_rounds.clear()
+            of_owned = {id(route.owned): route for name in names for route in self._routes[name]}
+            self._known_rounds[names] = [
+                (self._collectives.group(axes), [of_owned[id(each)] for each in owned])
+                for axes, owned in exchanges(route.owned for route in of_owned.values())
+            ]
+        return self._known_rounds[names]
 
     def _exchange(
         self,

@@ -1,6 +1,7 @@
 # make train    train a language model on the text of Python's standard library: two processes, ZeRO stage 3
 # make test     the tests; PYTEST_ARGS="-k name" to choose
-# make test-all the same with all of each matrix that `make test` takes a sample of, and what tests/slow.txt names
+# make test-all the same with every pair of values of each matrix that `make test` takes a sample of, and what
+#               tests/slow.txt names; MATRIX=full for all combinations
 # make test-clients  scripts as people write them, on partita and without it; installs the libraries that they use
 # make test-versions  the core's tests on the oldest and the newest torch and transformers that pyproject.toml admits
 # make lint     style and types
@@ -18,11 +19,14 @@ TORCH ?= torch==2.13.0
 OLDEST ?= torch==2.11.0 transformers==5.23.0
 NEWEST ?= torch==2.15.0 transformers<6
 PYTEST_ARGS ?=
+MATRIX ?=
 PYTHON ?= .venv/bin/python
 BENCH ?= $(filter-out _%,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/*.py))) gpu.all
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(shell find src -name '*.py' | sort | cksum | cut -d ' ' -f 1)
+
+export MATRIX
 
 .PHONY: train test test-all test-clients test-versions lint docs wheels bench kernels clean
 

@@ -35,7 +35,8 @@ class Counting(Processes):
 
     def __init__(self, rank: int, num_ranks: int, *, by_members: bool = True) -> None:
         self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
-        self._device, self._within_node, self._names = HOST, "network", "name" if by_members else ""
+        self._device, self._backend, self._within_node = HOST, "gloo", "network"
+        self._names = "name" if by_members else ""
         self.names, self._num_made, self._world = list[str](), 0, None
 
     def _agreed_names(self, all_ranks: Transport) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from docs import schemas
 from partita.cli.main import app
 from partita.config.json_schema import json_schema
 from partita.config.load import load_config
@@ -141,6 +144,20 @@ def test_every_key_has_a_description_and_a_default(model: type[BaseModel]) -> No
     for entry in entries:
         assert entry["description"]
         assert "default" in entry
+
+
+@pytest.mark.parametrize("name", schemas.MODELS)
+def test_the_schemas_of_the_package_are_up_to_date(name: str) -> None:
+    assert (schemas.FOLDER / name).read_text() == schemas.text(name), "run python -m docs.schemas"
+
+
+def test_the_command_imports_no_config() -> None:
+    """Which takes most of its time."""
+    script = "import sys; from partita.cli.main import app; app(['schema'], standalone_mode=False)"
+    script += "; assert not {'partita.config', 'torch'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["properties"]["zero"]
 
 
 def test_the_command_prints_it() -> None:

@@ -3,15 +3,19 @@
 `ZERO` are `zero` sections: the ZeRO stages on the device. `PLANS` are whole configs: these, states on other tiers of
 memory, lean states, recomputed activations.
 
-Of a matrix `make test` runs as many cells as have every value once, `make test-all` all of them.
+Of a matrix `make test` runs as many cells as have every value once, `make test-all` as many as have every pair of
+values, and `make test-all MATRIX=full` all of them.
 """
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterable
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
+Cell = tuple[int, ...]
 ON_HOST = {"parameters": "host", "optimizer": "host"}
 ON_DISK = {"parameters": "disk", "optimizer": "disk"}
 LEAN = {"compute": "bf16", "master": "split", "moments": "int8", "gradients": "bf16"}
@@ -43,28 +47,51 @@ def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:
 
 
 def matrix(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over all combinations; those beyond a sample are marked `thorough`."""
+    """Parametrize a test over combinations of values. `make test` runs as many as have every value once; the others are
+    marked `thorough`: as many as have every pair of values, or all with MATRIX=full in the environment.
+    """
     values = [list(axis) for axis in axes.values()]
     cells = list(product(*(range(len(axis)) for axis in values)))
-    sample = _sample(cells)
+    sample = _covering(cells, 1)
+    chosen = cells if os.environ.get("MATRIX") == "full" else _covering(cells, 2, sample)
     params = []
-    for cell in cells:
+    for cell in sorted(chosen):
         marks = [] if cell in sample else [pytest.mark.thorough]
-        params.append(pytest.param(*(axis[at] for axis, at in zip(values, cell, strict=True)), marks=marks))
+        found = [axis[at] for axis, at in zip(values, cell, strict=True)]
+        names = [_name(value, f"{axis}{at}") for axis, at, value in zip(axes, cell, found, strict=True)]
+        params.append(pytest.param(*found, marks=marks, id="-".join(names)))
     return pytest.mark.parametrize(tuple(axes), params)
 
 
-def _sample(cells: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Cells that have every value of every axis, and of pairs of values as many as so few can have."""
-    left = {place for cell in cells for place in enumerate(cell)}
-    met, taken = set[Any](), set[tuple[int, ...]]()
+def _name(value: Any, place: str) -> str:
+    """Return the value's text in a test's id: as pytest's, but for a value without one its place on the axis, which
+    does not depend on the other cells.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return str(value)
+    return str(getattr(value, "__name__", place))
+
+
+def _covering(cells: list[Cell], strength: int, taken: Collection[Cell] = ()) -> set[Cell]:
+    """Return cells that have every combination of ``strength`` values of different axes, the ``taken`` ones included,
+    and of pairs of values as many as so few can have.
+    """
+    chosen = set(taken)
+    strength = min(strength, len(cells[0]))
+    left = {combination for cell in cells for combination in _combinations(cell, strength)}
+    left.difference_update(*(_combinations(cell, strength) for cell in chosen))
+    pairs = set[Any]().union(*(_combinations(cell, 2) for cell in chosen))
     while left:
-        best = max(cells, key=lambda cell: (len(left.intersection(enumerate(cell))), len(_pairs(cell) - met)))
-        left.difference_update(enumerate(best))
-        met |= _pairs(best)
-        taken.add(best)
-    return taken
+        best = max(
+            cells,
+            key=lambda cell: (len(left & _combinations(cell, strength)), len(_combinations(cell, 2) - pairs)),
+        )
+        left -= _combinations(best, strength)
+        pairs |= _combinations(best, 2)
+        chosen.add(best)
+    return chosen
 
 
-def _pairs(cell: tuple[int, ...]) -> set[Any]:
-    return set(combinations(enumerate(cell), 2))
+@cache
+def _combinations(cell: Cell, strength: int) -> frozenset[Any]:
+    return frozenset(combinations(enumerate(cell), strength))

@@ -82,7 +82,9 @@ def _module(native: Any, num_devices: int) -> ModuleType:
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
-        "get_device_properties": lambda device=None: SimpleNamespace(name=NAME, total_memory=native.memory()[2]),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name=NAME, total_memory=native.memory()[2], uuid=os.environ.get("SIM_UUID", os.environ.get("RANK", "0"))
+        ),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),

@@ -1,13 +1,9 @@
 """``partita schema``: prints the JSON schema with which editors complete and check configs and job files."""
 
-import json
+from importlib import resources
 from typing import Annotated
 
 import typer
-
-from partita.config.json_schema import json_schema
-from partita.config.schema import Config
-from partita.train.job import Job
 
 OfJob = Annotated[bool, typer.Option("--job", help="The schema of job files of partita train instead of configs.")]
 
@@ -17,4 +13,6 @@ def schema(job: OfJob = False) -> None:
 
     Write it to a file: partita schema > partita.schema.json
     """
-    typer.echo(json.dumps(json_schema(Job if job else Config), indent=2))
+    # Files, because editors may call this often and the modules of the config take longer to import.
+    found = resources.files("partita.cli") / "schemas" / ("job.json" if job else "config.json")
+    typer.echo(found.read_text(encoding="utf-8"), nl=False)

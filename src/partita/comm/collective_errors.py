@@ -13,6 +13,7 @@ import torch
 from partita.comm.group import Group
 from partita.config.messages import shown
 from partita.errors import ConfigError, PartitaError
+from partita.memory import accelerator
 
 # The name of the call that the other ranks see.
 CALL = "a check of all ranks"
@@ -60,6 +61,23 @@ def check_equal_settings(settings: Mapping[str, object], group: Group) -> None:
                     f"the ranks' settings differ: {name} is {shown(first)} on rank 0 and {shown(found)} on rank "
                     f"{rank}; give every rank the same configuration and optimizer"
                 )
+
+
+def check_own_devices(device: torch.device, group: Group) -> None:
+    """Check that no two ranks use the same accelerator, which its backend (NCCL) refuses at the first collective.
+
+    Raises:
+        ConfigError: on every rank; it names two ranks that share a device.
+    """
+    users = dict[tuple[str, str], int]()
+    found = (socket.gethostname(), accelerator.identity(device), str(device))
+    for rank, (host, identity, name) in enumerate(group.exchange_objects(found, "partita.initialize")):
+        if identity is not None and users.setdefault((host, identity), rank) != rank:
+            raise ConfigError(
+                f"device: ranks {users[host, identity]} and {rank} both use {name} of {host} ({identity}): expected a "
+                "device for each rank. Start one process per device, or let ranks share devices, for tests "
+                "(communication.through_host: true)"
+            )
 
 
 @dataclass(frozen=True)

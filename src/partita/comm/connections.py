@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from partita.comm import world
+from partita.comm import staged, world
 from partita.comm.node.forks import connections_kept_from_children
 from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport
 from partita.comm.world import Rendezvous
@@ -73,6 +73,7 @@ class Processes(Connections):
         self._device = device
         self.timeout_s = rendezvous.timeout_s
         self._within_node = rendezvous.within_node
+        self._backend = staged.backend(device, through_host=rendezvous.through_host)
         self._groups: list[dist.ProcessGroup] = []
         self._names = ""  # prefix of the names of groups that only members create; empty: every rank creates all groups
         self._num_made = 0  # number of groups, including those without this rank
@@ -88,7 +89,7 @@ class Processes(Connections):
         own = dict[str, dist.ProcessGroup]()
         with connections_kept_from_children():
             for purpose in (each for each in PURPOSES if each in purposes):
-                backend = accelerator.backend(accelerator.HOST if purpose == "control" else self._device)
+                backend = accelerator.backend(accelerator.HOST) if purpose == "control" else self._backend
                 if (group := self._make_group(shape.groups(axes), backend)) is not None:
                     own[purpose] = group
             edges = self._connect_edges(shape, axes) if "activations" in purposes else {}
@@ -121,10 +122,10 @@ class Processes(Connections):
         own = dict[tuple[int, int, str], dist.ProcessGroup]()
         if axes != PIPELINE_AXES or accelerator.is_host(self._device):
             return own
-        lists, size, backend = shape.groups(axes), shape.group_size(axes), accelerator.backend(self._device)
+        lists, size = shape.groups(axes), shape.group_size(axes)
         neighbours = {(at, (at + step) % size) for at in range(size) for step in (1, -1)}
         for (source, target), lane in product(sorted(neighbours), LANES):
-            group = self._make_group([sorted((ranks[source], ranks[target])) for ranks in lists], backend)
+            group = self._make_group([sorted((ranks[source], ranks[target])) for ranks in lists], self._backend)
             if group is not None:
                 own[source, target, lane] = group
         return own
@@ -164,11 +165,10 @@ class Processes(Connections):
 
         if self._world is None:
             self._world = world.start_alone(self.timeout_s)
-        backend = accelerator.backend(self._device)
         with connections_kept_from_children():
             made = dict[str, dist.ProcessGroup]()
             for axis in ("", *(axis for axis in AXES if shape.size(axis) > 1)):  # "": a group of this rank only
-                group = self._make_group(shape.groups((axis,) if axis else ()), backend)
+                group = self._make_group(shape.groups((axis,) if axis else ()), self._backend)
                 assert group is not None
                 made[axis] = group
         ranks = torch.arange(self.num_ranks, device="cpu").view([shape.size(axis) for axis in AXES])

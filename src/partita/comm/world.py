@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
+from partita.comm import staged
 from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 from partita.memory import accelerator
@@ -28,6 +29,7 @@ class Rendezvous:
         timeout_s: the time-out of every operation.
         restarts: how often the launcher has restarted the processes.
         within_node: ``communication.within_node``.
+        through_host: ``communication.through_host``.
         url: ``tcp://host:port`` of the store; empty if a default group exists, or for one process.
     """
 
@@ -36,6 +38,7 @@ class Rendezvous:
     timeout_s: float
     restarts: int = 0
     within_node: str = "auto"
+    through_host: bool = False
     url: str = ""
 
 
@@ -71,7 +74,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
     if not dist.is_initialized():
         if rendezvous.num_ranks == 1:
             return None
-        own = accelerator.backend(device)
+        own = staged.backend(device, through_host=rendezvous.through_host)
         _start(own if accelerator.is_host(device) else f"cpu:gloo,{device.type}:{own}", rendezvous)
     world = dist.group.WORLD
     if any(world is parents for parents, _ in _inherited):

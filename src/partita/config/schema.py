@@ -387,6 +387,11 @@ class Communication(Section):
     within_node: Literal["auto", "memory", "network"] = Field(
         "auto", description="CPU: ranks of a node read each other's memory (auto: if the system permits it)"
     )
+    through_host: Flag = Field(
+        False,
+        description="GPU: communicate through host memory, over gloo instead of NCCL. Ranks can then share a GPU, for "
+        "tests; it is slow",
+    )
     timeout_s: Positive = Field(600.0, description="seconds that a collective may take before it is an error")
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.activation.apply import Activations, SelectedModules, open_tier
 from partita.activation.recompute import Recomputation
 from partita.checkpoint.checkpoints import Checkpoints
-from partita.comm.collective_errors import check_equal_settings, shared_errors
+from partita.comm.collective_errors import check_equal_settings, check_own_devices, shared_errors
 from partita.comm.collectives import Collectives
 from partita.comm.mesh import Mesh
 from partita.comm.several_axes import SeveralAxes
@@ -107,6 +107,8 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_equal_settings(resolved.shared, all_ranks)
+    if not resolved.config.communication.through_host:
+        check_own_devices(mesh.device, all_ranks)
     collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)
     transforms = ModuleTransforms()

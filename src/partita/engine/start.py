@@ -59,7 +59,7 @@ def initialize(
             ``.loss``.
         weights: a safetensors file or folder with the initial values, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and their settings
-            (``communication.timeout_s``, ``within_node``); None: a new one.
+            (``communication.timeout_s``, ``within_node``, ``through_host``); None: a new one.
         device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
             rank's own accelerator if there is one.
 
@@ -70,7 +70,7 @@ def initialize(
     launch = launch_environment(running=world.running())
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh: expected the mesh of another engine; got a {type(mesh).__name__}")
-    device = _device(device, mesh, launch.local_rank)
+    device = _device(device, mesh, launch.local_rank, shared=settings.communication.through_host)
     num_ranks = mesh.num_ranks if mesh else launch.world_size
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
     given = {"optimizer": optimizer, "schedule": scheduler}
@@ -87,7 +87,13 @@ def initialize(
         _announce(resolved)
     communication = settings.communication
     rendezvous = Rendezvous(
-        launch.rank, num_ranks, communication.timeout_s, launch.restarts, communication.within_node, launch.url
+        launch.rank,
+        num_ranks,
+        communication.timeout_s,
+        launch.restarts,
+        communication.within_node,
+        communication.through_host,
+        launch.url,
     )
     owned = mesh is None
     if mesh is None:
@@ -113,15 +119,17 @@ def initialize(
     return engine
 
 
-def _device(wanted: torch.device | str | None, mesh: Mesh | None, local_rank: int | None) -> torch.device:
-    """Return the device that this rank computes on.
+def _device(
+    wanted: torch.device | str | None, mesh: Mesh | None, local_rank: int | None, *, shared: bool
+) -> torch.device:
+    """Return the device that this rank computes on. ``shared``: ranks may share a device.
 
     Raises:
         ConfigError: it is not a device to train on, or differs from the mesh's.
     """
     if wanted is None:
-        return mesh.device if mesh is not None else accelerator.own_device(local_rank)
-    device = accelerator.chosen_device(wanted, local_rank)
+        return mesh.device if mesh is not None else accelerator.own_device(local_rank, shared=shared)
+    device = accelerator.chosen_device(wanted, local_rank, shared=shared)
     if mesh is not None and mesh.device != device:
         raise ConfigError(f"device: '{device}' is not the device of the given mesh, '{mesh.device}'; leave device out")
     return device

@@ -47,10 +47,13 @@ def device_type() -> str:
     return found.type
 
 
-def own_device(local_rank: int | None) -> torch.device:
+def own_device(local_rank: int | None, *, shared: bool = False) -> torch.device:
     """Return this rank's device: the only visible device (Slurm's ``--gpus-per-task``, Ray and Kubernetes hide the
     others), or else the device with index ``local_rank``; without a local rank, the current device
     (``torch.cuda.set_device``).
+
+    Args:
+        shared: ranks may share a device; if there are fewer devices than ranks, they take turns.
 
     Raises:
         ConfigError: several devices are visible, but fewer than the node has ranks.
@@ -62,16 +65,17 @@ def own_device(local_rank: int | None) -> torch.device:
         return torch.device(kind, torch.accelerator.current_device_index())
     if (num := count()) == 1:
         return torch.device(kind, 0)
-    if local_rank >= num:
+    if local_rank >= num and not shared:
         raise ConfigError(
             f"device: local rank {local_rank} has no {kind} device: expected one visible device, or at least "
-            f"{local_rank + 1}; got {num}. Start at most {num} processes per node"
+            f"{local_rank + 1}; got {num}. Start at most {num} processes per node, or let ranks share devices, for "
+            "tests (communication.through_host: true)"
         )
-    return torch.device(kind, local_rank)
+    return torch.device(kind, local_rank % num)
 
 
-def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
-    """Return the device that the user has chosen; without an index, this rank's device.
+def chosen_device(wanted: object, local_rank: int | None, *, shared: bool = False) -> torch.device:
+    """Return the device that the user has chosen; without an index, this rank's device (see :func:`own_device`).
 
     Raises:
         ConfigError: it is not a device, or this machine does not have it.
@@ -88,7 +92,7 @@ def chosen_device(wanted: object, local_rank: int | None) -> torch.device:
         return HOST
     if device.type != kind or (device.index or 0) >= count():
         raise ConfigError(f"device: expected one that this machine trains on ({expected}); got '{device}'")
-    return own_device(local_rank) if str(device) == kind else device
+    return own_device(local_rank, shared=shared) if str(device) == kind else device
 
 
 def usual_kind(one_memory: bool) -> str:
@@ -173,6 +177,16 @@ def installed() -> list[tuple[str, int]]:
 def name(device: torch.device) -> str:
     """Return the name that an accelerator's driver gives it."""
     return str(torch.get_device_module(device).get_device_properties(device).name)
+
+
+def identity(device: torch.device) -> str | None:
+    """Return a text that is the same for two processes of a node if they use the same device; None if PyTorch does not
+    know the device's number, or it is not an accelerator.
+    """
+    if not has_streams(device):
+        return None
+    found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:

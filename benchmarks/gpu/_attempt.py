@@ -14,15 +14,15 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from benchmarks.gpu._common import Job, model_flops, num_params
+from benchmarks.gpu._common import Job, find_device, model_flops, num_params, reset_peak
 from benchmarks.gpu._modes import LONG_MODES, MODES, Setting, TakeStep
 from partita.errors import PartitaError
+from partita.memory import accelerator
 
 # Texts of errors, by the resource that was exhausted.
 SIGNS = {
     "offload to disk": "disk",
     "cannot pin": "host",
-    "CUDA out of memory": "device",
     "out of memory": "device",
 }
 
@@ -31,9 +31,9 @@ def batch(tokens: int, length: int, device: torch.device, step: int) -> tuple[Te
     """Return tokens and targets ``[tokens / length, length]``. Small ones are more frequent, so that there is something
     to learn.
     """
-    generator = torch.Generator(device).manual_seed(step)
-    rows = torch.rand(max(1, tokens // length), length + 1, generator=generator, device=device).square()
-    ids = (rows * 255).long()
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.rand(max(1, tokens // length), length + 1, generator=generator).square()
+    ids = (rows * 255).long().to(device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -45,13 +45,12 @@ def measure(job: Job, take_step: TakeStep, tokens: int, device: torch.device) ->
     """
     times, losses = [], []
     length = min(job.length, tokens)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak(device)
     for step in range(job.warmup + job.steps):
         rows = batch(tokens, length, device, step)
         begin = time.perf_counter()
         losses.append(take_step(*rows))
-        _synchronize(device)
+        accelerator.wait_for_all(device)
         times.append(time.perf_counter() - begin)
     best = min(times[job.warmup :])
     return {
@@ -60,13 +59,8 @@ def measure(job: Job, take_step: TakeStep, tokens: int, device: torch.device) ->
         "losses": losses,
         "params": num_params(job.shape),
         "tflops": model_flops(job.shape, tokens, length) / best / 1e12,
-        "device_peak": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        "device_peak": accelerator.allocated_bytes(device)[1],
     }
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def run(job: Job, out: TextIO) -> str:
@@ -75,7 +69,10 @@ def run(job: Job, out: TextIO) -> str:
     if mode.needs and importlib.util.find_spec(mode.needs) is None:
         print(f"{mode.needs} is not installed")
         return "absent"
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if job.simulated and not mode.simulates:
+        print("not on the simulated accelerator")
+        return "absent"
+    device = find_device(simulated=job.simulated)
     try:
         take_step = mode.start(Setting(job.shape, device, job.path))
         for tokens in job.tokens:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks._common import ROOT
+from partita.memory import accelerator
 from partita.memory.capacity import host_memory
 from partita.train.decoder import DecoderShape
 
@@ -57,7 +58,9 @@ def model_flops(shape: DecoderShape, tokens: int, length: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and the tokens of its steps, in turn."""
+    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and the tokens of its steps, in turn.
+    ``simulated``: on the simulated accelerator.
+    """
 
     mode: str
     shape: DecoderShape
@@ -66,6 +69,7 @@ class Job:
     steps: int = 3
     warmup: int = 1
     path: str | None = None
+    simulated: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -151,6 +155,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that these benchmarks have in common."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="a tiny model, on the CPU if there is no GPU: does it run?")
+    add_simulated(made)
     made.add_argument("--save", action="store_true", help="write the report into benchmarks/results/")
     made.add_argument("--seconds", type=float, default=570.0, help="start nothing that would not end within this time")
     made.add_argument("--mode", nargs="+", default=None, metavar="MODE", help="the modes to run, by name")
@@ -159,31 +164,75 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def add_simulated(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--simulated", action="store_true", help="a tiny model, on the simulated accelerator: does every line run?"
+    )
+
+
+def is_tiny(arguments: argparse.Namespace) -> bool:
+    """Return True if the figures mean nothing: the sizes only show that the script runs."""
+    return bool(arguments.quick or arguments.simulated)
+
+
 def host_bytes(arguments: argparse.Namespace) -> int:
     given = arguments.host_gib
     return int(given * 2**30) if given else host_memory()[0] - RESERVE_BYTES
 
 
-def device_here(quick: bool) -> torch.device:
-    """Return the GPU; with ``quick`` the CPU if there is none.
+def device_here(arguments: argparse.Namespace) -> torch.device:
+    """Return the GPU; with ``--quick`` the CPU if there is none; with ``--simulated`` the simulated accelerator.
 
     Raises:
-        SystemExit: there is no GPU, and ``quick`` is False.
+        SystemExit: there is no GPU, and the arguments ask for one.
     """
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    if not quick:
-        raise SystemExit("no CUDA device here: nothing to measure (--quick shows on the CPU that the script runs)")
-    return torch.device("cpu")
+    device = find_device(simulated=arguments.simulated)
+    if device.type == "cpu" and not arguments.quick:
+        raise SystemExit("no GPU here: nothing to measure (--quick shows on the CPU that the script runs)")
+    return device
+
+
+def find_device(*, simulated: bool) -> torch.device:
+    """Return the first accelerator, or the CPU if there is none.
+
+    Args:
+        simulated: register the accelerator of tests/simulated, which needs a C++ compiler, and return it.
+    """
+    if simulated:
+        from tests.simulated.device import register
+
+        register()
+    return accelerator.own_device(0)
 
 
 def place(device: torch.device) -> str:
     """Return a line for a report that names the device of its figures."""
     if device.type == "cpu":
-        return "No CUDA device: on the CPU, at a size that shows that the script runs. Its figures mean nothing."
-    free, total = torch.cuda.mem_get_info(device)
-    name = torch.cuda.get_device_name(device)
-    return f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
+        return "No GPU: on the CPU, at a size that shows that the script runs. Its figures mean nothing."
+    ((name, total),) = accelerator.installed()[:1]
+    free = accelerator.free_bytes(device)
+    text = f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    return f"{text}, CUDA {torch.version.cuda}" if torch.version.cuda else text
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to count the device's peak memory; :func:`partita.memory.accelerator.allocated_bytes` returns it."""
+    if accelerator.has_streams(device):
+        torch.get_device_module(device).reset_peak_memory_stats()
+
+
+def measured_ms(work: Callable[[], object], device: torch.device, repeats: int = 3) -> list[float]:
+    """Return the milliseconds of some repetitions on all streams, after one that is not measured."""
+    times = []
+    for _ in range(repeats + 1):
+        accelerator.wait_for_all(device)
+        begin = accelerator.timed_event(device)
+        work()
+        accelerator.wait_for_all(device)
+        end = accelerator.timed_event(device)
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times[1:]
 
 
 def chosen(modes: list[str] | None, known: Iterator[str] | list[str]) -> list[str]:

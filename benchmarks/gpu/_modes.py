@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from partita.memory import accelerator
 from partita.train.decoder import Decoder, DecoderShape
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -38,13 +39,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode. ``device`` and ``host``: bytes per parameter of its states there, for the search's first guess."""
+    """A mode. ``device`` and ``host``: bytes per parameter of its states there, for the search's first guess.
+    ``simulates``: it runs on the simulated accelerator, too.
+    """
 
     start: Callable[[Setting], TakeStep]
     device: float
     host: float
     disk: float = 0.0
     needs: str | None = None
+    simulates: bool = True
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,11 +88,11 @@ def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _one_rank()
+    _one_rank(setting.device)
     mesh = init_device_mesh(setting.device.type, (1,))
     model = build(setting.shape, "meta")
     policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
-    if offload and setting.device.type == "cuda":  # it pins memory
+    if offload and accelerator.has_streams(setting.device):  # it pins memory
         policies["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **policies)
@@ -110,8 +114,8 @@ def deepspeed(setting: Setting, stage: int) -> TakeStep:
     """Return ZeRO-Offload: at stage 2 optimizer states on the host, at stage 3 parameters, too."""
     import deepspeed
 
-    _one_rank()
-    offload = {"device": "cpu", "pin_memory": setting.device.type == "cuda"}
+    _one_rank(setting.device)
+    offload = {"device": "cpu", "pin_memory": accelerator.has_streams(setting.device)}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": offload, "overlap_comm": True}
     if stage == 3:
         zero["offload_param"] = offload
@@ -190,9 +194,10 @@ def _with_optimizer(model: nn.Module) -> TakeStep:
     return take_step
 
 
-def _one_rank() -> None:
+def _one_rank(device: torch.device) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = accelerator.backend(device)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}" if accelerator.has_streams(device) else backend)
 
 
 def _partita(offload: dict[str, str], precision: dict[str, str], device: float, host: float, disk: float = 0) -> Mode:
@@ -202,8 +207,8 @@ def _partita(offload: dict[str, str], precision: dict[str, str], device: float, 
 
 MODES = {
     "plain PyTorch": Mode(plain, 18, 0),
-    "FSDP2": Mode(partial(fsdp2, offload=False), 18, 0),
-    "FSDP2, CPUOffloadPolicy": Mode(partial(fsdp2, offload=True), 0.2, 16),
+    "FSDP2": Mode(partial(fsdp2, offload=False), 18, 0, simulates=False),
+    "FSDP2, CPUOffloadPolicy": Mode(partial(fsdp2, offload=True), 0.2, 16, simulates=False),
     "DeepSpeed 2 + offload": Mode(partial(deepspeed, stage=2), 2.5, 16, needs="deepspeed"),
     "DeepSpeed 3 + offload": Mode(partial(deepspeed, stage=3), 0.2, 18, needs="deepspeed"),
     "default": _partita({}, {"compute": "bf16"}, 18, 0),

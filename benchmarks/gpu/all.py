@@ -5,7 +5,8 @@
     python -m benchmarks.gpu.all offload --seconds 580 --save    # models beyond the card, one at a time
 
 Without a part it runs all three in turn. A script that fails or misses a target does not stop the others.
-`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU if there is no GPU.
+`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU if there is no GPU;
+`--simulated` on the simulated accelerator, so that every line runs where there is no GPU.
 If partita is not installed, run `make kernels PYTHON=python3` and set `PYTHONPATH=src` first.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._common import ROOT
-from benchmarks.gpu._common import chosen
+from benchmarks.gpu._common import add_simulated, chosen
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Script:
     saves: bool = True
     keeps_time: bool = True  # it has --seconds
 
-    def command(self, seconds: float, *, quick: bool, save: bool) -> list[str]:
-        options = ["--quick"] if quick else list(self.options)
+    def command(self, seconds: float, *, tiny: str, save: bool) -> list[str]:
+        """Return the command. ``tiny``: the option of a tiny model, or empty."""
+        options = [tiny] if tiny else list(self.options)
         if self.keeps_time:
             options += ["--seconds", f"{seconds * self.share:.0f}"]
         if self.saves and save:
@@ -44,6 +46,7 @@ PARTS: dict[str, list[Script]] = {
     "correct": [
         Script("gpu.check", ("--only", "correct"), saves=False, keeps_time=False),
         Script("gpu.offload_check", ("--quick",), keeps_time=False),
+        Script("gpu.shared_card", keeps_time=False),
         Script("precision_zoo", keeps_time=False),
     ],
     "speed": [
@@ -68,30 +71,33 @@ def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)} (all, if none is named)")
     made.add_argument("--quick", action="store_true", help="each script in its quick form")
+    add_simulated(made)
     made.add_argument("--save", action="store_true", help="write the reports into benchmarks/results/")
     made.add_argument("--seconds", type=float, default=580.0)
     made.add_argument("--logs", type=Path, default=None, help="folder for what each script prints")
     arguments = made.parse_args()
     end, failed = time.monotonic() + arguments.seconds, list[str]()
+    tiny = "--simulated" if arguments.simulated else "--quick" if arguments.quick else ""
     with tempfile.TemporaryDirectory() as folder:
         logs = arguments.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         for part in chosen(arguments.part, list(PARTS)):
             # Figures of speed need the card to themselves; checks do not.
-            groups = [PARTS[part]] if part == "correct" and not arguments.quick else [[one] for one in PARTS[part]]
+            scripts = [one for one in PARTS[part] if not arguments.simulated or one.module.startswith("gpu.")]
+            groups = [scripts] if part == "correct" and not tiny else [[one] for one in scripts]
             for group in groups:
                 if end - time.monotonic() > LEAST_S:
-                    failed += run(group, end, arguments.quick, arguments.save, logs / part)
+                    failed += run(group, end, tiny, arguments.save, logs / part)
     print(f"\nfailed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 
-def run(scripts: list[Script], end: float, quick: bool, save: bool, logs: Path) -> list[str]:
+def run(scripts: list[Script], end: float, tiny: str, save: bool, logs: Path) -> list[str]:
     """Run scripts side by side until ``end``, print the last lines of each, and return those that failed."""
     logs.mkdir(exist_ok=True)
     running, failed = [], []
     for script in scripts:
-        command = script.command(end - time.monotonic(), quick=quick, save=save)
+        command = script.command(end - time.monotonic(), tiny=tiny, save=save)
         log = (logs / f"{script.module}.log").open("w+")
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         running.append((command, log, process, time.monotonic()))

@@ -2,7 +2,7 @@
 
 1. the NCCL collectives, called directly in a group of one, against sums in float64;
 2. every stage against plain PyTorch with float64 parameters, and bitwise against stage 0, in fp32, bf16 and fp16;
-3. the time of a step compared with plain PyTorch with the same fused optimizer, by CUDA events, and peak memory.
+3. the time of a step compared with plain PyTorch with the same fused optimizer, by events, and peak memory.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import partita
-from benchmarks.gpu._common import device_here, place
+from benchmarks.gpu._common import add_simulated, device_here, is_tiny, measured_ms, place, reset_peak
 from partita.comm.transport import DeviceTransport
 from partita.memory import accelerator
 from partita.table.purposes import PURPOSES
@@ -60,14 +60,13 @@ def build(width: int, layers: int, seed: int = 0) -> Decoder:
 
 
 def tokens(device: torch.device, batch: int, length: int, step: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(step)
-    return torch.randint(256, (batch, length + 1), generator=generator, device=device)
+    return torch.randint(256, (batch, length + 1), generator=torch.Generator().manual_seed(step)).to(device)
 
 
 def losses_of(model: torch.nn.Module, device: torch.device, update: Callable[[Tensor], None]) -> list[float]:
     losses = []
     for step in range(STEPS):
-        rows = tokens(device, 8, 128 if device.type == "cuda" else 16, step)
+        rows = tokens(device, 8, 16 if device.type == "cpu" else 128, step)
         loss = model(rows[:, :-1], rows[:, 1:])
         update(loss)
         losses.append(loss.item())
@@ -106,30 +105,23 @@ def check_stages(device: torch.device, width: int, layers: int) -> None:
         print(f"| {compute} | {' | '.join(cells)} |")
 
 
-def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> None:
-    """Measure the milliseconds of a step (median, CUDA events) and peak memory: plain PyTorch in bf16, then each stage
+def time_steps(device: torch.device, width: int, layers: int, repeats: int, length: int) -> None:
+    """Measure the milliseconds of a step (median, by events) and peak memory: plain PyTorch in bf16, then each stage
     on one GPU.
     """
-    rows = tokens(device, 8, 1024, 0)
+    rows = tokens(device, 8, length, 0)
 
     def measure(step: Callable[[], None]) -> tuple[float, float]:
-        torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(repeats + 3):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times[3:]), torch.cuda.max_memory_allocated() / 2**30
+        reset_peak(device)
+        times = measured_ms(step, device, repeats + 2)
+        return statistics.median(times[2:]), accelerator.allocated_bytes(device)[1] / 2**30
 
     def plain_step() -> Callable[[], None]:
         model = build(width, layers).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
         def step() -> None:
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16):
                 loss = model(rows[:, :-1], rows[:, 1:])
             loss.backward()
             optimizer.step()
@@ -140,7 +132,7 @@ def time_steps(device: torch.device, width: int, layers: int, repeats: int) -> N
     table = [("plain PyTorch, autocast", *measure(plain_step()))]
     for name, zero in PLANS.items():
         gc.collect()  # the previous engine
-        torch.cuda.empty_cache()
+        accelerator.reclaim(device)
         with partita.initialize(build(width, layers), {"zero": zero}) as engine:
 
             def step(engine: partita.Engine = engine) -> None:
@@ -162,16 +154,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="the stages alone, on the CPU if there is no GPU")
+    add_simulated(parser)
     parser.add_argument("--only", choices=("correct", "speed"), help="1 and 2, or 3 alone")
     arguments = parser.parse_args()
-    device = device_here(arguments.quick)
+    device = device_here(arguments)
     print(f"{place(device)}; torch {torch.__version__}")
     if arguments.only != "speed":
-        if device.type == "cuda":
+        if accelerator.has_streams(device):
             check_collectives(device)
-        check_stages(device, *((64, 2) if arguments.quick else (256, 4)))
-    if arguments.only != "correct" and not arguments.quick:
-        time_steps(device, arguments.width, arguments.layers, arguments.repeats)
+        check_stages(device, *((64, 2) if is_tiny(arguments) else (256, 4)))
+    if arguments.only != "correct" and arguments.simulated:
+        time_steps(device, 64, 2, 1, 64)
+    elif arguments.only != "correct" and not arguments.quick:
+        time_steps(device, arguments.width, arguments.layers, arguments.repeats, 1024)
 
 
 if __name__ == "__main__":

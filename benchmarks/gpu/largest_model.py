@@ -23,11 +23,13 @@ from benchmarks.gpu._common import (
     decoder,
     device_here,
     host_bytes,
+    is_tiny,
     num_params,
     parser,
     place,
 )
 from benchmarks.gpu._modes import MODES, Mode
+from partita.memory import accelerator
 from partita.train.decoder import DecoderShape
 
 # 271 million parameters per layer.
@@ -89,21 +91,21 @@ class Search:
         return [*row, *(f"{peak:.1f}" for peak in peaks), f"{step['times_s'][-1]:.1f}"]
 
 
-def guess(mode: Mode, shape: DecoderShape, host: int) -> int:
+def guess(mode: Mode, shape: DecoderShape, device: torch.device, host: int) -> int:
     """Return the number of layers that fits according to the bytes per parameter."""
-    free = torch.cuda.mem_get_info()[0] - DEVICE_MARGIN
+    free = max(0, accelerator.free_bytes(device) - DEVICE_MARGIN)
     room = min(free / mode.device, host / mode.host if mode.host else math.inf)
     return max(1, int(room / num_params(shape)))
 
 
-def search(one: Search, clock: Clock, host: int, path: str | None) -> None:
+def search(one: Search, clock: Clock, host: int, path: str | None, *, simulated: bool) -> None:
     took = 0.0
     while (layers := one.following) is not None:
         if clock.left < max(30.0, 1.5 * took * layers / max(one.tried[-1:] or [layers])):
             one.why = one.why or "time"
             return
         shape = replace(one.shape, layers=layers)
-        job = Job(one.mode, shape, (TOKENS,), LENGTH, STEPS, path=path)
+        job = Job(one.mode, shape, (TOKENS,), LENGTH, STEPS, path=path, simulated=simulated)
         outcome = attempt(job, clock.left, host)
         took = outcome.seconds
         print(f"  {one.mode}: {layers} layers: {outcome.why or 'trains'} ({took:.0f} s)", file=sys.stderr, flush=True)
@@ -117,9 +119,9 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--layers", type=int, default=None, help="try this many layers, and no others")
     arguments = made.parse_args()
-    device, quick = device_here(arguments.quick), arguments.quick
+    device, tiny = device_here(arguments), is_tiny(arguments)
     host, clock = host_bytes(arguments), Clock(arguments.seconds)
-    modes = chosen(arguments.mode or (QUICK if quick else None), list(MODES))
+    modes = chosen(arguments.mode or (QUICK if tiny else None), list(MODES))
     report = Report("The largest model that trains")
     report.begin()
     report.write(place(device) + f"; at most {host / 2**30:.0f} GiB of the host.")
@@ -127,20 +129,18 @@ def main() -> int:
     reached = dict[str, int]()
 
     def row_of(mode: str) -> list[str]:
-        if quick:
-            one = Search(mode, SMALL, 1, 1)
-        else:
-            first = arguments.layers or guess(MODES[mode], WIDE, host)
-            one = Search(mode, WIDE, first, first if arguments.layers else 10_000)
-        search(one, clock, host, arguments.path)
+        shape, most = (SMALL, 2) if tiny else (WIDE, 10_000)
+        first = arguments.layers or (1 if device.type == "cpu" else min(most, guess(MODES[mode], shape, device, host)))
+        one = Search(mode, shape, first, first if arguments.layers else most)
+        search(one, clock, host, arguments.path, simulated=arguments.simulated)
         reached[mode] = one.fits
         report.expect(one.fits > 0 or one.why == "time" or one.why.startswith("absent"), f"{mode} trains: {one.why}")
         return one.row()
 
     header = ["mode", "10⁹ parameters, predicted", "trained", "what stopped it"]
     report.table([*header, "device GiB", "host GiB", "s a step"], map(row_of, modes))
-    if quick:
-        guarded = attempt(Job(modes[0], SMALL, (64,), 64), 120, 2**24)
+    if tiny:
+        guarded = attempt(Job(modes[0], SMALL, (64,), 64, simulated=arguments.simulated), 120, 2**24)
         report.expect(guarded.stopped == "host", f"an attempt is ended before it takes too much: {guarded.why}")
     compare(report, reached)
     return report.end(arguments.save)

@@ -8,7 +8,7 @@ device's memory holds only activations. TFLOP/s count dense attention's arithmet
 import sys
 
 from benchmarks._common import Report
-from benchmarks.gpu._common import SMALL, Clock, Job, attempt, chosen, device_here, host_bytes, parser, place
+from benchmarks.gpu._common import SMALL, Clock, Job, attempt, chosen, device_here, host_bytes, is_tiny, parser, place
 from benchmarks.gpu._modes import LONG_MODES
 from partita.train.decoder import DecoderShape
 
@@ -20,8 +20,8 @@ STEPS = 1
 
 def main() -> int:
     arguments = parser(__doc__).parse_args()
-    device, host, clock = device_here(arguments.quick), host_bytes(arguments), Clock(arguments.seconds)
-    shape, lengths = (SMALL, QUICK_LENGTHS) if arguments.quick else (LLAMA_8B, LENGTHS)
+    device, host, clock = device_here(arguments), host_bytes(arguments), Clock(arguments.seconds)
+    shape, lengths = (SMALL, QUICK_LENGTHS) if is_tiny(arguments) else (LLAMA_8B, LENGTHS)
     modes = chosen(arguments.mode, list(LONG_MODES))
     report = Report("The longest sequence")
     report.begin()
@@ -29,7 +29,7 @@ def main() -> int:
     report.write()
 
     def row_of(number: int, mode: str) -> list[str]:
-        job = Job(mode, shape, lengths, max(lengths), STEPS, path=arguments.path)
+        job = Job(mode, shape, lengths, max(lengths), STEPS, path=arguments.path, simulated=arguments.simulated)
         outcome = attempt(job, clock.left / (len(modes) - number), host)
         report.expect(bool(outcome.steps), f"{mode} trains at {lengths[0]} positions: {outcome.why}")
         if outcome.stopped == "error":

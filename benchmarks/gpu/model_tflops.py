@@ -23,6 +23,7 @@ from benchmarks.gpu._common import (
     chosen,
     device_here,
     host_bytes,
+    is_tiny,
     num_params,
     parser,
     place,
@@ -52,10 +53,10 @@ def main() -> int:
     made.add_argument("--size", nargs="+", default=None, choices=list(SIZES), help="the sizes to run")
     made.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="tokens a step, in the order to run")
     arguments = made.parse_args()
-    device, quick = device_here(arguments.quick), arguments.quick
+    device, tiny = device_here(arguments), is_tiny(arguments)
     host, clock = host_bytes(arguments), Clock(arguments.seconds)
-    shapes = {"tiny": SMALL} if quick else {size: SIZES[size] for size in arguments.size or ORDER}
-    tokens, length = ((128, 64), 64) if quick else (tuple(arguments.tokens), LENGTH)
+    shapes = {"tiny": SMALL} if tiny else {size: SIZES[size] for size in arguments.size or ORDER}
+    tokens, length = ((128, 64), 64) if tiny else (tuple(arguments.tokens), LENGTH)
     modes = chosen(arguments.mode, list(MODES)) if arguments.mode else CHOSEN
     report = Report("Model-TFLOP/s by size, mode and tokens a step")
     report.begin()
@@ -67,7 +68,7 @@ def main() -> int:
     header = ["size", "mode", "tokens", "model-TFLOP/s", "of the first mode", "GiB device + host", "stopped by"]
 
     def job(mode: str, shape: DecoderShape) -> Job:
-        return Job(mode, shape, tokens, length, path=arguments.path)
+        return Job(mode, shape, tokens, length, path=arguments.path, simulated=arguments.simulated)
 
     def rows() -> Iterator[list[str]]:
         for size, shape in shapes.items():
@@ -80,7 +81,9 @@ def main() -> int:
                 yield from of_attempt(outcome, size, mode, base)
                 if outcome.stopped:
                     yield [size, mode, str(tokens[len(outcome.steps)]), "-", "-", "-", outcome.why]
-                    report.expect(outcome.stopped in ("device", "host", "time"), f"{size}, {mode}: {outcome.why}")
+                    report.expect(
+                        outcome.stopped in ("device", "host", "time", "absent"), f"{size}, {mode}: {outcome.why}"
+                    )
 
     report.table(header, rows())
     return report.end(arguments.save)

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks._common import Report
-from benchmarks.gpu._common import device_here, parser, place
+from benchmarks.gpu._common import device_here, is_tiny, parser, place
 from partita.attention import Layout, block_sparse
 from partita.attention.block_pairs import block_pairs
 from partita.attention.picture import dense_pairs
 from partita.attention.segments import Segments, Sizes, documents_of, whole_samples
+from partita.memory import accelerator
 
 BLOCK = 128
 PATTERNS: dict[str, Layout] = {
@@ -41,15 +42,15 @@ REPEATS = 5
 
 def main() -> int:
     options = parser(__doc__).parse_args()
-    device = device_here(options.quick)
+    device = device_here(options)
     report = Report("Block-sparse attention on one GPU")
     report.begin()
     report.write(place(device))
     report.write()
     torch.backends.cuda.matmul.allow_tf32 = False
-    length = 1000 if not options.quick else 300
+    length = 300 if is_tiny(options) else 1000
     report.table(["pattern", "batch", "worst difference", "allowed"], _exactness(report, device, length))
-    lengths = SPEED_LENGTHS if device.type == "cuda" and not options.quick else (128,)
+    lengths = (128,) if is_tiny(options) else SPEED_LENGTHS
     report.write(f"{HEADS} heads, {KEY_HEADS} of keys, of width {WIDTH}; a window of {WINDOW}, one global block; bf16.")
     report.write()
     header = ["positions", "dense, ms", "sparse, ms", "x dense's speed", "pairs, x fewer", "TFLOP/s"]
@@ -124,17 +125,12 @@ def _milliseconds(call: Callable[[], Tensor], given: list[Tensor], weights: Tens
     """Return the best time of several calls, forward and backward."""
     best = float("inf")
     for _ in range(REPEATS + 1):
-        _wait(weights.device)
+        accelerator.wait_for_all(weights.device)
         start = time.perf_counter()
         torch.autograd.grad(call(), given, weights)
-        _wait(weights.device)
+        accelerator.wait_for_all(weights.device)
         best = min(best, time.perf_counter() - start)
     return best * 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks._common import RESULTS, Report
 from benchmarks.gpu._attempt import batch
-from benchmarks.gpu._common import SIZES, SMALL, chosen, device_here, num_params, parser, place
+from benchmarks.gpu._common import SIZES, SMALL, chosen, device_here, is_tiny, num_params, parser, place
 from benchmarks.gpu._modes import MODES, PARTITA, Setting, partita_engine
-from partita.memory import streams
+from partita.memory import accelerator, streams
 from partita.optim.optimizer import Snapshot
 
 DEFAULT = ["optimizer on host", "everything on host", "lean, everything on host"]
@@ -127,8 +126,7 @@ def record(setting: Setting, mode: str, tokens: int, sequence: int) -> tuple[Wat
             for step in range(STEPS):
                 train(step)
             engine.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            accelerator.wait_for_all(device)
         watched = watch.spans
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -196,18 +194,17 @@ def main() -> int:
     made.add_argument("--size", choices=list(SIZES), default="3B")
     made.add_argument("--tokens", type=int, default=16384)
     arguments = made.parse_args()
-    device, quick = device_here(arguments.quick), arguments.quick
-    setting = Setting(SMALL if quick else SIZES[arguments.size], device, arguments.path)
+    device, tiny = device_here(arguments), is_tiny(arguments)
+    setting = Setting(SMALL if tiny else SIZES[arguments.size], device, arguments.path)
     report = Report("What overlaps in a step with offload")
     report.begin()
     report.write(f"{place(device)}; {num_params(setting.shape) / 1e9:.3g}e9 parameters.")
     report.write()
     rows = []
     for mode in (name for name in chosen(arguments.mode, PARTITA) if arguments.mode or name in DEFAULT):
-        sizes = (256, 64) if quick else (arguments.tokens, 4096)
+        sizes = (256, 64) if tiny else (arguments.tokens, 4096)
         rows += shares(report, setting, mode, sizes, arguments.save)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.reclaim(device)
     report.table(["mode", "what", "ms per step", "ms hidden", "hidden"], rows)
     return report.end(arguments.save)
 

@@ -16,6 +16,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <chrono>
+
 #include "order.hpp"
 
 namespace simulated {
@@ -108,7 +110,10 @@ at::Tensor adopted(const at::Tensor& made) {
 
 // -------------------------------------------------------------------------------------------- streams, events, device
 
-struct Event { Clock clock; };
+struct Event {
+    Clock clock;
+    std::chrono::steady_clock::time_point recorded;
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::Stream stream_of(Stream id) { return c10::Stream(c10::Stream::UNSAFE, DEVICE, id); }
@@ -133,7 +138,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
     void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
         if (!*event) *event = new Event;
-        static_cast<Event*>(*event)->clock = order().now(stream.id());
+        *static_cast<Event*>(*event) = {order().now(stream.id()), std::chrono::steady_clock::now()};
     }
     void block(void* event, const c10::Stream& stream) const override {
         if (event) order().wait(stream.id(), static_cast<Event*>(event)->clock);
@@ -141,6 +146,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
     void synchronizeEvent(void* event) const override {
         if (event) order().host_waits(static_cast<Event*>(event)->clock);
+    }
+    // The host's time: operators run at once.
+    double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+        const auto elapsed = static_cast<Event*>(to)->recorded - static_cast<Event*>(from)->recorded;
+        return std::chrono::duration<double, std::milli>(elapsed).count();
     }
     void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
     void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
@@ -405,6 +415,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("races", [] { return order().races(); });
     m.def("forget_races", [] { order().forget_races(); });
     m.def("memory", [] { return order().memory(); });
+    m.def("reset_peak", [] { order().reset_peak(); });
     m.def("set_limit", [](std::size_t num_bytes) { order().set_limit(num_bytes); });
     m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { order().pin(reinterpret_cast<void*>(at), num_bytes); });
     m.def("unpin", [](std::uintptr_t at) { order().unpin(reinterpret_cast<void*>(at)); });

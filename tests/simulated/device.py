@@ -94,6 +94,7 @@ def _module(native: Any, num_devices: int) -> ModuleType:
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: native.memory()[0],
         "max_memory_allocated": lambda device=None: native.memory()[1],
+        "reset_peak_memory_stats": lambda device=None: native.reset_peak(),
         "cudart": lambda: _Runtime(native),
     }
     for name, function in functions.items():

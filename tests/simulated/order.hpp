@@ -229,6 +229,11 @@ public:
         return {held_, peak_, limit_};
     }
 
+    void reset_peak() {
+        const std::lock_guard guard(lock_);
+        peak_ = held_;
+    }
+
     void set_limit(std::size_t num_bytes) {
         const std::lock_guard guard(lock_);
         limit_ = num_bytes;

@@ -24,6 +24,11 @@ SIZES: dict[str, Any] = {
 }
 # Writes each message as its role and its words.
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+# As in many models: the role's header is a prompt for the answer, and a mark ends each message.
+WITH_HEADERS = (
+    "{% for m in messages %}{{ m['role'] }} w9 {{ m['content'] }} w8 {% endfor %}"
+    "{% if add_generation_prompt %}assistant w9 {% endif %}"
+)
 
 
 def tokenizer(**settings: Any) -> PreTrainedTokenizerFast:

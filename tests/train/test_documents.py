@@ -5,6 +5,7 @@ import gzip
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from partita.train.documents import document_encoder, read_documents
 from partita.train.files import check_format
 from partita.train.job import DataSection
 from partita.train.token_cache import CachedTokens, cached_tokens
-from tests.train.small_models import END, TEMPLATE, texts, tokenizer, write_rows
+from tests.train.small_models import END, TEMPLATE, WITH_HEADERS, texts, tokenizer, write_rows
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
 
@@ -84,6 +85,68 @@ def test_messages_become_documents_by_the_template(tmp_path: Path, own: bool) ->
     assert reader.chat_template == TEMPLATE  # it is saved with the weights
 
 
+TALK = [
+    {"role": "user", "content": "w1 w2"},
+    {"role": "assistant", "content": "w3"},
+    {"role": "user", "content": "w4"},
+    {"role": "assistant", "content": "w5 w6"},
+]
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }} w9 {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} w8 "
+    "{% endgeneration %}{% else %}{{ m['content'] }} w8 {% endif %}{% endfor %}"
+)
+# Leaves out earlier answers, as templates that hide earlier thoughts do.
+FORGETFUL = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }} {% endif %}{% endfor %}"
+
+
+def answers_of(folder: Path, rows: list[Any], template: str) -> list[list[int]]:
+    write_rows(folder / "rows.jsonl", rows, field="messages")
+    reader = tokenizer(chat_template=template)
+    return documents(section(folder, field="messages", chat_template="tokenizer", predict="answers"), reader)
+
+
+@pytest.mark.parametrize("template", [WITH_HEADERS, MARKED])
+def test_answers_alone_are_predicted(tmp_path: Path, template: str) -> None:
+    """The tokens are those of the conversation, and those outside answers and their marks are negative."""
+    question = [~32, ~11, ~3, ~4, ~10, ~33, ~11]
+    answer = [*question, 5, 10]
+    more = [*answer, ~32, ~11, ~6, ~10, ~33, ~11, 7, 8, 10]
+    found = answers_of(tmp_path, [TALK[:2], TALK, TALK[:3], TALK[:1], []], template)
+    end = [~32, ~11, ~6, ~10, ~END]
+    assert found == [[*answer, END], [*more, END], [*answer, *end], [*question[:5], ~END]]
+    reader = tokenizer(chat_template=template)
+    plain = documents(section(tmp_path, field="messages", chat_template="tokenizer"), reader)
+    assert [[token if token >= 0 else ~token for token in document] for document in found] == plain
+
+
+def test_answers_that_cannot_be_found_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rows 1 to 1 of .*data.predict: answers: the template writes message 2 or .*"
+                       "mark the answers in the template by {% generation %}"):  # fmt: skip
+        answers_of(tmp_path, [TALK], FORGETFUL)
+
+
+def test_answers_need_the_place_of_each_token(tmp_path: Path) -> None:
+    reader = tokenizer(chat_template=TEMPLATE)
+    with (
+        mock.patch.object(type(reader), "is_fast", False),
+        pytest.raises(ConfigError, match="data.predict: answers needs a fast tokenizer.*set data.predict to all"),
+    ):
+        document_encoder(reader, section(tmp_path, chat_template="tokenizer", predict="answers"))
+
+
+def test_the_largest_token_may_be_a_user_s(tmp_path: Path) -> None:
+    rows = [[{"role": "user", "content": "w29"}, {"role": "assistant", "content": "w1"}]]
+    write_rows(tmp_path / "rows.jsonl", rows, field="messages")
+    reader = tokenizer(chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    data = section(tmp_path, field="messages", chat_template="tokenizer")
+    every = load(data, reader)
+    answers = load(data.model_copy(update={"predict": "answers"}), reader)
+    assert every.largest == answers.largest == 31
+    assert every.digest != answers.digest
+    tokens, is_predicted = answers.read(0, 3)
+    assert (tokens.tolist(), is_predicted.tolist()) == ([31, 3, END], [False, True, True])
+
+
 def test_prompts_are_begun_as_documents_are() -> None:
     assert document_encoder(tokenizer(), DataSection(format="jsonl")).prompt("w1 w2") == [3, 4]
 
@@ -97,7 +160,7 @@ def test_tokens_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     again = load(data)
     assert again.digest == first.digest
     flat = [token for document in documents(data) for token in document]
-    assert again.tokens.tolist() == flat
+    assert again.stored.tolist() == flat
     assert again.ends.tolist()[-1] == len(flat)
     assert again.largest == max(flat)
 
@@ -107,7 +170,7 @@ def test_blocks_of_documents_are_one_sequence(tmp_path: Path, monkeypatch: pytes
     plain = load(section(tmp_path))
     monkeypatch.setattr(token_cache, "_FLUSH_TOKENS", 50)
     blocks = load(section(tmp_path, cache=str(tmp_path / "other")))
-    assert blocks.tokens.tolist() == plain.tokens.tolist()
+    assert blocks.stored.tolist() == plain.stored.tolist()
     assert blocks.ends.tolist() == plain.ends.tolist()
 
 

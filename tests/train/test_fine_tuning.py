@@ -16,9 +16,10 @@ from partita.train import corpus, loop, trained
 from partita.train.interrupt import StopRequest
 from partita.train.job import Job, SampleSection, load_job
 from partita.train.models import HuggingFaceModel, build_model
+from partita.train.packing import PackedCorpus
 from tests.kit import seeds
 from tests.kit.ranks import on_ranks
-from tests.train.small_models import END, job_sections, model_folder, texts, write_rows
+from tests.train.small_models import END, WITH_HEADERS, job_sections, model_folder, texts, write_rows
 from tests.train.test_loop import wishing
 
 LORA = "model.lora={r: 4, alpha: 8, target_modules: [q_proj, v_proj, up_proj], dropout: 0.1}"
@@ -154,10 +155,47 @@ def test_documents_in_one_sample_do_not_see_each_other(tmp_path: Path) -> None:
     samples = packed.held_out
     assert len(samples.starts) > samples.num  # some sample has several
     for start, length in zip(samples.starts, samples.lengths, strict=True):
-        ids = torch.tensor(packed.tokens.tokens[start : start + length].tolist())[None]
+        ids = torch.tensor(packed.tokens.stored[start : start + length].tolist())[None]
         sums += model(ids, labels=ids).loss.item() * (length - 1)
         num += length - 1
     assert losses(of)[1][0] == pytest.approx(sums / num, rel=1e-5)
+
+
+def test_the_loss_of_answers_is_that_of_each_conversation_on_its_own(tmp_path: Path) -> None:
+    """Packed and padded, on one rank and two; the numbers of ``labels`` that leave out the questions."""
+    words = texts(40)
+    roles = ("user", "assistant")
+    rows = [
+        [{"role": role, "content": text} for role, text in zip(roles, words[at : at + 2], strict=True)]
+        for at in range(0, 40, 2)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows, field="messages")
+    (tmp_path / "chat.jinja").write_text(WITH_HEADERS)
+    sections = job_sections(
+        tmp_path, field="messages", chat_template=str(tmp_path / "chat.jinja"), predict="answers", sequence=64
+    )
+    sections["train"]["steps"] = 1
+    sections["engine"]["optimizer"]["lr"] = 1e-30
+    of = load_job(sections)
+    found = loop.train(of, QUIET).held_out_loss
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    reader = AutoTokenizer.from_pretrained(tmp_path / "model")
+    packed = corpus.load_data(of.data, build_model(of.model, of.data))
+    assert isinstance(packed, PackedCorpus)
+    sums, num = 0.0, 0
+    for start, length in zip(packed.held_out.starts, packed.held_out.lengths, strict=True):
+        tokens, is_answer = (torch.from_numpy(each)[None] for each in packed.tokens.read(int(start), int(length)))
+        assert reader.decode(tokens[0][is_answer[0]]) in {f"{row[1]['content']} w8 </s>" for row in rows}
+        labels = tokens.masked_fill(~is_answer, -100)
+        count = int((labels[:, 1:] != -100).sum())
+        sums += model(tokens, labels=labels).loss.item() * count
+        num += count
+    assert found == pytest.approx(sums / num, rel=1e-5)
+    for number, overrides in enumerate((["data.pack=false"], ["engine.batch.accumulate=2"])):
+        other = [f"train.out={tmp_path}/{number}", *overrides]
+        assert loop.train(load_job(sections, other), QUIET).held_out_loss == pytest.approx(found, rel=1e-5)
+    one, two = on_ranks(2, trained_on_ranks, sections, [f"train.out={tmp_path}/ranks"], with_group=False)
+    assert one == two == pytest.approx(found, rel=1e-5)
 
 
 def test_a_model_that_mixes_documents_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,11 @@ def test_the_job_written_down_is_the_job(tmp_path: Path) -> None:
         ),
         ("data: {field: body}", ["data.field: has no effect with data.format: text", "set data.format to that of"]),
         ("data: {pack: false}", ["data.pack: has no effect with data.format: text"]),
+        ("data: {predict: answers}", ["data.predict: has no effect with data.format: text"]),
+        (
+            "model: {huggingface: some/folder}\ndata: {format: jsonl, corpus: rows, predict: answers}",
+            ["data.predict: answers needs conversations", "set data.chat_template to tokenizer or to a Jinja file"],
+        ),
         ("data: {tokenizer: some/folder}", ["data.tokenizer: the partita decoder reads bytes", "remove it, or set"]),
         (
             "model: {huggingface: some/folder}\ndata: {format: jsonl, corpus: rows, split: test}",

@@ -86,6 +86,44 @@ def test_documents_are_held_out_whole_and_never_trained_on() -> None:
     assert corpus(held_out=0.99).train.num == 1  # one document is always trained on
 
 
+def only_even(**settings: Any) -> PackedCorpus:
+    """The corpus, of which only tokens at even positions are predicted, and none of the first 40."""
+    ends = np.cumsum(LENGTHS)
+    stored = np.arange(ends[-1], dtype=np.int32)
+    stored[(stored % 2 == 1) | (stored < 40)] ^= -1
+    return pack_documents(CachedTokens(stored, ends, int(ends[-1]), "digest"), section(predict="answers", **settings))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_tokens_outside_answers_are_seen_and_not_predicted(pack: bool) -> None:
+    made = only_even(pack=pack)
+    data = section(predict="answers", pack=pack)
+    one = PackedBatches(made, data, ResolvedBatch(1, 1, 1), 0, 1, CPU)
+    seen = list[int]()
+    for step in range(1, made.train.num + 1):
+        (batch,) = one.train(step)
+        targets = predicted(batch)
+        assert targets, "a sample that predicts nothing"
+        assert batch["num_items_in_batch"] == len(targets)
+        assert (batch["input_ids"] >= 0).all()
+        seen += targets
+    firsts = {0, *np.cumsum(LENGTHS).tolist()}
+    held_out = {token for piece in pieces_of(made.held_out) for token in piece}
+    documents = [range(end - length, end) for length, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True)]
+    expected = {
+        token for document in documents for token in document[1:] if token % 2 == 0 and token >= 40
+    } - held_out - firsts  # fmt: skip
+    assert sorted(seen) == sorted(expected)
+    assert one.num_held_out(10**6) == sum(len(predicted(batch)) for batch in one.held_out(10**6))
+
+
+def test_documents_without_an_answer_are_named() -> None:
+    ends = np.cumsum(LENGTHS)
+    tokens = CachedTokens(~np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
+    with pytest.raises(ConfigError, match="data.predict: answers, but no message of the assistant in .* training docu"):
+        pack_documents(tokens, section(predict="answers"))
+
+
 def test_one_document_is_too_few() -> None:
     with pytest.raises(ConfigError, match="one document in '.*', but one is to train on and another one is held out"):
         corpus([40])

@@ -119,6 +119,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
             self._stream = Stream(device, BACKEND, waits=True)
         ready = record(device)
 
+        @torch.no_grad()  # which each thread sets for itself
         def run() -> None:
             ready.wait()
             finish(device)  # the last collective's copies from its buffers included
@@ -155,11 +156,13 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
             work.wait()
 
     def _connect(self) -> None:
-        self._gloo = dist.ProcessGroupGloo(self._store, self.rank(), self.size(), self._timeout)
+        # Of its own: a thread that waits for a key of a store keeps all other threads from using it.
+        store = self._store.clone()
+        self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
         # A rank that ended before another one has noticed their connection would make that one fail.
         connected = [f"connected/{rank}" for rank in range(self.size())]
-        self._store.set(connected[self.rank()], "")
-        self._store.wait(connected, self._timeout)
+        store.set(connected[self.rank()], "")
+        store.wait(connected, self._timeout)
 
     def _bytes_of_others(self, tensors: Mapping[int, Tensor]) -> list[tuple[int, Tensor]]:
         """Return the tensors of other ranks as bytes, because gloo does not know every dtype."""

@@ -3,6 +3,7 @@
 The library ``datasets`` reads the rows in batches, so that files are never in memory as a unit.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from partita.train.job import DataSection
 # Value of data.chat_template for the tokenizer's own template.
 OWN_TEMPLATE = "tokenizer"
 _BATCH_ROWS = 1000
+# A template with this block says itself which tokens are answers (transformers' assistant mask).
+_MARKED_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 # Files that mark the folder of a data set that was written by datasets' save_to_disk.
 _SAVED = ("state.json", "dataset_dict.json")
 
@@ -27,17 +30,69 @@ class DocumentEncoder:
     Args:
         tokenizer: a tokenizer of transformers, with an end-of-sequence token.
         template: a Jinja template for messages; None: documents are texts.
+        only_answers: only tokens of the assistant's messages are predicted.
     """
 
     tokenizer: Any
     template: str | None
+    only_answers: bool = False
 
     def encode(self, documents: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield the tokens of each document that has some. They end with the end-of-sequence token."""
+        """Yield the tokens of each document that has some. They end with the end-of-sequence token.
+
+        A token that is not predicted is given as ``~token``, which is negative.
+        """
         end = self.tokenizer.eos_token_id
+        if self.only_answers:
+            for messages in documents:
+                if messages and (ids := self._predicted_answers(messages)):
+                    is_answer = messages[-1]["role"] == "assistant"
+                    yield ids if ids[-1] in (end, ~end) else [*ids, end if is_answer else ~end]
+            return
         for ids in self._ids(documents):
             if ids:
                 yield ids if ids[-1] == end else [*ids, end]
+
+    def _predicted_answers(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, as ``~token`` outside the answers."""
+        is_marked = _MARKED_ANSWERS.search(self.template or "") is not None
+        text, spans = self._marked_answers(messages) if is_marked else self._found_answers(messages)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            token if any(begin < stop and end > start for start, stop in spans) else ~token
+            for token, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        ]
+
+    def _marked_answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation's text, and where the template's blocks for answers begin and end."""
+        # transformers' own mask of tokens extends to the end if a block ends with a space.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        settings = {"chat_template": self.template, "return_assistant_tokens_mask": True}
+        texts, spans = render_jinja_template([messages], **settings, **self.tokenizer.special_tokens_map)
+        return texts[0], spans[0]
+
+    def _found_answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation's text, and where each of the assistant's messages begins, and what the template
+        writes after it ends.
+
+        Raises:
+            ValueError: the template writes the messages before an answer differently without the answer.
+        """
+        text, spans = self._as_text(messages), list[tuple[int, int]]()
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._as_text(messages[:number], add_generation_prompt=True)
+            until = self._as_text(messages[: number + 1])
+            if not (until.startswith(before) and text.startswith(until)):
+                raise ValueError(
+                    f"data.predict: answers: the template writes message {number + 1} or those before it in another "
+                    "way if messages follow; mark the answers in the template by {% generation %} ... {% endgeneration "
+                    "%}"
+                )
+            spans.append((len(before), len(until)))
+        return text, spans
 
     def _ids(self, documents: Sequence[Any]) -> Sequence[list[int]]:
         if self.template is None:  # special tokens alone are no document
@@ -47,8 +102,15 @@ class DocumentEncoder:
         found: Mapping[str, list[list[int]]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)
         return found["input_ids"]
 
-    def _as_text(self, messages: Any) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, chat_template=self.template, tokenize=False))
+    def _as_text(self, messages: Any, *, add_generation_prompt: bool = False) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt, as documents that begin with it have them: of a user's message, or of text."""
@@ -56,10 +118,7 @@ class DocumentEncoder:
             end = self.tokenizer.eos_token_id
             ids = list(self.tokenizer(text, verbose=False)["input_ids"])
             return ids[:-1] if len(ids) > 1 and ids[-1] == end else ids
-        messages = [{"role": "user", "content": text}]
-        shown_to_model = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=True
-        )
+        shown_to_model = self._as_text([{"role": "user", "content": text}], add_generation_prompt=True)
         return list(self.tokenizer(shown_to_model, add_special_tokens=False, verbose=False)["input_ids"])
 
     @property
@@ -67,16 +126,16 @@ class DocumentEncoder:
         """A text that differs between encoders whose tokens may differ."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        return repr(
-            (type(self.tokenizer).__name__, rules, sorted(self.tokenizer.special_tokens_map.items()), self.template)
-        )
+        template = (self.template, "answers") if self.only_answers else self.template
+        return repr((type(self.tokenizer).__name__, rules, sorted(self.tokenizer.special_tokens_map.items()), template))
 
 
 def document_encoder(tokenizer: Any, data: DataSection) -> DocumentEncoder:
     """Return the encoder of a job's documents.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has no end-of-sequence token; or there is no chat template.
+        ConfigError: there is no tokenizer, or it has no end-of-sequence token; or there is no chat template; or answers
+            cannot be found with this tokenizer.
     """
     if tokenizer is None:
         raise ConfigError(
@@ -106,7 +165,12 @@ def document_encoder(tokenizer: Any, data: DataSection) -> DocumentEncoder:
                 f"'{OWN_TEMPLATE}' for the tokenizer's own template"
             ) from None
         tokenizer.chat_template = template  # saved with the weights
-    return DocumentEncoder(tokenizer, template)
+    if data.predict == "answers" and not tokenizer.is_fast:
+        raise ConfigError(
+            f"data.predict: answers needs a fast tokenizer, which knows the place of each token in the text; got a "
+            f"{type(tokenizer).__name__}; add a tokenizer.json to its folder, or set data.predict to all"
+        )
+    return DocumentEncoder(tokenizer, template, only_answers=data.predict == "answers")
 
 
 def source_identity(data: DataSection) -> str:

@@ -85,6 +85,11 @@ class DataSection(Section):
         description="the field has messages (role, content), which a template turns into a document. tokenizer: its "
         "own one; otherwise the path of a Jinja file",
     )
+    predict: Literal["all", "answers"] = Field(
+        "all",
+        description="the tokens whose loss counts: all of a document; or, with chat_template, only those of the "
+        "assistant's messages",
+    )
     split: Text = Field("train", description="hf: the split to read")
     tokenizer: PathText | None = Field(None, description="folder of a tokenizer; null: that of the model's folder")
     cache: PathText | None = Field(
@@ -250,13 +255,18 @@ def _data_problems(job: Job) -> list[Problem]:
     given = {name for name, field in DataSection.model_fields.items() if getattr(data, name) != field.default}
     found: dict[str, tuple[str, str]] = {}
     if data.format == "text":
-        for name in sorted(given & {"field", "chat_template", "split", "cache", "pack"}):
+        for name in sorted(given & {"field", "chat_template", "predict", "split", "cache", "pack"}):
             found[name] = ("has no effect with data.format: text", "remove it, or set data.format to that of the rows")
         if data.tokenizer is not None and job.model.huggingface is None:
             found["tokenizer"] = ("the partita decoder reads bytes", "remove it, or set model.huggingface")
     else:
         for name in sorted(given & ({"pattern"} if data.format == "hf" else {"split"})):
             found[name] = (f"has no effect with data.format: {data.format}", "remove it")
+        if data.predict == "answers" and data.chat_template is None:
+            found["predict"] = (
+                "answers needs conversations",
+                "set data.chat_template to tokenizer or to a Jinja file, or data.predict to all",
+            )
         if job.model.huggingface is None:
             found["format"] = (
                 f"{data.format} has documents, which need a tokenizer, and the partita decoder reads bytes",

@@ -1,7 +1,7 @@
 """Samples of documents: documents packed into samples of equal length, and the batches of a step.
 
 Invariants: held-out documents are never trained on. Every token of the training documents except each document's first
-is predicted once per epoch. Documents in one sample do not see each other. The batch of a step is a pure function of
+(with ``data.predict: answers``, every such token of an answer) is predicted once per epoch. Documents in one sample do not see each other. The batch of a step is a pure function of
 (seed, step, data rank), so the data position needs no state; the samples of a step are the same set for every micro x
 accumulate x ranks with the same total.
 """
@@ -18,9 +18,8 @@ import xxhash
 from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
-from partita.train.token_cache import CachedTokens
+from partita.train.token_cache import CachedTokens, Integers
 
-Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 # Labels that the loss leaves out.
 IGNORED = -100
 # Padding at the end of samples. It predicts nothing, and nothing before it sees it.
@@ -47,7 +46,7 @@ class Samples:
 
     @cached_property
     def targets(self) -> Integers:
-        """Predicted tokens of each sample: all of a piece except its first. [samples]"""
+        """Tokens of each sample that may be predicted: all of a piece except its first. [samples]"""
         return np.add.reduceat(self.lengths - 1, self.first[:-1])
 
 
@@ -74,7 +73,7 @@ def pack_documents(tokens: CachedTokens, data: DataSection) -> PackedCorpus:
     """Hold out documents, and put both sides into samples of ``data.sequence`` tokens.
 
     Raises:
-        ConfigError: there is only one document.
+        ConfigError: there is only one document; or no answer to predict, or to evaluate on.
     """
     ends = np.asarray(tokens.ends)
     starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
@@ -90,6 +89,14 @@ def pack_documents(tokens: CachedTokens, data: DataSection) -> PackedCorpus:
     sides = list[Samples]()
     for chosen in (np.sort(order[num_held_out:]), np.sort(order[:num_held_out])):
         pieces = cut(starts[chosen], ends[chosen] - starts[chosen], data.sequence)
+        if data.predict == "answers":
+            pieces = with_answers(*pieces, tokens)
+            if not len(pieces[0]):
+                raise ConfigError(
+                    f"data.predict: answers, but no message of the assistant in {len(chosen)} "
+                    f"{'held-out' if sides else 'training'} documents of '{data.corpus}'; correct the rows, or set "
+                    "data.predict to all"
+                )
         sides.append(fill_samples(*pieces, data.sequence) if data.pack else one_per_sample(*pieces))
     settings = (tokens.digest, data.held_out, data.seed, data.sequence, data.pack)
     return PackedCorpus(tokens, sides[0], sides[1], xxhash.xxh3_64(repr(settings).encode()).hexdigest())
@@ -105,6 +112,13 @@ def cut(starts: Integers, lengths: Integers, width: int) -> tuple[Integers, Inte
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = number * (width - 1)
     return starts[document] + offsets, np.minimum(width, lengths[document] - offsets)
+
+
+def with_answers(starts: Integers, lengths: Integers, tokens: CachedTokens) -> tuple[Integers, Integers]:
+    """Return the pieces that have a predicted token besides their first."""
+    pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
+    chosen = [bool(tokens.read(start + 1, length - 1)[1].any()) for start, length in pieces]
+    return starts[chosen], lengths[chosen]
 
 
 def fill_samples(starts: Integers, lengths: Integers, width: int) -> Samples:
@@ -184,7 +198,7 @@ class PackedBatches:
 
     def num_held_out(self, num_batches: int) -> int:
         """Return the tokens that :meth:`held_out` predicts on all ranks."""
-        return int(self.corpus.held_out.targets[self._held_out_samples(num_batches)].sum())
+        return self._num_targets(self.corpus.held_out, self._held_out_samples(num_batches))
 
     def _held_out_samples(self, num_batches: int) -> list[int]:
         all_samples = self.corpus.held_out.num
@@ -192,7 +206,7 @@ class PackedBatches:
         return [place * all_samples // num for place in range(num)]
 
     def _micro_batches(self, samples: Samples, indices: Sequence[int | None]) -> Iterator[dict[str, Any]]:
-        num_targets = sum(int(samples.targets[index]) for index in indices if index is not None)
+        num_targets = self._num_targets(samples, [index for index in indices if index is not None])
         num_micro_batches = len(indices) // self.batch.micro
         mean = torch.tensor(num_targets / num_micro_batches, dtype=torch.float32, device=self.device)
         micro = self.batch.micro
@@ -206,6 +220,12 @@ class PackedBatches:
                 arguments["position_ids"] = positions
             yield {**arguments, "num_items_in_batch": mean, "use_cache": False}
 
+    def _num_targets(self, samples: Samples, indices: Sequence[int]) -> int:
+        """Return how many tokens are predicted in these samples."""
+        if self.data.predict == "all":
+            return int(samples.targets[np.asarray(indices, np.int64)].sum())
+        return sum(int((self._row(samples, index)[1] != IGNORED).sum()) for index in indices)
+
     def _row(self, samples: Samples, index: int | None) -> tuple[Integers, Integers, Integers]:
         """Return the tokens, labels and positions of a sample, [sequence] each; of padding alone for None."""
         width = self.data.sequence
@@ -217,8 +237,8 @@ class PackedBatches:
         for piece in pieces:
             start, length = int(samples.starts[piece]), int(samples.lengths[piece])
             at = slice(end, end + length)
-            tokens[at] = self.corpus.tokens.tokens[start : start + length]
-            labels[end + 1 : end + length] = tokens[end + 1 : end + length]
+            tokens[at], is_predicted = self.corpus.tokens.read(start, length)
+            labels[end + 1 : end + length] = np.where(is_predicted, tokens[at], IGNORED)[1:]
             positions[at] = np.arange(length)
             end += length
         positions[end:] = np.arange(width - end)

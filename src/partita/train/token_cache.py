@@ -27,22 +27,30 @@ _FLUSH_TOKENS = 2**20
 
 _log = logging.getLogger("partita")
 
+Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
+Booleans = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 
 @dataclass(frozen=True)
 class CachedTokens:
     """The tokens of documents, one after the other.
 
     Attributes:
-        tokens: [tokens], memory-mapped.
+        stored: [tokens], memory-mapped; ``~token`` for a token that is not predicted.
         ends: [documents], int64: the position after each document's last token.
         largest: the greatest token.
         digest: a hash of the tokens and ends.
     """
 
-    tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]"
+    stored: "np.ndarray[tuple[int], np.dtype[np.int32]]"
     ends: "np.ndarray[tuple[int], np.dtype[np.int64]]"
     largest: int
     digest: str
+
+    def read(self, start: int, length: int) -> tuple[Integers, Booleans]:
+        """Return some tokens, and whether each is predicted: [length] each."""
+        stored = self.stored[start : start + length].astype(np.int64)
+        return np.where(stored < 0, ~stored, stored), stored >= 0
 
 
 def cached_tokens(data: DataSection, encoder: DocumentEncoder) -> CachedTokens:
@@ -95,7 +103,7 @@ def _write_files(folder: Path, documents: Iterable[list[int]]) -> None:
             for array, file in ((np.asarray(flat, dtype=np.int32), tokens), (positions, ends)):
                 file.write(array.data)
                 digest.update(array.data)
-            num_tokens, largest = int(positions[-1]), max(largest, *flat)
+            num_tokens, largest = int(positions[-1]), max(largest, max(flat), ~min(flat))
         for file in (tokens, ends):
             file.flush()
             os.fsync(file.fileno())
@@ -118,9 +126,9 @@ def _blocks(documents: Iterable[list[int]]) -> Iterator[tuple[list[int], list[in
 
 def _opened(folder: Path) -> CachedTokens:
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    tokens = np.memmap(folder / _TOKENS, dtype=np.int32, mode="r")
+    stored = np.memmap(folder / _TOKENS, dtype=np.int32, mode="r")
     ends = np.memmap(folder / _ENDS, dtype=np.int64, mode="r")
-    return CachedTokens(tokens, ends, facts["largest"], facts["digest"])
+    return CachedTokens(stored, ends, facts["largest"], facts["digest"])
 
 
 @contextmanager

@@ -238,6 +238,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             ("ignored: communication.within_node (on cuda the backend chooses the transport)",),
         ),
         ({"communication": {"within_node": "memory"}}, "cpu", ()),
+        (
+            {"communication": {"through_host": True}},
+            "cpu",
+            ("ignored: communication.through_host (on cpu, tensors are in host memory already)",),
+        ),
+        ({"communication": {"through_host": True}}, "cuda", ()),
         ({"communication": {"gradients": "int4"}}, "cpu", ()),
         ({}, "cpu", ()),
     ],

@@ -43,6 +43,9 @@ def test_a_rank_that_sees_one_device_has_that(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="local rank 2 has no xpu device: .* at least 3; got 2"):
         accelerator.own_device(2)
+    shared = [accelerator.own_device(rank, shared=True) for rank in range(4)]
+    assert shared == [torch.device("xpu", 0), OTHER] * 2, "ranks take turns"
+    assert accelerator.chosen_device("xpu", 3, shared=True) == OTHER
 
 
 @pytest.mark.parametrize(

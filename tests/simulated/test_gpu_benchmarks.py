@@ -1,4 +1,4 @@
-"""GPU benchmarks, rehearsed on the simulated accelerator, so that the first run on a card measures and does not fail."""
+"""GPU benchmarks, rehearsed on the simulated accelerator: the first run on a card must measure, and not fail."""
 
 import subprocess
 import sys

@@ -30,7 +30,7 @@ def on_shared_device(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_plans(num_ranks: int, names: tuple[str, ...]) -> None:
-    expected = on_ranks(num_ranks, train_all, {name: PLANS[name] for name in names}, with_group=False)
+    expected = on_ranks(num_ranks, train_all, {name: PLANS[name] for name in names}, with_group=False, timeout=300)
     close_pool()
     plans = {name: through_host(PLANS[name]) for name in names}
     results = on_ranks(num_ranks, on_shared_device, train_all, plans, with_group=False, timeout=300)
@@ -65,7 +65,7 @@ def every_collective() -> None:
     """Compare each operation of the transport with its definition, for three dtypes and odd sizes."""
     device = torch.device("sim", 0)
     backend = staged.backend(device, through_host=True)
-    dist.init_process_group(f"cpu:gloo,sim:{backend}")
+    dist.init_process_group("gloo")
     size, own = world(), rank()
     groups = {purpose: dist.new_group(backend=backend) for purpose in ("parameters", "gradients", "activations")}
     pairs = {(0, 1, "forward"): [0, 1], (1, 2, "forward"): [1, 2]}
@@ -108,7 +108,7 @@ def every_collective() -> None:
 
 
 def test_collectives() -> None:
-    for _, races in on_ranks(3, on_shared_device, every_collective, with_group=False):
+    for _, races in on_ranks(3, on_shared_device, every_collective, with_group=False, timeout=200):
         assert races == []
 
 
@@ -119,7 +119,7 @@ def shared_by_mistake() -> str:
 
 
 def test_a_shared_device_is_refused() -> None:
-    for said, _ in on_ranks(2, on_shared_device, shared_by_mistake, with_group=False):
+    for said, _ in on_ranks(2, on_shared_device, shared_by_mistake, with_group=False, timeout=200):
         assert said.startswith("device: ranks 0 and 1 both use sim:0 of "), said
         assert "(the only one): expected a device for each rank" in said
         assert "communication.through_host: true" in said

@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_store
 
-from partita.comm import staged
 from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 from partita.memory import accelerator
@@ -74,8 +73,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup | No
     if not dist.is_initialized():
         if rendezvous.num_ranks == 1:
             return None
-        own = staged.backend(device, through_host=rendezvous.through_host)
-        _start(own if accelerator.is_host(device) else f"cpu:gloo,{device.type}:{own}", rendezvous)
+        on_host = accelerator.is_host(device) or rendezvous.through_host
+        _start("gloo" if on_host else f"cpu:gloo,{device.type}:{accelerator.backend(device)}", rendezvous)
     world = dist.group.WORLD
     if any(world is parents for parents, _ in _inherited):
         raise PartitaError(

@@ -8,6 +8,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 from partita.errors import ConfigError
 from partita.train import token_cache
@@ -117,6 +121,21 @@ def test_answers_alone_are_predicted(tmp_path: Path, template: str) -> None:
     reader = tokenizer(chat_template=template)
     plain = documents(section(tmp_path, field="messages", chat_template="tokenizer"), reader)
     assert [[token if token >= 0 else ~token for token in document] for document in found] == plain
+
+
+def test_a_token_may_begin_with_the_space_before_an_answer(tmp_path: Path) -> None:
+    names = ["[UNK]", "</s>", "Q:", " why", " A:", " so", " it", " is"]
+    made = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Split(Regex(" ?[^ ]+"), "isolated")
+    reader = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="</s>")
+    reader.chat_template = (
+        "{% for m in messages %}{{ 'Q: ' if m['role'] == 'user' else ' A: ' }}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %} A: {% endif %}"
+    )
+    talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so it is"}]
+    write_rows(tmp_path / "rows.jsonl", [talk], field="messages")
+    data = section(tmp_path, field="messages", chat_template="tokenizer", predict="answers")
+    assert documents(data, reader) == [[~2, ~3, ~4, 5, 6, 7, 1]]
 
 
 def test_answers_that_cannot_be_found_are_an_error(tmp_path: Path) -> None:

@@ -90,8 +90,9 @@ def every_collective() -> None:
         transport.all_reduce(summed := mine.clone())
         assert torch.equal(summed.cpu().double(), total)
 
-        with torch.no_grad():  # views; nothing from rank 0
-            received = [torch.full((size,), 9, dtype=dtype, device=device)[:r] for r in range(size)]
+        full = {"dtype": dtype, "device": device, "requires_grad": dtype.is_floating_point}
+        with torch.no_grad():  # views that no thread may change with gradients; nothing from rank 0
+            received = [torch.full((size,), 9, **full)[:r] for r in range(size)]
         transport.all_to_all(received, [torch.full((own,), r, dtype=dtype, device=device) for r in range(size)])
         assert all(torch.equal(each.cpu(), torch.full((r,), own, dtype=dtype)) for r, each in enumerate(received))
 

@@ -93,8 +93,9 @@ def every_collective() -> None:
         full = {"dtype": dtype, "device": device, "requires_grad": dtype.is_floating_point}
         with torch.no_grad():  # views that no thread may change with gradients; nothing from rank 0
             received = [torch.full((size,), 9, **full)[:r] for r in range(size)]
-        transport.all_to_all(received, [torch.full((own,), r, dtype=dtype, device=device) for r in range(size)])
-        assert all(torch.equal(each.cpu(), torch.full((r,), own, dtype=dtype)) for r, each in enumerate(received))
+            sent = [torch.full((own,), r, dtype=dtype, device=device) for r in range(size)]
+            transport.all_to_all(received, sent)
+            assert all(torch.equal(each.cpu(), torch.full((r,), own, dtype=dtype)) for r, each in enumerate(received))
 
         transport.broadcast(copied := mine.clone()).wait()
         assert torch.equal(copied.cpu(), parts[0])

@@ -9,6 +9,7 @@ shapes but no values: they are on torch's ``meta`` device. It has neither stream
 too.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -28,6 +29,8 @@ USUAL_KIND = "cuda"
 WITHOUT_AUTOCAST = {HOST.type: "ipu", USUAL_KIND: "hpu"}
 # Kinds that Triton has a compiler for.
 TRITON_KINDS = (USUAL_KIND, "xpu")
+# Environment variables that hide devices from a process.
+HIDES_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 # The device type that the simulated device represents.
 _simulated_kind = HOST.type
 
@@ -179,14 +182,15 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_properties(device).name)
 
 
-def identity(device: torch.device) -> str | None:
-    """Return a text that is the same for two processes of a node if they use the same device; None if PyTorch does not
-    know the device's number, or it is not an accelerator.
+def identity(device: torch.device) -> tuple[str, ...] | None:
+    """Return the device's UUID, its index, and the settings that hide devices. Processes of a node for which all are
+    equal use the same device. None if PyTorch does not know the UUID, or it is not an accelerator.
     """
     if not has_streams(device):
         return None
-    found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
-    return None if found is None else str(found)
+    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    # Not the UUID alone: a driver that reported one for all devices would make every start fail.
+    return None if uuid is None else (str(uuid), str(device), *(os.environ.get(name, "") for name in HIDES_DEVICES))
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:

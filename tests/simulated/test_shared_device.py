@@ -123,17 +123,6 @@ def shared_by_mistake() -> str:
     return str(caught.value)
 
 
-def opens_where_others_hide_devices() -> int:
-    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": os.environ["RANK"]}), open_engine(on(1)) as engine:
-        return engine.mesh.num_ranks
-
-
-def test_devices_that_processes_see_alone_are_not_the_same() -> None:
-    """Though each is the first that its process sees, and a driver gives all one UUID."""
-    for found, races in on_ranks(2, on_shared_device, opens_where_others_hide_devices, with_group=False, timeout=200):
-        assert (found, races) == (2, [])
-
-
 def test_a_shared_device_is_refused() -> None:
     for said, _ in on_ranks(2, on_shared_device, shared_by_mistake, with_group=False, timeout=200):
         assert said.startswith("device: ranks 0 and 1 both use sim:0 of "), said

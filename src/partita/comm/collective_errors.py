@@ -69,11 +69,11 @@ def check_own_devices(device: torch.device, group: Group) -> None:
     Raises:
         ConfigError: on every rank; it names two ranks that share a device.
     """
-    users = dict[tuple[str, tuple[str, ...]], int]()
+    users = dict[tuple[str, tuple[str, str]], int]()
     found = (socket.gethostname(), accelerator.identity(device))
     for rank, (host, identity) in enumerate(group.exchange_objects(found, "partita.initialize")):
         if identity is not None and users.setdefault((host, identity), rank) != rank:
-            uuid, name, *_ = identity
+            uuid, name = identity
             raise ConfigError(
                 f"device: ranks {users[host, identity]} and {rank} both use {name} of {host} ({uuid}): expected a "
                 "device for each rank. Start one process per device, or let ranks share devices, for tests "

@@ -157,7 +157,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _connect(self) -> None:
         # Of its own: a thread that waits for a key of a store keeps all other threads from using it.
-        store = self._store.clone()
+        store: Any = self._store.clone()  # type: ignore[attr-defined]
         self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
         # A rank that ended before another one has noticed their connection would make that one fail.
         connected = [f"connected/{rank}" for rank in range(self.size())]

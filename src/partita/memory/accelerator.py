@@ -9,7 +9,6 @@ shapes but no values: they are on torch's ``meta`` device. It has neither stream
 too.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,8 +28,6 @@ USUAL_KIND = "cuda"
 WITHOUT_AUTOCAST = {HOST.type: "ipu", USUAL_KIND: "hpu"}
 # Kinds that Triton has a compiler for.
 TRITON_KINDS = (USUAL_KIND, "xpu")
-# Environment variables that hide devices from a process.
-HIDES_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 # The device type that the simulated device represents.
 _simulated_kind = HOST.type
 
@@ -182,15 +179,14 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_properties(device).name)
 
 
-def identity(device: torch.device) -> tuple[str, ...] | None:
-    """Return the device's UUID, its index, and the settings that hide devices. Processes of a node for which all are
-    equal use the same device. None if PyTorch does not know the UUID, or it is not an accelerator.
+def identity(device: torch.device) -> tuple[str, str] | None:
+    """Return an accelerator's UUID, and its name in this process. Processes of a node for which both are equal use the
+    same device. None if PyTorch does not know the UUID, or it is not an accelerator.
     """
     if not has_streams(device):
         return None
     uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
-    # Not the UUID alone: a driver that reported one for all devices would make every start fail.
-    return None if uuid is None else (str(uuid), str(device), *(os.environ.get(name, "") for name in HIDES_DEVICES))
+    return None if uuid is None else (str(uuid), str(device))
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:

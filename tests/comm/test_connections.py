@@ -35,7 +35,7 @@ class Counting(Processes):
 
     def __init__(self, rank: int, num_ranks: int, *, by_members: bool = True) -> None:
         self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
-        self._device, self._backend, self._within_node = HOST, "gloo", "network"
+        self._device, self._backend, self._within_node, self._is_ordered = HOST, "gloo", "network", False
         self._names = "name" if by_members else ""
         self.names, self._num_made, self._world = list[str](), 0, None
 

@@ -243,7 +243,12 @@ def test_compute_dtype(compute: str, device: str, expected: str) -> None:
             "cpu",
             ("ignored: communication.through_host (on cpu, tensors are in host memory already)",),
         ),
-        ({"communication": {"through_host": True}}, "cuda", ()),
+        ({"communication": {"through_host": True, "reduction": "ordered"}}, "cuda", ()),
+        (
+            {"communication": {"reduction": "ordered"}},
+            "cpu",
+            ("ignored: communication.reduction (on cpu, sums are in rank order in any case)",),
+        ),
         ({"communication": {"gradients": "int4"}}, "cpu", ()),
         ({}, "cpu", ()),
     ],

@@ -46,7 +46,7 @@ tiled: {mlp: []}
 communication:
   {gradients: full, parameters: full, warmup_steps: auto, every: null, replicas: auto,
    outer_lr: 0.7, low_rank: 4, warmup: full, outer_momentum: 0.9, outer_nesterov: true,
-   check_every: auto, buffers: broadcast, within_node: auto, through_host: false, timeout_s: 600}
+   check_every: auto, buffers: broadcast, within_node: auto, reduction: auto, through_host: false, timeout_s: 600}
 checkpoint: {dir: null, every_steps: null, keep: 3, background: true}
 metrics: {dir: null, sinks: []}
 compile: {modules: none, backend: inductor, mode: default, dynamic: null}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from partita import ConfigError
 from partita.comm import staged
-from partita.comm.transport import DeviceTransport
+from partita.comm.transport import DeviceTransport, OrderedDeviceTransport
 from tests.kit.ranks import close_pool, on_ranks
 from tests.kit.training import assert_same_bits, rank, world
 from tests.simulated.training import AXES, PLANS, on, open_engine, simulated, train_all, train_on_axes
@@ -61,7 +61,7 @@ def test_axes(name: str) -> None:
         assert trained.losses == pytest.approx(on_cpu.losses, rel=1e-3), "Adam amplifies other roundings at first"
 
 
-def every_collective() -> None:
+def every_collective(kind: type[DeviceTransport]) -> None:
     """Compare each operation of the transport with its definition, for three dtypes and odd sizes."""
     device = torch.device("sim", 0)
     backend = staged.backend(device, through_host=True)
@@ -70,7 +70,7 @@ def every_collective() -> None:
     groups = {purpose: dist.new_group(backend=backend) for purpose in ("parameters", "gradients", "activations")}
     pairs = {(0, 1, "forward"): [0, 1], (1, 2, "forward"): [1, 2]}
     edges = {edge: dist.new_group(ranks, backend=backend) for edge, ranks in pairs.items()}
-    transport = DeviceTransport(own, size, groups, edges)
+    transport = kind(own, size, groups, edges)
     for dtype, num in ((torch.float32, 5), (torch.bfloat16, 1037), (torch.uint8, 3)):
         parts = [torch.arange(num).mul(r + 1).remainder(7).to(dtype) for r in range(size)]
         if dtype == torch.bfloat16:  # 256 + 1 + 1 is 256 in bf16
@@ -107,13 +107,16 @@ def every_collective() -> None:
             assert torch.equal(arrived.cpu(), parts[own - 1])
         if own + 1 < size:
             sending.wait()
+    value = torch.tensor([(1e8, 1.0, -1e8)[own]], device=device)
+    assert transport.sum(value).item() == 0, "not in rank order"
     with pytest.raises(NotImplementedError, match="expected a sum"):
         dist.all_reduce(torch.zeros(3, device=device), dist.ReduceOp.MAX, group=groups["gradients"])
     dist.destroy_process_group()
 
 
-def test_collectives() -> None:
-    for _, races in on_ranks(3, on_shared_device, every_collective, with_group=False, timeout=200):
+@pytest.mark.parametrize("kind", [DeviceTransport, OrderedDeviceTransport])
+def test_collectives(kind: type[DeviceTransport]) -> None:
+    for _, races in on_ranks(3, on_shared_device, every_collective, kind, with_group=False, timeout=200):
         assert races == []
 
 

@@ -79,6 +79,34 @@ def test_stage_3_elsewhere(where: Callable[..., Any]) -> None:
         assert all(same(trained[name], expected[rank][name]) for name in plans)
 
 
+def without_sums_of_the_backend(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function where the backend's own reductions are errors."""
+    register()
+    from tests.simulated.group import Group
+
+    refused = {
+        name: mock.Mock(side_effect=AssertionError(name))
+        for name in ("reduce_scatter_single", "_reduce_scatter_base", "allreduce")
+    }
+    with mock.patch.multiple(Group, **refused):
+        return simulated(function, *args)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_sums_in_rank_order(num_ranks: int) -> None:
+    names = PLANS if num_ranks == 3 else ("stage 0", "stage 1", "stage 3", "in backward", "accumulated", "codes")
+    expected = on_ranks(num_ranks, train_all, {name: PLANS[name] for name in names}, with_group=False, timeout=200)
+    close_pool()
+    plans = {
+        name: {**PLANS[name], "communication": {**PLANS[name].get("communication", {}), "reduction": "ordered"}}
+        for name in names
+    }
+    results = on_ranks(num_ranks, without_sums_of_the_backend, train_all, plans, with_group=False, timeout=300)
+    for rank, (trained, races) in enumerate(results):
+        assert races == [], f"rank {rank}"
+        assert all(same(trained[name], expected[rank][name]) for name in names), f"rank {rank}"
+
+
 def check_collectives_of_the_benchmark() -> None:
     check_collectives(torch.device("sim", 0))
 

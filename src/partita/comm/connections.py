@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from partita.comm import staged, world
 from partita.comm.node.forks import connections_kept_from_children
-from partita.comm.transport import LANES, DeviceTransport, HostTransport, Transport
+from partita.comm.transport import LANES, DeviceTransport, HostTransport, OrderedDeviceTransport, Transport
 from partita.comm.world import Rendezvous
 from partita.memory import accelerator
 from partita.table.mesh_shape import AXES, PIPELINE_AXES, MeshShape
@@ -73,6 +73,7 @@ class Processes(Connections):
         self._device = device
         self.timeout_s = rendezvous.timeout_s
         self._within_node = rendezvous.within_node
+        self._is_ordered = rendezvous.reduction == "ordered"
         self._backend = staged.backend(device, through_host=rendezvous.through_host)
         self._groups: list[dist.ProcessGroup] = []
         self._names = ""  # prefix of the names of groups that only members create; empty: every rank creates all groups
@@ -99,7 +100,8 @@ class Processes(Connections):
             known.add(own)
             return known
         index, size = shape.group_index(self.rank, axes), shape.group_size(axes)
-        transport: Transport = DeviceTransport(index, size, own, edges)
+        on_device = OrderedDeviceTransport if self._is_ordered else DeviceTransport
+        transport: Transport = on_device(index, size, own, edges)
         if accelerator.is_host(self._device):
             transport = HostTransport(index, size, own, self._within_node, self.timeout_s)
         if axes == shape.all_axes:

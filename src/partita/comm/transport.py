@@ -217,6 +217,30 @@ class _Backed(Transport):
         self._groups = {}
 
 
+class _SumsInRankOrder(_Backed):
+    """Sums of exchanged tensors, in rank order."""
+
+    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
+        flat, total = tensor.view(-1), torch.empty_like(tensor)
+        if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # one exchange of full tensors instead of two of slices
+            self._sum_of([flat] * self._size, total.view(-1), connections)
+            return total
+        parts = list(total.view(-1).tensor_split(self._size))
+        mine = parts[self._index]
+        self._sum_of(flat.tensor_split(self._size), mine, connections)
+        self.all_to_all(parts, [mine] * self._size, connections)
+        return total
+
+    def _sum_of(self, sent: Sequence[Tensor], out: Tensor, connections: str) -> None:
+        """Reduce-scatter the tensors ``sent[i]`` to each rank ``i`` into ``out``, summing in rank order."""
+        own = sent[self._index]
+        received = [own if rank == self._index else torch.empty_like(out) for rank in range(self._size)]
+        self.all_to_all(received, sent, connections)
+        values = _sum([*received[: self._index], *received[self._index + 1 :]], own, self._index, out)
+        if values is not out:
+            out.copy_(values)
+
+
 Edges = Mapping[tuple[int, int, str], dist.ProcessGroup]
 
 
@@ -264,7 +288,29 @@ class DeviceTransport(_Backed):
         self._edges = {}
 
 
-class HostTransport(_Backed):
+class OrderedDeviceTransport(_SumsInRankOrder, DeviceTransport):
+    """The transport between accelerators that sums in rank order, not in the order of their backend. It sends as many
+    bytes, in more and smaller messages.
+    """
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(self.sum(tensor, "gradients"))
+
+    def reduce_scatter(self, out: Tensor, sent: Tensor, received: Tensor, *, accumulate: bool) -> None:
+        # As much at a time as the scratch memory holds of all ranks, and at least one element.
+        if received.numel() < self._size:
+            received = received.new_empty(self._size)
+        outgoing, step = sent.view(self._size, -1), received.numel() // self._size
+        for start in range(0, out.numel(), step):
+            target = out[start : start + step]
+            parts = list(received[: self._size * target.numel()].view(self._size, -1).unbind())
+            self.all_to_all(parts, [row[start : start + step] for row in outgoing], "gradients")
+            own = parts.pop(self._index)
+            values = _sum(parts, own, self._index, own)
+            write_out(values, target, accumulate=accumulate)
+
+
+class HostTransport(_SumsInRankOrder):
     """The transport between hosts over gloo, and between ranks of one node by reading each other's memory.
 
     Args:
@@ -334,26 +380,6 @@ class HostTransport(_Backed):
             peer = self.peers[source]
             return _SinglePiece(Fetch(tensor, tensor.numel(), peer.process, peer.channels["activations"], tag), tensor)
         return _receive(tensor, group=self._groups["activations"], group_src=source, tag=tag)
-
-    def sum(self, tensor: Tensor, connections: str = "activations") -> Tensor:
-        flat, total = tensor.view(-1), torch.empty_like(tensor)
-        if self._size == 2 or tensor.nbytes < _SMALL_BYTES:  # one exchange of full tensors instead of two of slices
-            self._sum_of([flat] * self._size, total.view(-1), connections)
-            return total
-        parts = list(total.view(-1).tensor_split(self._size))
-        mine = parts[self._index]
-        self._sum_of(flat.tensor_split(self._size), mine, connections)
-        self.all_to_all(parts, [mine] * self._size, connections)
-        return total
-
-    def _sum_of(self, sent: Sequence[Tensor], out: Tensor, connections: str) -> None:
-        """Reduce-scatter the tensors ``sent[i]`` to each rank ``i`` into ``out``, summing in rank order."""
-        own = sent[self._index]
-        received = [own if rank == self._index else torch.empty_like(out) for rank in range(self._size)]
-        self.all_to_all(received, sent, connections)
-        values = _sum([*received[: self._index], *received[self._index + 1 :]], own, self._index, out)
-        if values is not out:
-            out.copy_(values)
 
     def _exchange(
         self,

@@ -29,6 +29,7 @@ class Rendezvous:
         restarts: how often the launcher has restarted the processes.
         within_node: ``communication.within_node``.
         through_host: ``communication.through_host``.
+        reduction: ``communication.reduction``.
         url: ``tcp://host:port`` of the store; empty if a default group exists, or for one process.
     """
 
@@ -38,6 +39,7 @@ class Rendezvous:
     restarts: int = 0
     within_node: str = "auto"
     through_host: bool = False
+    reduction: str = "auto"
     url: str = ""
 
 

@@ -121,6 +121,8 @@ def resolve(
         notices.append("ignored: communication.check_every (no two ranks hold the same parameters)")
     if config.communication.within_node != "auto" and not on_host:
         notices.append(f"ignored: communication.within_node (on {device_type} the backend chooses the transport)")
+    if config.communication.reduction == "ordered" and on_host:
+        notices.append("ignored: communication.reduction (on cpu, sums are in rank order in any case)")
     if config.communication.through_host and on_host:
         notices.append("ignored: communication.through_host (on cpu, tensors are in host memory already)")
     if config.activations.offload == "host" and on_host:

@@ -387,6 +387,11 @@ class Communication(Section):
     within_node: Literal["auto", "memory", "network"] = Field(
         "auto", description="CPU: ranks of a node read each other's memory (auto: if the system permits it)"
     )
+    reduction: Literal["auto", "ordered"] = Field(
+        "auto",
+        description="GPU: order in which ranks' values are summed. auto: the order of NCCL. ordered: by rank, so that "
+        "results are bitwise those of other stages, also on more than two GPUs; it takes more and smaller messages",
+    )
     through_host: Flag = Field(
         False,
         description="GPU: communicate through host memory, over gloo instead of NCCL. Ranks can then share a GPU, for "

@@ -59,7 +59,7 @@ def initialize(
             ``.loss``.
         weights: a safetensors file or folder with the initial values, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and their settings
-            (``communication.timeout_s``, ``within_node``, ``through_host``); None: a new one.
+            (``communication.timeout_s``, ``within_node``, ``reduction``, ``through_host``); None: a new one.
         device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
             rank's own accelerator if there is one.
 
@@ -93,6 +93,7 @@ def initialize(
         launch.restarts,
         communication.within_node,
         communication.through_host,
+        communication.reduction,
         launch.url,
     )
     owned = mesh is None

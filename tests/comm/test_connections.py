@@ -16,7 +16,7 @@ from partita import PartitaError
 from partita.comm.connections import Processes
 from partita.comm.mesh import Mesh
 from partita.comm.simulated import Requests, SimulatedRanks
-from partita.comm.transport import Transport
+from partita.comm.transport import DeviceTransport, Transport
 from partita.engine.build import along_axes
 from partita.memory.accelerator import HOST
 from partita.table.mesh_shape import AXES, MeshShape
@@ -35,7 +35,8 @@ class Counting(Processes):
 
     def __init__(self, rank: int, num_ranks: int, *, by_members: bool = True) -> None:
         self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
-        self._device, self._backend, self._within_node, self._is_ordered = HOST, "gloo", "network", False
+        self._device, self._backend, self._within_node = HOST, "gloo", "network"
+        self._on_device, self.through_host = DeviceTransport, False
         self._names = "name" if by_members else ""
         self.names, self._num_made, self._world = list[str](), 0, None
 

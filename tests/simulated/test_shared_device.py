@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import partita
 from partita import ConfigError
 from partita.comm import staged
 from partita.comm.transport import DeviceTransport, OrderedDeviceTransport
@@ -119,6 +121,20 @@ def every_collective(kind: type[DeviceTransport]) -> None:
 def test_collectives(kind: type[DeviceTransport]) -> None:
     for _, races in on_ranks(3, on_shared_device, every_collective, kind, with_group=False, timeout=200):
         assert races == []
+
+
+def two_engines() -> bool:
+    """The second one shares the mesh of the first, and with it the way through the host."""
+    with (
+        open_engine(through_host(on(3))) as first,
+        partita.initialize(nn.Linear(2, 2), {"optimizer": {"name": "sgd"}}, mesh=first.mesh) as second,
+    ):
+        second.backward(second(torch.ones(1, 2, device=second.device)).sum())
+        return second.step().grad_norm is not None
+
+
+def test_an_engine_on_the_mesh_of_another_shares_its_device() -> None:
+    assert on_ranks(2, on_shared_device, two_engines, with_group=False, timeout=200) == [(True, [])] * 2
 
 
 def shared_by_mistake() -> str:

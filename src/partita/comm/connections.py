@@ -24,12 +24,18 @@ if TYPE_CHECKING:
 
 
 class Connections(ABC):
-    """The connections of one rank. ``has_store``: ranks can exchange notes through a store, outside of collectives."""
+    """The connections of one rank.
+
+    Attributes:
+        has_store: ranks can exchange notes through a store, outside of collectives.
+        through_host: tensors of accelerators are exchanged through host memory, so ranks may share an accelerator.
+    """
 
     rank: int
     num_ranks: int
     timeout_s: float
     has_store: bool
+    through_host: bool
 
     @abstractmethod
     def alone(self) -> Transport:
@@ -73,8 +79,9 @@ class Processes(Connections):
         self._device = device
         self.timeout_s = rendezvous.timeout_s
         self._within_node = rendezvous.within_node
-        self._is_ordered = rendezvous.reduction == "ordered"
+        self.through_host = rendezvous.through_host
         self._backend = staged.backend(device, through_host=rendezvous.through_host)
+        self._on_device = OrderedDeviceTransport if rendezvous.reduction == "ordered" else DeviceTransport
         self._groups: list[dist.ProcessGroup] = []
         self._names = ""  # prefix of the names of groups that only members create; empty: every rank creates all groups
         self._num_made = 0  # number of groups, including those without this rank
@@ -100,8 +107,7 @@ class Processes(Connections):
             known.add(own)
             return known
         index, size = shape.group_index(self.rank, axes), shape.group_size(axes)
-        on_device = OrderedDeviceTransport if self._is_ordered else DeviceTransport
-        transport: Transport = on_device(index, size, own, edges)
+        transport: Transport = self._on_device(index, size, own, edges)
         if accelerator.is_host(self._device):
             transport = HostTransport(index, size, own, self._within_node, self.timeout_s)
         if axes == shape.all_axes:

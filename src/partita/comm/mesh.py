@@ -40,6 +40,7 @@ class Mesh:
         self.rank = connections.rank
         self.timeout_s = connections.timeout_s
         self.has_store = connections.has_store
+        self.through_host = connections.through_host
         self._alone = connections.alone()
         self.transports: dict[tuple[str, ...], Transport] = {(): self._alone}
         self._opened = dict[tuple[str, ...], frozenset[str]]()  # the purposes

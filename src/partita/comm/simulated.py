@@ -41,6 +41,7 @@ class SimulatedRanks(Connections):
     """
 
     has_store = False
+    through_host = False
     timeout_s = 0.0
 
     def __init__(self, rank: int, num_ranks: int, requests: Requests) -> None:

@@ -107,7 +107,7 @@ def build(model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments
     collectives = Collectives(mesh)
     all_ranks = collectives.all_ranks
     check_equal_settings(resolved.shared, all_ranks)
-    if not resolved.config.communication.through_host:
+    if not mesh.through_host:
         check_own_devices(mesh.device, all_ranks)
     collectives.open(along_axes(resolved.config))
     seed = agreed_seed(resolved.config.seed, resolved.mesh, all_ranks)

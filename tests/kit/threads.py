@@ -167,6 +167,7 @@ class FakeMesh:
     def __init__(self, shape: MeshShape, rank: int, network: Network) -> None:
         self.shape, self.rank, self.num_ranks, self.timeout_s = shape, rank, shape.num_ranks, TIMEOUT_S
         self.device = torch.device("cpu")
+        self.through_host = False
         self.log = CollectiveLog()
         board: Any = Notes(rank, network.notes)
         self.log.board = board

@@ -224,7 +224,7 @@ def runs_alone(name: str, way: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [*((name, "ComparedLogs") for name in COLLECTIVES), ("barrier", "Announcements")]
+    ("name", "way"), [*((name, "ComparedLogs") for name in COLLECTIVES), ("barrier", "RepeatedOrder")]
 )
 def test_a_rank_that_runs_the_model_alone(name: str, way: str) -> None:
     said = on_ranks(2, runs_alone, name, way)[0]

@@ -172,7 +172,10 @@ class FakeMesh:
         board: Any = Notes(rank, network.notes)
         self.log.board = board
         self.watchdog = SimpleNamespace(
-            describe_ranks=lambda: "nobody watches", synchronizing=lambda call: nullcontext(), close=lambda: None
+            describe_ranks=lambda: "nobody watches",
+            synchronizing=lambda call: nullcontext(),
+            close=lambda: None,
+            endings=[],
         )
         self._network = network
         self.transports: dict[tuple[str, ...], Transport] = {}

@@ -212,20 +212,17 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
     assert rows[TrafficKey("all_gather", ("local",), "parameters")] == near
 
 
+# Where all parameters are unsharded, nobody gathers.
 @pytest.mark.parametrize(
-    ("name", "exchanges_unit_ids", "num_meetings", "num_announced"),
-    # two units, forward and backward, three times; where all is whole, nobody gathers
-    [("zero3", False, 3, 0), ("zero3", True, 3, 3 * 2 * 2), ("zero2", True, 0, 0)],
+    ("name", "meets", "num_meetings"), [("zero3", True, 3), ("zero3", False, 0), ("zero2", True, 0)]
 )
-def test_messages_are_counted_to_the_byte(
-    name: str, exchanges_unit_ids: bool, num_meetings: int, num_announced: int
-) -> None:
+def test_messages_are_counted_to_the_byte(name: str, meets: bool, num_meetings: int) -> None:
     mesh = MeshShape(data=4)
     units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
-    shape = StepShape(accumulate=3, returns_loss=True, exchanges_unit_ids=exchanges_unit_ids)
-    num_words = num_announced + num_meetings + 2  # what was drawn, and the loss
+    shape = StepShape(accumulate=3, returns_loss=True, meets=meets)
+    num_words = num_meetings + 2  # what was drawn, and the loss
     at_norm = 3 * 8  # the norm, the gradients' scale, whether something was written
     assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 2, 3 * (8 * num_words + used + at_norm))
 

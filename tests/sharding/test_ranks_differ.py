@@ -20,7 +20,7 @@ from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check, rank, train_recipe, world
 
 # How ranks find out that they differ: as over gloo, and as over NCCL.
-WAYS = ("ComparedLogs", "Announcements")
+WAYS = ("ComparedLogs", "RepeatedOrder")
 WHOLE = {name: ZERO[name] for name in ("0", "1", "2")}
 
 

@@ -20,7 +20,7 @@ from partita import PartitaError
 from partita.memory import buffer_pool
 from partita.sharding import runtime
 from partita.sharding.placeholder import is_sharded
-from partita.sharding.unshard_order import Announcements
+from partita.sharding.unshard_order import RepeatedOrder
 from tests.kit import seeds
 from tests.kit.models import CASES, WIDTH, Case, Stack, inputs, square_loss
 from tests.kit.ranks import on_ranks
@@ -258,7 +258,7 @@ ELSEWHERE: dict[str, Callable[[Engine], object]] = {
 
 
 def read_on_rank_0(elsewhere: str, announced: bool) -> str:
-    order = mock.patch.object(runtime, "agree", Announcements) if announced else mock.patch.object(runtime, "_log")
+    order = mock.patch.object(runtime, "agree", RepeatedOrder) if announced else mock.patch.object(runtime, "_log")
     with order:
         engine = partita.initialize(stack(), STAGE_3)
         _step(engine)

@@ -5,17 +5,21 @@ but it is a prefix of the rank's current log, so a difference between two publis
 """
 
 import json
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 
 STEP = 0
 # Number of events that are published. A rank is never further ahead of another than its number of unshard slots.
 NUM_SHOWN = 256
+# Number of events from which :class:`Successors` expects the next one.
+NUM_KNOWN = 3
 
 
 class Board:
@@ -27,7 +31,9 @@ class Board:
     """
 
     def __init__(self, topic: str, rank: int, num_ranks: int) -> None:
-        self._store = _get_default_store()
+        with connections_kept_from_children():
+            # Its own connection: the watchdog posts while the main thread may wait for the store.
+            self._store = _get_default_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._keys = [f"partita/{topic}/{other}" for other in range(num_ranks)]
         self._own = self._keys[rank]
         self.post("")
@@ -54,13 +60,37 @@ def _error_context() -> Iterator[None]:
         ) from error
 
 
+class Successors:
+    """The event that last followed each sequence of :data:`NUM_KNOWN` events. Equal on ranks whose logs are equal."""
+
+    def __init__(self) -> None:
+        self._recent: tuple[int, ...] = ()
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def expect(self, event: int) -> bool:
+        """Return True if ``event`` is what followed the last events before."""
+        return self._next.get(self._recent) == event
+
+    def add(self, event: int) -> None:
+        """Add the next event."""
+        self._next[self._recent] = event
+        self._recent = (*self._recent[1 - NUM_KNOWN :], event)
+
+
 class CollectiveLog:
-    """The log of a mesh, shared by all engines on it. An event is :data:`STEP` or the number of an unsharded unit."""
+    """The log of a mesh, shared by all engines on it. An event is :data:`STEP` or the number of an unsharded unit.
+
+    Attributes:
+        count: the number of events.
+        successors: the events that ranks have performed together, by the axes along which the ranks differ.
+    """
 
     def __init__(self) -> None:
         self._descriptions = ["is at engine.step()"]
         self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
+        self._lock = threading.Lock()
         self.count = 0
+        self.successors = defaultdict[tuple[str, ...], Successors](Successors)
         self.num_micro_batches = 0  # completed
         self.operation = ""  # the last collective
         self.board: Board | None = None
@@ -74,8 +104,9 @@ class CollectiveLog:
 
     def add(self, event: int) -> None:
         """Record that this rank performs ``event`` next."""
-        self._recent.append(event)
-        self.count += 1
+        with self._lock:
+            self._recent.append(event)
+            self.count += 1
 
     @property
     def doing(self) -> str:
@@ -91,6 +122,13 @@ class CollectiveLog:
         """Describe ``event`` in the present tense."""
         return self._descriptions[event]
 
+    def publish(self) -> None:
+        """Let other ranks read this log. Called from any thread; no effect without a board."""
+        if self.board is not None:
+            with self._lock:
+                note = json.dumps([self.count, list(self._recent)])
+            self.board.post(note)
+
     def difference(self) -> list[int | None] | None:
         """Publish this log and compare it with the published logs of the other ranks.
 
@@ -98,7 +136,7 @@ class CollectiveLog:
         agree.
         """
         assert self.board is not None, "there is no other rank"
-        self.board.post(json.dumps([self.count, list(self._recent)]))
+        self.publish()
         logs: list[tuple[int, list[int]]] = [json.loads(note) if note else (0, []) for note in self.board.read()]
         firsts = [count - len(events) for count, events in logs]
         for place in range(max(firsts), max(count for count, _ in logs)):

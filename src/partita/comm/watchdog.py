@@ -98,6 +98,7 @@ class Watchdog:
                 failures += 1
 
     def _answer(self, number: int) -> None:
+        self._log.publish()  # the main thread may be waiting for the device
         with self._lock:
             self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._status()))
 

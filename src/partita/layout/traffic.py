@@ -42,7 +42,8 @@ class StepShape:
             backwards, as without ``no_sync``.
         returns_loss: the mean loss over the ranks is computed, as in ``train_batch``; the ranks then also exchange
             the number of micro-batches that each has read.
-        exchanges_unit_ids: the number of the unit is exchanged with each all-gather, as on accelerators.
+        meets: ranks with sharded parameters exchange a message at the end of each micro-batch, as over gloo. On
+            accelerators they do not, once a step has gathered its units in the order of the step before.
         ends_round: replicas that train separately average their weights in this step.
         is_warming_up: the step belongs to the warm-up.
         chunks: pipeline stages per rank; each runs its own forwards and backwards.
@@ -51,7 +52,7 @@ class StepShape:
     accumulate: int = 1
     num_reduced: int | None = None
     returns_loss: bool = False
-    exchanges_unit_ids: bool = False
+    meets: bool = True
     ends_round: bool = False
     is_warming_up: bool = False
     chunks: int = 1
@@ -90,8 +91,8 @@ def step_traffic(
         for purpose, operation in rounds(segment, is_warming_up=shape.is_warming_up):
             sent.count([operation], purpose)
     sent.count(updates, UPDATES)
-    if not all(unit.always_unsharded for unit in units):
-        sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)  # the end of a micro-batch
+    if shape.meets and not all(unit.always_unsharded for unit in units):
+        sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)
     num_members = sum(len(segment.layout.spans) for segment in segments)
     copied = Counter[tuple[str, ...]]()
     for segment in segments:
@@ -120,8 +121,6 @@ class _TrafficCounter:
     def gathers(self, unit: PlannedUnit, shape: StepShape, times: int) -> None:
         """Add a unit's all-gathers for forward and backward, ``times`` of each per micro-batch."""
         num_gathers = times * shape.accumulate * (1 if unit.stays_unsharded else 2)
-        if shape.exchanges_unit_ids:
-            self.messages(unit.row.mean_axes, WORD_BYTES, num_gathers)
         for segment in unit.segments:
             # The secondary shard is stored from forward to the step.
             num_secondary = num_gathers - 1 if segment.has_secondary else 0

@@ -375,7 +375,11 @@ class Unsharder:
             return False
         if unit.keeps_memory:
             self._written.check_kept(unit)
-        self._unshard_order.gathers(unit.number)
+        try:
+            self._unshard_order.gathers(unit.number)
+        except PartitaError:
+            self._order = []  # the ranks differ: prefetch nothing while calls are closed
+            raise
         unit.start_unshard(spare, exact)
         return True
 

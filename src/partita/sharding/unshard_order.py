@@ -4,14 +4,12 @@ Without it, ranks that run different modules (a text-only batch, a layer dropped
 parameters or hang.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from partita.comm.collective_log import STEP, CollectiveLog
-from partita.comm.control_message import ControlMessage
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.stall import Stall
@@ -27,7 +25,7 @@ class UnshardOrder(Protocol):
     """A check of the order, around gathers. ``on_stall`` is called repeatedly while a rank waits too long."""
 
     def gathers(self, number: int) -> None:
-        """Record that this rank begins to gather the unit of that number."""
+        """Record that this rank begins to gather the unit of that number. Raises as :meth:`wait` does."""
 
     def wait(self, gathered: Event) -> None:
         """Wait for a gather.
@@ -49,7 +47,7 @@ class UnshardOrder(Protocol):
 
 def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> UnshardOrder:
     """Create the check that suits the transport of the ranks that gather the same units. Called on every rank."""
-    kind = ComparedLogs if group.transport.separates_tags else Announcements
+    kind = ComparedLogs if group.transport.separates_tags else RepeatedOrder
     return kind(group, mesh, on_stall)
 
 
@@ -97,58 +95,42 @@ class ComparedLogs:
 
     def step(self) -> None:
         self._log.add(STEP)
-        message = self._group.exchange(torch.tensor([self._log.count], device="cpu"), "engine.step")
-        counts = set[int]()
-        self.wait(Event(lambda: counts.update(message.wait().view(-1).tolist()), wait_for=message.wait_for))
-        if len(counts) > 1:
+        if len(set(self._exchange(self._log.count, "engine.step"))) > 1:
             raise PartitaError(
                 f"rank {self._group.index} is at engine.step(), and another rank is not: call the engine's methods in "
                 "the same order on every rank"
             )
 
+    def _exchange(self, number: int, call: str) -> list[int]:
+        """Return the number of every rank at this call. Raises as :meth:`wait` does."""
+        message = self._group.exchange(torch.tensor([number], device="cpu"), call)
+        numbers = list[int]()
+        self.wait(Event(lambda: numbers.extend(message.wait().view(-1).tolist()), wait_for=message.wait_for))
+        return numbers
 
-class Announcements:
+
+class RepeatedOrder(ComparedLogs):
     """The check for transports on which ranks that gather different units would read wrong data.
 
-    Before each gather, the unit's number is exchanged over the control group. The exchange is asynchronous; its result
-    is read when the unit is used.
+    It sends nothing as long as gathers are in the order of earlier ones: the logs of the ranks are equal so far, so all
+    ranks expect the same unit next. A rank that is about to gather another unit first waits until all ranks are about
+    to gather that one. Ranks that are not wait for its gather, and their logs name what they gather instead.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
-        self._group = group
-        self._mesh = mesh
-        self._log = mesh.log
-        self._on_stall = on_stall
-        self._pending: deque[ControlMessage[torch.Tensor]] = deque()
+        super().__init__(group, mesh, on_stall)
+        self._successors = mesh.log.successors[group.axes]
 
     def gathers(self, number: int) -> None:
         self._log.add(number)
-        self._pending.append(self._group.exchange(torch.tensor([number], device="cpu"), "a gather"))
-
-    def wait(self, gathered: Event) -> None:
-        self._verify()
-        gathered.wait()
-
-    def synchronize(self, call: str) -> None:
-        self._verify()
-        check_synchronized(self._group, self._mesh.watchdog, call)
+        if not self._successors.expect(number):
+            numbers = self._exchange(number, "a gather")
+            if len(set(numbers)) > 1:
+                raise _different(self._log, self._group.ranks, numbers)
+        self._successors.add(number)
 
     def step(self) -> None:
         self.gathers(STEP)
-        self._verify()
-
-    def _verify(self) -> None:
-        """Compare all numbers exchanged so far."""
-        while self._pending:
-            message = self._pending.popleft()
-            stall: Stall | None = None
-            while not message.wait_for(PATIENCE_S):
-                self._on_stall()
-                stall = stall or Stall(self._mesh, self._group.ranks)
-                stall.check()
-            events = message.wait().view(-1).tolist()
-            if len(set(events)) > 1:
-                raise _different(self._log, self._group.ranks, events)
 
 
 def _different(log: CollectiveLog, ranks: Sequence[int], events: Sequence[int | None]) -> PartitaError:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -127,8 +127,8 @@ def _train(engine: Engine, simulated_model: SimulatedModel) -> None:
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, calls: list[Collective]) -> RankReport:
     resolved = engine.blueprint.resolved
-    shape = StepShape(resolved.batch.accumulate, returns_loss=True, chunks=resolved.config.parallel.num_chunks)
-    exchanges_unit_ids = not accelerator.is_host(engine.mesh.device)
+    num_chunks, meets = resolved.config.parallel.num_chunks, accelerator.is_host(engine.mesh.device)
+    shape = StepShape(resolved.batch.accumulate, returns_loss=True, meets=meets, chunks=num_chunks)
     return RankReport(
         role,
         engine.memory_report(),
@@ -136,7 +136,7 @@ def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, 
         engine.traffic_report().since(before),
         tuple(calls),
         engine.planned_bytes,
-        step_traffic(engine.units, replace(shape, exchanges_unit_ids=exchanges_unit_ids)),
+        step_traffic(engine.units, shape),
     )
 
 

@@ -1,4 +1,4 @@
-"""The order of all-gathers where the transport has no tags: what is sent about it, and that no rank reads wrong data."""
+"""The order of all-gathers on transports without tags: what is sent about it, and that no rank reads wrong data."""
 
 import contextlib
 import random

@@ -34,6 +34,18 @@ Order& order() {
 
 thread_local Stream current = 0;
 
+// Called, with what it does, when a thread of the host waits for the device: "item", "copy_", or "synchronize".
+pybind11::object& wait_hook() {
+    static auto* const only = new pybind11::object;
+    return *only;
+}
+
+void host_waits(const char* what) {
+    if (!wait_hook()) return;
+    const pybind11::gil_scoped_acquire holds_gil;
+    wait_hook()(what);
+}
+
 bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == SIM; }
 
 // ------------------------------------------------------------------------------------------------------------- memory
@@ -132,9 +144,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream exchangeStream(c10::Stream stream) const override {
         return stream_of(std::exchange(current, Stream(stream.id())));
     }
-    bool queryStream(const c10::Stream& stream) const override { return synchronizeStream(stream), true; }
-    void synchronizeStream(const c10::Stream& stream) const override { order().host_waits_for_stream(stream.id()); }
-    void synchronizeDevice(c10::DeviceIndex) const override { order().host_waits_for_all(); }
+    bool queryStream(const c10::Stream& stream) const override {
+        order().host_waits_for_stream(stream.id());
+        return true;
+    }
+    void synchronizeStream(const c10::Stream& stream) const override {
+        host_waits("synchronize");
+        order().host_waits_for_stream(stream.id());
+    }
+    void synchronizeDevice(c10::DeviceIndex) const override {
+        host_waits("synchronize");
+        order().host_waits_for_all();
+    }
 
     void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
         if (!*event) *event = new Event;
@@ -143,9 +164,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void block(void* event, const c10::Stream& stream) const override {
         if (event) order().wait(stream.id(), static_cast<Event*>(event)->clock);
     }
-    bool queryEvent(void* event) const override { return synchronizeEvent(event), true; }
-    void synchronizeEvent(void* event) const override {
+    bool queryEvent(void* event) const override {
         if (event) order().host_waits(static_cast<Event*>(event)->clock);
+        return true;
+    }
+    void synchronizeEvent(void* event) const override {
+        host_waits("synchronize");
+        queryEvent(event);
     }
     // The host's time: operators run at once.
     double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
@@ -313,6 +338,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     if (is_pinned) order().before_copy(pieces_of(host), to_host, current);
     // As CUDA does it: what is not pinned is read before the call returns, and written, too.
     if (!non_blocking || (to_host && !is_pinned)) {
+        if (to_host) host_waits("copy_");
         order().host_waits_for_stream(current);
         written.copy_(read);
     } else if (to_host) {
@@ -336,6 +362,7 @@ void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_block
 at::Scalar item(const at::Tensor& tensor) {
     order().launch(current);
     touch(tensor, false, "item");
+    host_waits("item");
     order().host_waits_for_stream(current);
     return host_view(tensor).item();
 }
@@ -419,6 +446,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("set_limit", [](std::size_t num_bytes) { order().set_limit(num_bytes); });
     m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { order().pin(reinterpret_cast<void*>(at), num_bytes); });
     m.def("unpin", [](std::uintptr_t at) { order().unpin(reinterpret_cast<void*>(at)); });
+    m.def("call_at_waits", [](pybind11::object hook) { wait_hook() = std::move(hook); });
     m.def("access", &note_access);
     m.def("host_view", &host_view);
 }

@@ -57,7 +57,12 @@ def test_tensorboard_of_another_run_replaces_the_events(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_tensorboard_of_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 9])
+def test_tensorboard_of_a_run_that_goes_on_has_each_step_once(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``number``: that of the first file's name; of two files of one second, number 10 would sort before number 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(number))
     write_all(Run(tmp_path), "tensorboard")
     write_all(Run(tmp_path, after=2), "tensorboard")
     assert scalars(tmp_path, "loss/train") == LOSSES

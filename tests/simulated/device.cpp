@@ -43,7 +43,7 @@ pybind11::object& wait_hook() {
 void host_waits(const char* what) {
     if (!wait_hook()) return;
     const pybind11::gil_scoped_acquire holds_gil;
-    wait_hook()(what);
+    if (!wait_hook().is_none()) wait_hook()(what);
 }
 
 bool is_on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == SIM; }

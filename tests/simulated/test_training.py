@@ -1,7 +1,9 @@
 """Every plan on the simulated accelerator: the bits of the CPU, and no race."""
 
 import os
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import torch
 from benchmarks.gpu.check import check_collectives
 from partita import PartitaError
 from partita.memory import buffer_pool
+from partita.sharding.finite import NUM_COMPARED
 from tests.kit.ranks import close_pool, on_ranks
 from tests.simulated.device import register
 from tests.simulated.training import (
@@ -26,6 +29,7 @@ from tests.simulated.training import (
     simulated,
     train_all,
     train_on_axes,
+    train_step,
 )
 
 SAMPLE = (
@@ -54,6 +58,60 @@ def test_a_sample_of_the_plans(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_plan(num_ranks: int) -> None:
     check(num_ranks, list(PLANS))
+
+
+# Error feedback and averages on the host are copied back by the thread that reduces, which waits for the copy.
+STATES_OF_SYNCS_ON_HOST = ("PowerSGD, on host", "1-bit Adam, stage 3, on host")
+
+
+def waits_in_steps(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Counter[tuple[str, bool]]]]:
+    """How often the host waits for the device in each step, by kind and by whether a thread of partita's own does."""
+    native, found = register(), dict[str, list[Counter[tuple[str, bool]]]]()
+    for name, config in configs.items():
+        found[name] = []
+        with open_engine(config) as engine:
+            for step in range(NUM_COMPARED + 2):
+                waits = Counter[tuple[str, bool]]()
+
+                def note(what: str, waits: Counter[tuple[str, bool]] = waits) -> None:
+                    waits[what, threading.current_thread().name.startswith("partita")] += 1
+
+                native.call_at_waits(note)
+                train_step(engine, step, None)
+                native.call_at_waits(None)
+                found[name].append(waits)
+    return found
+
+
+def check_waits(found: dict[str, list[Counter[tuple[str, bool]]]], configs: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, steps in found.items():
+        precision = configs[name].get("precision", {})
+        in_backward = precision.get("gradients") == "in_backward"  # each unit's thread reads whether to update it
+        for waits in steps[NUM_COMPARED:]:  # the first steps compare the ranks' batches
+            by_caller = sum(num for (_, in_thread), num in waits.items() if not in_thread)
+            assert by_caller == (0 if in_backward else 1), f"{name}: the norm, and nothing else: {waits}"
+            reads = sum(num for (what, in_thread), num in waits.items() if in_thread and what != "synchronize")
+            assert reads == 0 or in_backward or name in STATES_OF_SYNCS_ON_HOST, f"{name}: {waits}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_host_waits_for_the_device_once_in_a_step(num_ranks: int) -> None:
+    configs = {name: PLANS[name] for name in (SAMPLE if num_ranks == 2 else SAMPLE[:3])}
+    for found, _ in on_ranks(num_ranks, simulated, waits_in_steps, configs, with_group=False, timeout=200):
+        check_waits(found, configs)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_host_waits_for_the_device_once_in_a_step_of_every_plan(num_ranks: int) -> None:
+    for found, _ in on_ranks(num_ranks, simulated, waits_in_steps, PLANS, with_group=False, timeout=300):
+        check_waits(found, PLANS)
+
+
+@pytest.mark.thorough
+def test_the_host_waits_for_the_device_once_in_a_step_between_nodes() -> None:
+    for found, _ in on_ranks(4, on_nodes, simulated, waits_in_steps, NODES, with_group=False, timeout=300):
+        check_waits(found, NODES)
 
 
 def on_the_one_visible_device(function: Callable[..., Any], *args: Any) -> Any:

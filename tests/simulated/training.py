@@ -132,7 +132,8 @@ def open_engine(config: Mapping[str, Any]) -> partita.Engine:
     return engine
 
 
-def train_step(engine: partita.Engine, step: int, trained: Trained) -> None:
+def train_step(engine: partita.Engine, step: int, trained: Trained | None) -> None:
+    """One step; ``trained`` gets its losses, which are read from the device, and its norm."""
     accumulate = engine.config.batch.accumulate
     for micro in range(accumulate if isinstance(accumulate, int) else 1):
         generator = seeds.generator(100 * step + 10 * micro + engine.mesh.rank)
@@ -140,8 +141,10 @@ def train_step(engine: partita.Engine, step: int, trained: Trained) -> None:
         loss = engine(tokens)
         engine.backward(loss)
         outcome = engine.step()
-        trained.losses.append(loss.item())
-    trained.norms.append(outcome.grad_norm)
+        if trained is not None:
+            trained.losses.append(loss.item())
+    if trained is not None:
+        trained.norms.append(outcome.grad_norm)
 
 
 def train(config: Mapping[str, Any], num_steps: int = 3) -> Trained:

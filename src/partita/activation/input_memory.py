@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from partita.errors import PartitaError
-from partita.memory.tiers import InMemory, StateMemory, StoredState
+from partita.memory.tiers import InMemory, OnHost, StateMemory, StoredState
 from partita.table.residence import Tier
 
 STATE = "activations"
@@ -46,10 +46,12 @@ class InputMemory:
             self._finish()
             self._memory.drop(STATE, self._free.pop(0))
         try:
-            return self._memory.keep(STATE, num_bytes, torch.uint8, self.tier)
+            kept = self._memory.keep(STATE, num_bytes, torch.uint8, self.tier)
         except PartitaError as error:
             self._error = self._error or error
             return InMemory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device), Tier.DEVICE)
+        # The host never uses it: copies to and from it are in the order of their stream.
+        return InMemory(kept.tensor, self.tier) if isinstance(kept, OnHost) else kept
 
     def free(self, buffer: StoredState) -> None:
         """Free a buffer for later copies, which the stream runs after the current ones."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 from partita.memory import accelerator
-from partita.memory.allocate import allocate_host
+from partita.memory.allocate import PinnedBuffer
 from partita.memory.streams import Event, Stream, finish, record
 
 BACKEND = "staged"
-_ALIGNMENT = 16
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads have types that differ between versions of torch
 Exchange = Callable[[list[Tensor], list[Tensor]], object]
 
@@ -53,8 +52,8 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         self._gloo: Any = None
         self._stream: Stream | None = None
-        self._outgoing = _PinnedBuffer()
-        self._incoming = _PinnedBuffer()
+        self._outgoing = PinnedBuffer()
+        self._incoming = PinnedBuffer()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
@@ -123,9 +122,11 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             ready.wait()
             finish(device)  # the last collective's copies from its buffers included
-            outgoing, incoming = self._outgoing.like(sent), self._incoming.like(received)
-            for host, tensor in zip(outgoing, sent, strict=True):
-                host.copy_(tensor.reshape(-1), non_blocking=True)
+            flat = [tensor.reshape(-1) for tensor in sent]
+            outgoing = self._outgoing.like(flat)
+            incoming = self._incoming.like([tensor.view(-1) for tensor in received])
+            for host, tensor in zip(outgoing, flat, strict=True):
+                host.copy_(tensor, non_blocking=True)
             finish(device)
             exchange(outgoing, incoming)
             for tensor, host in zip(received, incoming, strict=True):
@@ -186,23 +187,6 @@ class _StagedWork(Work):
         """
         self._done.wait()
         return True
-
-
-class _PinnedBuffer:
-    """Pinned host memory that grows with the largest collective."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return flat tensors of the same sizes and dtypes. They are valid until the next call."""
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        if not tensors:
-            return []
-        if self._memory is None or self._memory.numel() < sum(sizes):
-            self._memory = allocate_host(sum(sizes), torch.uint8, tensors[0].device)
-        parts = self._memory[: sum(sizes)].split(sizes)
-        return [part[: one.nbytes].view(one.dtype) for part, one in zip(parts, tensors, strict=True)]
 
 
 def _check_sum(options: Any) -> None:

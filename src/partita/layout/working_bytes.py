@@ -64,7 +64,7 @@ def _other_buffers(
     """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + autograd_gradient_bytes(units) + unshard_scratch_bytes(units)
-    device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained))
+    device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained) + _moved_sum_bytes(trained))
     return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, moments) + _update_bytes(units)})
 
 
@@ -84,6 +84,16 @@ def autograd_gradient_bytes(units: Sequence[PlannedUnit]) -> int:
         for unit in units
     )
     return max(moved, default=0)
+
+
+def _moved_sum_bytes(trained: Sequence[PlannedSegment]) -> int:
+    """Return the bytes of the largest shard of a sum that the device measures before it is copied to another tier."""
+    largest, small = 0, Counter[int]()
+    for segment in (each for each in trained if each.row.grad_step.tier is not Tier.DEVICE):
+        num_bytes, num_shards = segment.gradients.num_bytes, segment.num_shards(segment.row.grad_step)
+        largest = max(largest, num_bytes // num_shards)
+        small[num_shards] += num_bytes if num_bytes <= BUCKET_BYTES else 0
+    return max(largest, *(min(total, BUCKET_BYTES) // num_shards for num_shards, total in small.items()), 0)
 
 
 def _most_summed(trained: Sequence[PlannedSegment], tier: Tier) -> int:
@@ -155,9 +165,17 @@ def _slots_of_each(sizes: Counter[int], depth: int) -> int:
 
 
 def _update_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Return the bytes of the largest unit's gradients in the optimizer's dtype, among units updated on the host."""
+    """Return the bytes of the largest unit's gradients in the optimizer's dtype, among units updated on the host, and
+    of their copies on the host if they are on the device in another encoding.
+    """
+
+    def num_bytes(segment: PlannedSegment) -> int:
+        grad, master = segment.row.grad_step, segment.row.master
+        is_copied = grad.tier is Tier.DEVICE and grad.encoding != master.encoding
+        return segment.held_bytes(master) + (segment.held_bytes(grad) if is_copied else 0)
+
     off_device = (
-        sum(segment.held_bytes(segment.row.master) for segment in unit.segments if segment.trains)
+        sum(num_bytes(segment) for segment in unit.segments if segment.trains)
         for unit in units
         if not unit.row.updates_on_device
     )

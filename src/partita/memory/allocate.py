@@ -9,12 +9,14 @@ up to a power of two.
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from partita.memory import accelerator
+
+ALIGNMENT = 16  # of the tensors in a PinnedBuffer, in bytes
 
 
 def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,6 +38,36 @@ def allocate_host(num_elements: int, dtype: torch.dtype, device: torch.device) -
     mapping = Mapping(num_elements * dtype.itemsize)
     mapping.pin(device)
     return torch.frombuffer(mapping, dtype=dtype)
+
+
+class PinnedBuffer:
+    """Pinned host memory for copies from an accelerator, as large as the largest request so far."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors of the same shapes, strides and dtypes.
+
+        They are valid until the next call, before which copies to and from them must be done.
+        """
+        if not tensors:
+            return []
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        if self._memory is None or self.num_bytes < sum(sizes):
+            self._memory = None  # freed first
+            self._memory = allocate_host(sum(sizes), torch.uint8, tensors[0].device)
+        parts = self._memory[: sum(sizes)].split(sizes)
+        return [_as_strided(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _as_strided(memory: Tensor, tensor: Tensor) -> Tensor:
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, strides)
 
 
 class Mapping(mmap.mmap):

@@ -65,6 +65,17 @@ def record(device: torch.device) -> Event:
     return Event(event.wait)
 
 
+def record_for_host(device: torch.device) -> Event:
+    """Return an event at this point of the current stream that blocks the caller, who may use the host memory that work
+    before it reads or writes.
+    """
+    if not accelerator.has_streams(device):
+        return Event()
+    event = accelerator.new_event(device)
+    event.record()
+    return Event(event.synchronize)
+
+
 def finish(device: torch.device) -> None:
     """Block the caller until all work queued on the current stream is done, so that the host may use its memory."""
     accelerator.wait_for_stream(device)

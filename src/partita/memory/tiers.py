@@ -8,19 +8,19 @@ Source: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall", 2021,
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from partita.memory import accelerator
-from partita.memory.allocate import allocate, allocate_host, over
+from partita.memory.allocate import PinnedBuffer, allocate, allocate_host, over
 from partita.memory.buffer_pool import Slot
 from partita.memory.disk import ALIGNMENT, DiskReport, Region
 from partita.memory.ledger import Ledger
 from partita.memory.scratch import Scratch
-from partita.memory.streams import Event, finish
+from partita.memory.streams import Event, finish, record_for_host
 from partita.table.residence import Tier
 
 # A staging slot is used for requests of at least this share of its size.
@@ -92,6 +92,25 @@ class InMemory(StoredState):
 
     def lease(self, *, read: bool = True) -> Lease:
         return Lease(self.tensor)
+
+
+class OnHost(InMemory):
+    """A state in pinned host memory that copies from the device overwrite.
+
+    Copies may still run when the lease ends: the next lease waits for them.
+    """
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        super().__init__(tensor, Tier.HOST)
+        self._device = device
+        self._written = Event()
+
+    def lease(self, *, read: bool = True) -> Lease:
+        return Lease(self.tensor, self._written, self._end)
+
+    def _end(self, changed: bool) -> None:
+        if changed:
+            self._written = record_for_host(self._device)
 
 
 class OnDisk(StoredState):
@@ -180,6 +199,7 @@ class StateMemory:
         self.ledger = ledger
         self._open_disk = disk
         self._staging = Staging(device, ledger)
+        self._copies = PinnedBuffer()
         self._disk: Scratch | None = None
 
     def register(self, state: str, tensor: Tensor) -> StoredState:
@@ -212,13 +232,25 @@ class StateMemory:
         slot = self._staging.borrow(num_elements * dtype.itemsize)
         return Lease(over(slot.storage, dtype, num_elements), Event(), lambda changed: self._staging.give_back(slot))
 
+    def on_host_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory on the host for copies of tensors on the device, valid until the next call (by one thread)."""
+        before = self._copies.num_bytes
+        found = self._copies.like(tensors)
+        self.ledger.add("staging", self._copies.num_bytes - before, Tier.HOST)
+        return found
+
     def _allocate(self, num_elements: int, dtype: torch.dtype, tier: Tier) -> StoredState:
         if tier is Tier.DISK:
             self._disk = self._disk or self._open_disk()
             return OnDisk(num_elements, dtype, self._disk, self._staging)
         if tier is Tier.HOST:
-            return InMemory(allocate_host(num_elements, dtype, self._device), tier)
+            return self.over(allocate_host(num_elements, dtype, self._device), tier)
         return InMemory(allocate(num_elements, dtype, self._device), tier)
+
+    def over(self, tensor: Tensor, tier: Tier) -> StoredState:
+        """Return a state in memory that the caller has; it is not in the ledger."""
+        is_written_by_copies = tier is Tier.HOST and accelerator.has_streams(self._device)
+        return OnHost(tensor, self._device) if is_written_by_copies else InMemory(tensor, tier)
 
     def provide_disk(self, num_bytes: int, num_states: int) -> None:
         """Reserve disk space for ``num_states`` states with a total of ``num_bytes``, before the first one is stored.

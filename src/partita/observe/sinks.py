@@ -57,6 +57,10 @@ class TensorBoard(MetricsSink):
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # Readers order files by name. It has the second, and then a number whose text has no fixed length.
+        newest = max((int(path.name.split(".")[3]) for path in self._events.glob(_EVENT_FILES)), default=0)
+        while time.time() < newest + 1:
+            time.sleep(0.05)
         self._board: Any = SummaryWriter(str(self._events), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -65,10 +69,6 @@ class TensorBoard(MetricsSink):
 
     def rewind(self, step: int) -> None:
         self._board.close()
-        # Readers order files by name. It has the second, and then a number whose text has no fixed length.
-        newest = max(int(path.name.split(".")[3]) for path in self._events.glob(_EVENT_FILES))
-        while time.time() < newest + 1:
-            time.sleep(0.05)
         self._open(step + 1)
 
     def close(self) -> None:

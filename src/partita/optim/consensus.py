@@ -342,7 +342,7 @@ class Consensus:
                 parameters.
         """
         if len({each.device for each in squared_norms}) > 1:
-            squared_norms = [accelerator.read(each) for each in squared_norms]
+            squared_norms = _read_all(squared_norms)
         mine = (
             torch.stack(list(squared_norms)).sum()
             if squared_norms
@@ -389,6 +389,18 @@ class Consensus:
         ranks = [str(rank) for rank, (_, _, is_suspect, _) in enumerate(every) if is_suspect]
         messages = [f"; on rank {rank}, {text}" for rank, (_, _, _, text) in enumerate(every) if text]
         return Culprit(first, ranks, messages[0] if messages else "")
+
+
+def _read_all(scalars: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of scalars on the host, in order, with one read of each device."""
+    by_device = defaultdict[torch.device, list[int]](list)
+    for place, each in enumerate(scalars):
+        by_device[each.device].append(place)
+    found = list(scalars)
+    for places in by_device.values():
+        for place, value in zip(places, accelerator.read(torch.stack([found[p] for p in places])), strict=True):
+            found[place] = value
+    return found
 
 
 def _root_of_sum(squared_norms: Iterable[float]) -> float:

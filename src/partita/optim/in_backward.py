@@ -130,7 +130,8 @@ class BackwardUpdater(Updater):
         queued = _Queued(bucket, self._updates.of_bucket(bucket))
         self._queued = (*self._queued, queued)
         assert bucket.shard is not None
-        measure = partial(self._measure, queued, bucket.shard.lease().tensor, frozenset(bucket.arrivals.used))
+        used = frozenset(bucket.arrivals.used)
+        measure = partial(self._measure, queued, bucket.shard.lease().tensor, bucket.squared_norms, used)
         queued.measured = self._runtime.collectives.mesh.stream("gradients").run(measure)
         self._updates.queue(queued.updates, queued.measured)
         if len(self._queued) == len(self._reducer.buckets):  # backward needs no more parameters
@@ -141,16 +142,17 @@ class BackwardUpdater(Updater):
         """Make each use of parameters wait for the queued updates."""
         self._updates.await_all([update for queued in self._queued for update in queued.updates])
 
-    def _measure(self, queued: _Queued, sums: Tensor, used: AbstractSet[int]) -> None:
+    def _measure(self, queued: _Queued, sums: Tensor, measured: list[Tensor], used: AbstractSet[int]) -> None:
         """Measure reduced gradients, and agree with one small all-reduce on what to update, and by which factor.
 
         Args:
+            measured: the squared norms of the segments' sums, if these are not on the device.
             used: ids of the members that got a gradient on this rank.
         """
         queued.updates[0].open()
         bucket = queued.bucket
         columns = [segment.layout.shard_elements for segment in bucket.segments]
-        squared_norms = torch.stack([square(part) for part in sums.split(columns)])
+        squared_norms = torch.stack(measured or [square(part) for part in sums.split(columns)])
         if not bucket.is_measured:
             squared_norms.zero_()
         flags = torch.tensor([id(member) in used for member in bucket.members], dtype=torch.float64, device="cpu")

@@ -69,6 +69,10 @@ class UpdateRule(ABC, Generic[OptimizerT]):
     def writes_param(self, segment: Segment) -> bool:
         """Return whether the update also writes the parameters in compute, besides the master weights."""
 
+    def scale(self, grads: Sequence[Tensor], factor: float) -> float:
+        """Multiply gradients by ``factor``, unless the update does it. Returns the factor for the update."""
+        return factor
+
     @abstractmethod
     def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
         """Pass one parameter's gradient, to be multiplied by ``factor``, and its weights to the optimizer."""
@@ -84,9 +88,12 @@ class TorchRule(UpdateRule[Optimizer]):
     def writes_param(self, segment: Segment) -> bool:
         return False
 
-    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
-        if factor != 1.0:
+    def scale(self, grads: Sequence[Tensor], factor: float) -> float:
+        for grad in grads if factor != 1.0 else ():
             grad.mul_(factor)
+        return 1.0
+
+    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
         view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
 
     def disconnect(self) -> None:

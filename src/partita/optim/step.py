@@ -530,7 +530,7 @@ class StepUpdater(Updater):
 
 def _squared_norms(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """Return squared norms of this rank's shards of the reduced gradients."""
-    if bucket.plan.grad_step.tier is Tier.DISK:
+    if bucket.plan.grad_step.tier is not Tier.DEVICE:
         return bucket.squared_norms
     owned = _owned(bucket, used)
     return [total_squared_norm(owned)] if owned else []

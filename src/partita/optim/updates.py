@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from partita.memory import accelerator
 from partita.memory.step_events import in_span, span
-from partita.memory.streams import Event, Stream, finish
+from partita.memory.streams import Event, Stream, record_for_host
 from partita.memory.tiers import Lease, StateMemory
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.full_updates import FullUpdates
@@ -143,10 +143,11 @@ class SegmentUpdate:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
-        weights = InMemory(master, param, self._splits)
-        for view, in_place in self.changing:
-            grad = self._reduced(view) if in_place is None else in_place
-            self._context.rule.connect(view, grad, self._factor, weights)
+        weights, rule = InMemory(master, param, self._splits), self._context.rule
+        grads = [self._reduced(view) if in_place is None else in_place for view, in_place in self.changing]
+        factor = rule.scale(grads, self._factor)
+        for (view, _), grad in zip(self.changing, self._with_states(grads), strict=True):
+            rule.connect(view, grad, factor, weights)
 
     def _param_values(self) -> Tensor | None:
         """Return this rank's 16-bit parameters: the stored ones, or scratch memory, with values if they are read."""
@@ -169,6 +170,19 @@ class SegmentUpdate:
         grad = self._bucket.optimizer_grad(view.member, self._shard.wait())
         assert grad is not None
         return grad
+
+    def _with_states(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return gradients in the memory of the states: copies in pinned memory, if the host updates them."""
+        device, host = self._context.device, self._context.device_of(self._result.tier)
+        moved = [grad for grad in grads if grad.device == device != host and grad.layout is torch.strided]
+        if not moved:
+            return grads
+        copied = self._context.memory.on_host_like(moved)
+        for grad, copy in zip(moved, copied, strict=True):
+            copy.copy_(grad, non_blocking=True)
+        record_for_host(device).wait()
+        by_id = {id(grad): copy for grad, copy in zip(moved, copied, strict=True)}
+        return [by_id.get(id(grad), grad) for grad in grads]
 
     def close(self) -> None:
         """Remove states and gradients from the optimizer after its step."""
@@ -357,11 +371,10 @@ class Updates:
         return self._settings.step(chosen, coming)
 
     def _start(self, used: AbstractSet[int], factor: float) -> None:
-        if self._overlapped:  # launched kernels may use states that the host will use
-            finish(self._context.device)
+        launched = record_for_host(self._context.device)  # kernels that may use states which the host will use
         changing = [unit for unit in self._overlapped if _changes(unit, used)]
         updates = sorted(self._one_per_unit(changing, used, factor), key=self._place)
-        self.queue(updates)
+        self.queue(updates, launched)
         self.await_all(updates)
 
     def _one_per_unit(self, units: Sequence[Unit], used: AbstractSet[int], factor: float) -> list[Update]:

@@ -26,7 +26,7 @@ from partita.sharding.gradient_sync import GradientSync, StateOf, SyncCall, make
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
-from partita.sharding.squared_norm import square
+from partita.sharding.squared_norm import square, total_squared_norm
 from partita.table.planned_gradients import PlannedGradients
 from partita.table.residence import Tier
 from partita.table.state_plan import StatePlan
@@ -291,25 +291,31 @@ class Bucket:
         assert buffer.shard is not None
         sent, kept, previous_sum = buffer.full.view(-1), buffer.shard, buffer.previous_sum
         adds = self._state is BucketState.REDUCED and sums is None
-        sync, used = self.sync, frozenset(self.arrivals.used)
+        sync = self.sync
         self._squared_norms = norms = list[Tensor]()
 
         def reduce() -> None:
             replaces = call.scratch is None and not adds and previous_sum is None
             if replaces and (writing := kept.write_from(sent)) is not None:
-                norms.extend(square(part) for part in self.norm_slices(sent, used))
+                norms.extend(self._measure(sent))
                 with suppress(PartitaError):  # the next read raises the error
                     writing.wait()
                 return
             lease = kept.lease(read=adds)
-            shard = lease.wait()
-            sync.reduce(sent, shard, call, add=adds, scale=scale)
+            shard = total = lease.wait()
+            if shard.device != sent.device:  # the device sums and measures, then the sum is copied
+                total = torch.empty_like(shard, device=sent.device)
+                if adds:
+                    total.copy_(shard, non_blocking=True)
+            sync.reduce(sent, total, call, add=adds, scale=scale)
             if previous_sum is not None:
-                shard.add_(previous_sum)
+                total.add_(previous_sum)
             if sums is not None and self.copies.steps:  # used before the step
-                self.copies.run(shard, call.interpreter, call.scratch)
-            if kept.tier is Tier.DISK:
-                norms.extend(square(part) for part in self.norm_slices(shard, used))
+                self.copies.run(total, call.interpreter, call.scratch)
+            if kept.tier is not Tier.DEVICE:
+                norms.extend(self._measure(total))
+            if total is not shard:
+                shard.copy_(total, non_blocking=True)
             lease.end(changed=True)
 
         return reduce
@@ -324,30 +330,41 @@ class Bucket:
 
     def add_copies(self, interpreter: Interpreter, scratch: Tensor | None) -> None:
         """Sum ``shard`` over the copies, when it is complete on each rank."""
-        assert self.shard is not None
-        lease = self.shard.lease()
-        self.copies.run(lease.wait(), interpreter, scratch)
-        self._measure_on_disk(lease.tensor)
-        lease.end(changed=True)
+        self._change(lambda shard: self.copies.run(shard, interpreter, scratch))
         self.has_all_copies = True
 
     def drop(self, dropped: AbstractSet[int]) -> None:
         """Zero this rank's slices of the sums of ``dropped`` members (by id)."""
         of_members = (self.layout.pieces[id(member)] for member in self.layout.members if id(member) in dropped)
         pieces = [piece for each in of_members for piece in each if piece.row == self.layout.row]
-        if not pieces or self.shard is None:
-            return
+
+        def clear(shard: Tensor) -> None:
+            for piece in pieces:
+                piece.of(shard).zero_()
+
+        if pieces and self.shard is not None:
+            self._change(clear)
+
+    def drop_unused(self, used: AbstractSet[int]) -> None:
+        """Zero this rank's slices of the sums of members that are not ``used`` (by id) on any rank."""
+        if (unused := self.layout.pieces_of_unused(used)) and self.shard is not None:
+            self._change(lambda shard: self.syncs[-1].drop_unused(shard, unused))
+
+    def _change(self, change: Callable[[Tensor], None]) -> None:
+        """Change the sum, and measure it again if it is not on the device."""
+        assert self.shard is not None
         lease = self.shard.lease()
-        shard = lease.wait()
-        for piece in pieces:
-            piece.of(shard).zero_()
-        self._measure_on_disk(shard)
+        change(lease.wait())
+        if self.shard.tier is not Tier.DEVICE:
+            self._squared_norms = self._measure(lease.tensor)
         lease.end(changed=True)
 
-    def _measure_on_disk(self, shard: Tensor) -> None:
-        """Measure sums that are stored on disk while they are in memory."""
-        if self.shard is not None and self.shard.tier is Tier.DISK:
-            self._squared_norms = [square(part) for part in self.norm_slices(shard, set(map(id, self.layout.members)))]
+    def _measure(self, shard: Tensor) -> list[Tensor]:
+        """Return the squared norms of sums that leave the device: one, or one per segment if they are not stored."""
+        if not self.plan.stores_gradients:
+            return [square(part) for part in shard.split([s.layout.shard_elements for s in self.layout.segments])]
+        slices = self.norm_slices(shard, set(map(id, self.layout.members)))
+        return [total_squared_norm(slices)] if slices else []
 
     def gather(self, call: SyncCall, used: AbstractSet[int], factor: float) -> None:
         """All-gather the reduced gradients if the optimizer needs more than this rank's shard.
@@ -376,7 +393,7 @@ class Bucket:
 
     @property
     def squared_norms(self) -> list[Tensor]:
-        """The squared norms of a shard on disk by :meth:`norm_slices`, measured while it was in memory."""
+        """The squared norms of a shard that is not on the device, measured before it left."""
         return self._squared_norms if self._state is BucketState.REDUCED else []
 
     def norm_slices(self, shard: Tensor, used: AbstractSet[int]) -> list[Tensor]:
@@ -446,9 +463,8 @@ class SyncStates:
 
     def drop_unused(self, used: AbstractSet[int]) -> None:
         """Zero the reduced gradients of members that are not ``used`` (by id) on any rank."""
-        for bucket, sync in self._with_states():
-            if bucket.shard is not None:
-                sync.drop_unused(bucket.shard.lease().tensor, bucket.layout.pieces_of_unused(used))
+        for bucket, _ in self._with_states():
+            bucket.drop_unused(used)
 
     def commit(self, used: AbstractSet[int]) -> None:
         """End a step with an update of the ``used`` members."""

@@ -221,8 +221,10 @@ class PooledBuffer(GradientBuffer):
     """
 
     _slot: Slot | None = None
+    _memory: StateMemory | None = None
 
     def allocate(self, memory: StateMemory) -> None:
+        self._memory = memory
         if self.shard is None and self._row.stores_gradients:
             tier = self._row.grad_between.tier
             self.shard = memory.keep("gradients", self._layout.num_columns, self._dtype, tier)
@@ -236,7 +238,9 @@ class PooledBuffer(GradientBuffer):
 
     def borrow_for_sum(self, slot: Slot) -> None:
         """Write the sum into this slot."""
-        self.shard = InMemory(over(slot.storage, self._dtype, self._layout.num_columns), self._row.grad_step.tier)
+        assert self._memory is not None
+        values = over(slot.storage, self._dtype, self._layout.num_columns)
+        self.shard = self._memory.over(values, self._row.grad_step.tier)
 
     def release(self) -> Slot | None:
         slot, self._slot = self._slot, None

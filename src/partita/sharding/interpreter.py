@@ -13,10 +13,8 @@ from partita.comm.group import Group
 from partita.comm.transport import Work
 from partita.memory.accelerator import is_host
 from partita.memory.step_events import span
-from partita.memory.streams import finish
 from partita.memory.tiers import Lease, StoredState
 from partita.table.formats import Format
-from partita.table.residence import Tier
 from partita.table.scratch import scratch_bytes
 from partita.table.steps import AllGather, Copy, Encode, Read, ReduceScatter, Slice, Step, Write, in_phases
 
@@ -58,17 +56,15 @@ class Running:
         self._works = list[Work]()
         self._source: Lease | None = None
         self._target: Lease | None = None
-        self._device: torch.device | None = None  # to synchronize with before the target's lease ends
 
     def lease(self, source: StoredState) -> Tensor:
         """Lease a stored state until :meth:`finish`."""
         self._source = source.lease()
         return self._source.wait()
 
-    def lease_for_writing(self, target: StoredState, device: torch.device) -> Tensor:
+    def lease_for_writing(self, target: StoredState) -> Tensor:
         """Lease the memory of a stored state, which is overwritten, until :meth:`finish`."""
         self._target = target.lease(read=False)
-        self._device = None if target.tier is Tier.DEVICE else device
         return self._target.wait()
 
     def add(self, work: Work) -> None:
@@ -87,8 +83,6 @@ class Running:
         if self._source is not None:
             self._source.end(changed=False)
         if self._target is not None:
-            if self._device is not None:  # readers on the host do not wait for streams
-                finish(self._device)
             self._target.end(changed=True)
 
 
@@ -156,12 +150,13 @@ class Interpreter:
                 running.add(reading)
                 return running
             source = running.lease(source)
+        is_stored = isinstance(target, StoredState)
         if isinstance(target, StoredState):
-            target = running.lease_for_writing(target, self.device)
+            target = running.lease_for_writing(target)
         if target.device != self.device and any(isinstance(op, AllGather) for op in ops):
             full = torch.empty_like(target, device=self.device)
             self.run(ops, source, full, purpose=purpose, scratch=scratch)
-            target.copy_(full)
+            self._copy(full, target, blocks=not is_stored)
             return running
         outputs = self._outputs(ops, target)
         for number, op in enumerate(ops):
@@ -195,7 +190,7 @@ class Interpreter:
             if accumulate:
                 target.add_(source.to(target.device))
             else:
-                self._copy(source, target)
+                self._copy(source, target, blocks=not is_stored)
         return running
 
     def _sum(self, op: ReduceScatter, source: Tensor, target: Tensor, call: FormatCall, *, accumulate: bool) -> Tensor:
@@ -229,13 +224,13 @@ class Interpreter:
             self._groups[axes] = self._collectives.group(axes)
         return self._groups[axes]
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy; blocks if the target is not on the device, so that the host may use it at once."""
+    def _copy(self, source: Tensor, target: Tensor, *, blocks: bool) -> None:
+        """Copy. ``blocks``: the host may use the target at once; otherwise its next lease waits for the copy."""
         if source.device == target.device:
             target.copy_(source)
         else:
             with span("copy", f"to {target.device.type}"):
-                target.copy_(source, non_blocking=target.device == self.device)
+                target.copy_(source, non_blocking=target.device == self.device or not blocks)
 
     def scratch_bytes(self, ops: Sequence[Step], num_elements: int, itemsize: int) -> int:
         """Return the scratch memory that ``ops`` need when they run one after the other."""

@@ -13,6 +13,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -292,7 +293,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         const auto* alias = call.schema.arguments()[place].alias_info();
         sent.push_back(call.to_host(arguments[place], alias && alias->isWrite()));
     }
-    order().launch(current);
+    order().launch(current, call.name());
     for (std::size_t place = 0; place < call.given.size(); ++place)
         touch(call.given[place], call.writes[place], call.name());
     for (auto& value : sent) stack->push_back(std::move(value));
@@ -325,7 +326,7 @@ std::vector<char> bytes_of(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     const bool to_host = !is_on_device(target), from_host = !is_on_device(source);
-    order().launch(current);
+    order().launch(current, to_host ? "copy to host" : from_host ? "copy to device" : "copy");
     if (!from_host) touch(source, false, "copy_");
     if (!to_host) touch(target, true, "copy_");
     const at::Tensor read = from_host ? source : host_view(source), written = to_host ? target : host_view(target);
@@ -360,7 +361,7 @@ void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_block
 }
 
 at::Scalar item(const at::Tensor& tensor) {
-    order().launch(current);
+    order().launch(current, "item");
     touch(tensor, false, "item");
     host_waits("item");
     order().host_waits_for_stream(current);
@@ -424,7 +425,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { AT_FORALL_LOWER_PRECISION_FP(
 
 // What a collective does to memory, on the stream that is current.
 void note_access(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, const std::string& what) {
-    order().launch(current);
+    order().launch(current, what);
     for (const at::Tensor& tensor : reads) touch(tensor, false, what);
     for (const at::Tensor& tensor : writes) touch(tensor, true, what);
 }
@@ -446,6 +447,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("set_limit", [](std::size_t num_bytes) { order().set_limit(num_bytes); });
     m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { order().pin(reinterpret_cast<void*>(at), num_bytes); });
     m.def("unpin", [](std::uintptr_t at) { order().unpin(reinterpret_cast<void*>(at)); });
+    m.def("trace", [](bool traces) { order().trace(traces); });
+    m.def("launches", [] { return order().launches(); });
+    m.def("mark", [](const std::string& what) { order().mark(what); });
     m.def("call_at_waits", [](pybind11::object hook) { wait_hook() = std::move(hook); });
     m.def("access", &note_access);
     m.def("host_view", &host_view);

@@ -57,6 +57,14 @@ struct Block {
     std::vector<Access> log;
 };
 
+// An operation that was launched on a stream, or a mark of the host, and what was sure to be done before it began.
+struct Launch {
+    std::string what;
+    Stream stream;
+    Time time;
+    Clock known;
+};
+
 // A copy beside the host: `values` are what it reads, `pieces` the host memory that it reads or writes.
 struct Copy {
     bool to_host;
@@ -74,10 +82,30 @@ public:
     }
 
     // An operation begins on a stream, after all that the host has waited for.
-    void launch(Stream stream) {
+    void launch(Stream stream, const std::string& what) {
         const std::lock_guard guard(lock_);
         join(clocks_[stream], clocks_[HOST]);
-        ++clocks_[stream][stream];
+        const Time time = ++clocks_[stream][stream];
+        if (traces_) launches_.push_back({what, stream, time, clocks_[stream]});
+    }
+
+    // The host does something of its own.
+    void mark(const std::string& what) {
+        const std::lock_guard guard(lock_);
+        if (traces_) launches_.push_back({what, HOST, 0, clocks_[HOST]});
+    }
+
+    void trace(bool traces) {
+        const std::lock_guard guard(lock_);
+        traces_ = traces;
+        launches_.clear();
+    }
+
+    std::vector<std::tuple<std::string, Stream, Time, Clock>> launches() {
+        const std::lock_guard guard(lock_);
+        std::vector<std::tuple<std::string, Stream, Time, Clock>> found;
+        for (const Launch& each : launches_) found.emplace_back(each.what, each.stream, each.time, each.known);
+        return found;
     }
 
     // What an event that is recorded now on a stream stands for.
@@ -315,6 +343,8 @@ private:
     std::map<std::uintptr_t, Range> pinned_;
     std::vector<Copy> copies_;
     std::vector<std::string> races_;
+    std::vector<Launch> launches_;
+    bool traces_ = false;
     std::size_t held_ = 0, peak_ = 0, limit_ = std::size_t(8) << 30;
     Stream last_stream_ = 0;
 };

@@ -134,7 +134,7 @@ class OnDisk(StoredState):
         values = over(slot.storage, self.dtype, self.num_elements)
 
         def end(changed: bool) -> None:
-            self._staging.give_back(slot, (lambda: self._disk.write(self.region, values)) if changed else Event)
+            self._staging.give_back(slot, (lambda: self._disk.write(self.region, values)) if changed else None)
 
         return Lease(values, self._disk.read(self.region, values) if read else Event(), end)
 
@@ -179,10 +179,13 @@ class Staging:
         slot.last_use.wait()
         return slot
 
-    def give_back(self, slot: Slot, write: Callable[[], Event] = Event) -> None:
-        """Return a slot. Wait for the current stream's copies to and from it, then ``write`` its content."""
-        finish(self._device)
-        slot.last_use = write()
+    def give_back(self, slot: Slot, write: Callable[[], Event] | None = None) -> None:
+        """Return a slot, to be used again after the current stream's copies. ``write``: waits for them, and writes."""
+        if write is None:
+            slot.last_use = record_for_host(self._device)
+        else:
+            finish(self._device)
+            slot.last_use = write()
         with self._lock:
             self._free.append(slot)
 

@@ -447,6 +447,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("set_limit", [](std::size_t num_bytes) { order().set_limit(num_bytes); });
     m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { order().pin(reinterpret_cast<void*>(at), num_bytes); });
     m.def("unpin", [](std::uintptr_t at) { order().unpin(reinterpret_cast<void*>(at)); });
+    m.def("enter_thread", [](Stream number) { Order::enter_thread(number); });
+    m.def("host_clock", [] { return order().host_clock(); });
+    m.def("host_learns", [](const Clock& clock) { order().host_waits(clock); });
     m.def("trace", [](bool traces) { order().trace(traces); });
     m.def("launches", [] { return order().launches(); });
     m.def("mark", [](const std::string& what) { order().mark(what); });

@@ -5,10 +5,12 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -68,7 +70,61 @@ def register() -> Any:
     from tests.simulated.group import Group  # it has an event of the device
 
     dist.Backend.register_backend(BACKEND, functools.partial(Group, native), devices=[NAME])
+    _tell_threads_apart(native)
     return native
+
+
+def _tell_threads_apart(native: Any) -> None:
+    """Give each of partita's threads a clock: it knows what the thread that submitted a job knew, and a thread that
+    waits for a job learns what that one knows. All other threads of the process have one clock.
+    """
+    from partita.memory import streams  # registered after the tests that change its source
+
+    numbers, own = itertools.count(2), threading.local()
+
+    class Job(streams._Job):
+        def __init__(self, pieces: Iterable[streams.Piece], workers: streams.Workers) -> None:
+            super().__init__(map(self._ordered, pieces), workers)
+            self._known_before, self._known_after = [native.host_clock()], list[dict[int, int]]()
+            self._predecessors = list[Job]()
+
+        def _ordered(self, piece: streams.Piece) -> streams.Piece:
+            def run() -> None:
+                if not hasattr(own, "number"):
+                    own.number = -next(numbers)
+                    native.enter_thread(own.number)
+                self._known_before += (known for job in self._predecessors for known in job._known_after)
+                self._predecessors.clear()  # they may keep memory
+                for known in self._known_before:
+                    native.host_learns(known)
+                try:
+                    piece()
+                finally:
+                    self._known_after.append(native.host_clock())
+
+            return run
+
+        def then(self, call: Callable[[Exception | None], object]) -> None:
+            if isinstance(following := getattr(call, "__self__", None), Job):
+                following._predecessors.append(self)
+            super().then(call)
+
+        def ends_within(self, seconds: float) -> bool:
+            is_done = super().ends_within(seconds)
+            self._learn(is_done)
+            return is_done
+
+        def wait(self) -> None:
+            try:
+                super().wait()
+            finally:
+                self._learn(True)
+
+        def _learn(self, is_done: bool) -> None:
+            for known in self._known_after if is_done else ():
+                native.host_learns(known)
+
+    streams._Job = Job  # type: ignore[misc]
 
 
 def _module(native: Any, num_devices: int) -> ModuleType:

@@ -3,8 +3,9 @@
 // next operation. Two accesses of one address from two streams, one of them a write, are a race unless the clock of the
 // later one knows of the earlier one.
 //
-// The host is one more stream, with one clock for all of its threads. A copy between the device and pinned host memory
-// goes on beside the host: until the host has waited for it, the target is poison, and the source must stay as it is.
+// The threads of the host are more streams: each has a clock, as far as it is told apart (see Order::enter_thread). A copy
+// between the device and pinned host memory goes on beside the host: until a thread has waited for it, the target is
+// poison, and the source must stay as it is.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,8 @@ using Stream = std::int64_t;
 using Time = std::uint64_t;
 using Clock = std::map<Stream, Time>;
 
-constexpr Stream HOST = -1;
+constexpr Stream HOST = -1;  // all threads that are not told apart
+inline thread_local Stream host = HOST;
 constexpr std::size_t MOST_RACES = 200;
 constexpr unsigned char POISON = 0xff;  // not a number in every floating-point format
 
@@ -84,7 +86,7 @@ public:
     // An operation begins on a stream, after all that the host has waited for.
     void launch(Stream stream, const std::string& what) {
         const std::lock_guard guard(lock_);
-        join(clocks_[stream], clocks_[HOST]);
+        join(clocks_[stream], clocks_[host]);
         const Time time = ++clocks_[stream][stream];
         if (traces_) launches_.push_back({what, stream, time, clocks_[stream]});
     }
@@ -92,7 +94,7 @@ public:
     // The host does something of its own.
     void mark(const std::string& what) {
         const std::lock_guard guard(lock_);
-        if (traces_) launches_.push_back({what, HOST, 0, clocks_[HOST]});
+        if (traces_) launches_.push_back({what, host, 0, clocks_[host]});
     }
 
     void trace(bool traces) {
@@ -111,7 +113,7 @@ public:
     // What an event that is recorded now on a stream stands for.
     Clock now(Stream stream) {
         const std::lock_guard guard(lock_);
-        join(clocks_[stream], clocks_[HOST]);
+        join(clocks_[stream], clocks_[host]);
         return clocks_[stream];
     }
 
@@ -123,6 +125,14 @@ public:
     void host_waits(const Clock& event) {
         const std::lock_guard guard(lock_);
         host_knows(event);
+    }
+
+    // From now on, this thread of the host has the clock of that number, below HOST.
+    static void enter_thread(Stream number) { host = number; }
+
+    Clock host_clock() {
+        const std::lock_guard guard(lock_);
+        return clocks_[host];
     }
 
     void host_waits_for_stream(Stream stream) { host_waits(now(stream)); }
@@ -153,7 +163,7 @@ public:
         if (found == blocks_.end()) return;
         const Block& block = found->second;
         Clock known = clocks_[block.owner];
-        join(known, clocks_[HOST]);
+        join(known, clocks_[host]);
         for (const Access& access : block.log)
             if (access.stream != block.owner && !block.recorded.count(access.stream) && !knows(known, access))
                 note("memory of stream " + std::to_string(block.owner) + " is freed while it may be in use: " +
@@ -302,8 +312,8 @@ private:
     }
 
     void host_knows(const Clock& event) {
-        join(clocks_[HOST], event);
-        const Clock& known = clocks_[HOST];
+        join(clocks_[host], event);
+        const Clock& known = clocks_[host];
         resolve([&](const Copy& copy) { return known_at(known, copy.stream, copy.time); },
                 [&](const Copy& copy) { land(copy); });
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from tests.kit.ranks import on_ranks
 from tests.simulated.device import register
 from tests.simulated.training import PLANS, open_engine, simulated, train_step
 
-HOST, COMPUTE = -1, 0  # streams
+COMPUTE = 0  # the stream; those of the host's threads are negative
 NUM_UNITS = 6
 
 
@@ -79,10 +80,10 @@ def test_gradients_leave_the_device_beside_backward(name: str) -> None:
 @pytest.mark.parametrize("name", ["optimizer on host", "bf16, optimizer on host"])
 def test_updated_parameters_are_copied_beside_the_next_update(name: str) -> None:
     found = launches(name)
-    updates = [place for place, each in enumerate(found) if each.what == "update" and each.stream == HOST]
+    updates = [place for place, each in enumerate(found) if each.what == "update" and each.stream < COMPUTE]
     assert len(updates) == NUM_UNITS
     num_beside = 0
-    for begin, end in zip(updates, updates[1:], strict=False):
+    for begin, end in pairwise(updates):
         copies = [each for each in found[begin:end] if each.what == "copy to device"]
         num_beside += any(not found[end].waits_for(each) for each in copies)
     assert num_beside >= NUM_UNITS - 2

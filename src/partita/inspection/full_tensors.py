@@ -96,7 +96,7 @@ class FullTensors:
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the full optimizer state of a parameter, in the parameter's shape; empty before its first update.
 
-        Items of containers have keys such as ``Q[0]``.
+        Items of containers have keys such as 'Q[0]'.
         """
         self._updater.wait_for_updates()
         info, member = self._find(name)

@@ -223,7 +223,7 @@ _PLACE = re.compile(r"([\[({])(\w+)[\])}]$")
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with the items of containers that have tensors, under keys such as ``Q[0]``.
+    """Return a parameter's state with the items of containers that have tensors, under keys such as 'Q[0]'.
 
     Other containers are values: those without tensors, and dictionaries whose keys are not words.
     """

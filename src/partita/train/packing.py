@@ -1,9 +1,9 @@
 """Samples of documents: documents packed into samples of equal length, and the batches of a step.
 
 Invariants: held-out documents are never trained on. Every token of the training documents except each document's first
-(with ``data.predict: answers``, every such token of an answer) is predicted once per epoch. Documents in one sample do
-not see each other. The batch of a step is a pure function of (seed, step, data rank), so the data position needs no
-state; the samples of a step are the same set for every micro x accumulate x ranks with the same total.
+(if ``data.predict`` chooses answers, every such token of an answer) is predicted once per epoch. Documents in one
+sample do not see each other. The batch of a step is a pure function of (seed, step, data rank), so the data position
+needs no state; the samples of a step are the same set for every micro x accumulate x ranks with the same total.
 """
 
 from collections.abc import Iterator, Sequence

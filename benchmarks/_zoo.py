@@ -82,10 +82,19 @@ def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") ->
     return _judged(name, gradients, Probe(case) if watches else None)
 
 
+def _reset_accelerate() -> None:
+    """Forget what accelerate keeps for the process: it may be of a run on another number of ranks."""
+    from accelerate.state import AcceleratorState, GradientState  # not every machine has it
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def accelerate_of(name: str, stage: int) -> Found:
     """Compute the gradients through accelerate."""
     from partita.integrations.huggingface import Accelerator  # not every machine has it
 
+    _reset_accelerate()
     case = _made(name)
 
     def gradients() -> Gradients:
@@ -109,6 +118,7 @@ def trainer_of(name: str, stage: int) -> Found:
 
     from partita.integrations.huggingface import Trainer
 
+    _reset_accelerate()
     case, gradients = _made(name), Gradients()
 
     class Collect(TrainerCallback):

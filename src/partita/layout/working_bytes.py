@@ -37,9 +37,13 @@ def working_bytes(
         prefetch: ``zero.prefetch_bytes``.
         on_host: training computes on the CPU.
     """
-    pools = bucket_pools(share_buckets(reduction_order(units)), in_pieces=on_host)
+    buckets = share_buckets(reduction_order(units))
+    pools = bucket_pools(buckets, in_pieces=on_host)
     buffers = Counter({tier: pool.num_bytes for tier, pool in pools.summed.items()})
     buffers[Tier.DEVICE] += pools.sending.num_bytes + pools.receiving.num_bytes
+    if not on_host:  # the device measures a sum before it is copied to another tier
+        leaving = (each.num_bytes // each.num_shards for each in buckets if each.row.grad_step.tier is not Tier.DEVICE)
+        buffers[Tier.DEVICE] += max(leaving, default=0)
     return buffers + _other_buffers(units, prefetch, moments, on_host=on_host)
 
 
@@ -55,6 +59,7 @@ def most_working_bytes(
     sent = [segment.gradients.num_bytes for segment in trained if segment.gradients.is_pooled]
     received = [PlannedBucket((segment,)).scratch_bytes(in_pieces=on_host) for segment in trained]
     buffers[Tier.DEVICE] += _shared_slots(sent, SENDING) + _shared_slots(received, RECEIVING)
+    buffers[Tier.DEVICE] += 0 if on_host else _most_leaving_bytes(trained)
     return buffers + _other_buffers(units, prefetch, moments, on_host=on_host)
 
 
@@ -64,7 +69,7 @@ def _other_buffers(
     """Return the working memory except the buffer pools of gradients, by tier."""
     trained = [segment for unit in units for segment in unit.segments if segment.trains]
     device = unit_pool(units, prefetch).num_bytes + autograd_gradient_bytes(units) + unshard_scratch_bytes(units)
-    device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained) + _moved_sum_bytes(trained))
+    device += _sync_bytes(trained) + (0 if on_host else _publish_bytes(trained))
     return Counter({Tier.DEVICE: device, Tier.HOST: _staging_bytes(units, moments) + _update_bytes(units)})
 
 
@@ -86,8 +91,8 @@ def autograd_gradient_bytes(units: Sequence[PlannedUnit]) -> int:
     return max(moved, default=0)
 
 
-def _moved_sum_bytes(trained: Sequence[PlannedSegment]) -> int:
-    """Return the bytes of the largest shard of a sum that the device measures before it is copied to another tier."""
+def _most_leaving_bytes(trained: Sequence[PlannedSegment]) -> int:
+    """Return an upper bound of the bytes of the largest shard of a sum that leaves the device for another tier."""
     largest, small = 0, Counter[int]()
     for segment in (each for each in trained if each.row.grad_step.tier is not Tier.DEVICE):
         num_bytes, num_shards = segment.gradients.num_bytes, segment.num_shards(segment.row.grad_step)

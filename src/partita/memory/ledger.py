@@ -21,9 +21,10 @@ class MemoryReport:
     ``held`` and ``peak`` are keyed by (state, tier). The model states are ``parameters``, ``gradients``, ``feedback``
     (error-feedback residuals), ``momentum`` (the averaged momentum of 1-bit Adam, equal on all ranks), ``outer`` (the
     outer optimizer of DiLoCo), ``master`` (only if it is not the parameter itself) and ``moments``. The other states
-    are the ``buffer_pool`` for unsharded parameters, the ``buckets`` of gradients, the ``codes`` of quantized
-    parameters, the ``activations`` that are offloaded or sharded, the activations of units that skip recomputation
-    (``kept_whole``), and unsharded parameters that graphs made inside ``engine.gathered`` refer to (``gathered``).
+    are the ``buffer_pool`` for unsharded parameters, the ``buckets`` of gradients, the ``sums`` of gradients that leave
+    the device for another tier, ``staging`` memory on the host, the ``codes`` of quantized parameters, the
+    ``activations`` that are offloaded or sharded, the activations of units that skip recomputation (``kept_whole``),
+    and unsharded parameters that graphs made inside ``engine.gathered`` refer to (``gathered``).
     ``process_bytes`` is the resident set of the process (its peak: ``process_peak_bytes``); ``device_bytes`` and
     ``device_peak_bytes`` are those of the device's allocator (0 on CPU). ``disk`` is the traffic of the disk tier so
     far (None: nothing is stored there).

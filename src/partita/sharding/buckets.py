@@ -17,6 +17,7 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.layout.dtypes import dtype_of
+from partita.memory import accelerator
 from partita.memory.buffer_pool import Slot
 from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
@@ -134,6 +135,7 @@ class Bucket:
         self.arrivals = Arrivals(layout.members)
         self.divisor = layout.planned.mesh.group_size(self.plan.mean_axes) * accumulate
         self.has_all_copies = not self.copies.steps
+        self._ledger = ledger
         self._is_warming_up = False
         self._state = BucketState.OPEN
         self._reduced = Event()
@@ -303,6 +305,9 @@ class Bucket:
                 return
             lease = kept.lease(read=adds)
             shard = total = lease.wait()
+            leaves = kept.tier is not Tier.DEVICE and not accelerator.is_host(sent.device)
+            if leaves:
+                self._ledger.add("sums", shard.nbytes)
             if shard.device != sent.device:  # the device sums and measures, then the sum is copied
                 total = torch.empty_like(shard, device=sent.device)
                 if adds:
@@ -316,6 +321,8 @@ class Bucket:
                 norms.extend(self._measure(total))
             if total is not shard:
                 shard.copy_(total, non_blocking=True)
+            if leaves:
+                self._ledger.remove("sums", shard.nbytes)
             lease.end(changed=True)
 
         return reduce

@@ -97,6 +97,12 @@ void touch(const at::Tensor& tensor, bool writes, const std::string& what) {
     order().access(tensor.data_ptr(), extent(tensor), writes, current, what);
 }
 
+// As CUDA does it: a failed call of the runtime leaves its error, which the next launch reports.
+void launch(const std::string& what) {
+    TORCH_CHECK(!order().take_error(), "sim error: pinning of host memory failed earlier; reported by ", what);
+    order().launch(current, what);
+}
+
 // The memory of a device tensor as a host tensor, which keeps it.
 at::Tensor host_view(const at::Tensor& tensor) {
     const auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::kCPU);
@@ -293,7 +299,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         const auto* alias = call.schema.arguments()[place].alias_info();
         sent.push_back(call.to_host(arguments[place], alias && alias->isWrite()));
     }
-    order().launch(current, call.name());
+    launch(call.name());
     for (std::size_t place = 0; place < call.given.size(); ++place)
         touch(call.given[place], call.writes[place], call.name());
     for (auto& value : sent) stack->push_back(std::move(value));
@@ -326,7 +332,7 @@ std::vector<char> bytes_of(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
     const bool to_host = !is_on_device(target), from_host = !is_on_device(source);
-    order().launch(current, to_host ? "copy to host" : from_host ? "copy to device" : "copy");
+    launch(to_host ? "copy to host" : from_host ? "copy to device" : "copy");
     if (!from_host) touch(source, false, "copy_");
     if (!to_host) touch(target, true, "copy_");
     const at::Tensor read = from_host ? source : host_view(source), written = to_host ? target : host_view(target);
@@ -361,7 +367,7 @@ void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_block
 }
 
 at::Scalar item(const at::Tensor& tensor) {
-    order().launch(current, "item");
+    launch("item");
     touch(tensor, false, "item");
     host_waits("item");
     order().host_waits_for_stream(current);
@@ -425,7 +431,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) { AT_FORALL_LOWER_PRECISION_FP(
 
 // What a collective does to memory, on the stream that is current.
 void note_access(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes, const std::string& what) {
-    order().launch(current, what);
+    launch(what);
     for (const at::Tensor& tensor : reads) touch(tensor, false, what);
     for (const at::Tensor& tensor : writes) touch(tensor, true, what);
 }
@@ -445,7 +451,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("memory", [] { return order().memory(); });
     m.def("reset_peak", [] { order().reset_peak(); });
     m.def("set_limit", [](std::size_t num_bytes) { order().set_limit(num_bytes); });
-    m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { order().pin(reinterpret_cast<void*>(at), num_bytes); });
+    m.def("pin", [](std::uintptr_t at, std::size_t num_bytes) { return order().pin(reinterpret_cast<void*>(at), num_bytes); });
+    m.def("set_pin_limit", [](std::size_t num_bytes) { order().set_pin_limit(num_bytes); });
     m.def("unpin", [](std::uintptr_t at) { order().unpin(reinterpret_cast<void*>(at)); });
     m.def("enter_thread", [](Stream number) { Order::enter_thread(number); });
     m.def("host_clock", [] { return order().host_clock(); });

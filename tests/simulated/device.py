@@ -55,7 +55,7 @@ def register() -> Any:
     """The device of this rank's number as the process's accelerator, with process groups; returns the extension module.
 
     Its ``races()`` are what was found so far, ``memory()`` the bytes held, their peak and their limit, ``set_limit``
-    changes that.
+    changes that, and ``set_pin_limit`` how many bytes of host memory can be pinned at once.
     """
     torch.utils.rename_privateuse1_backend(NAME)
     loader = importlib.machinery.ExtensionFileLoader(f"{NAME}_native", str(build()))
@@ -165,8 +165,10 @@ class _Runtime:
         self._native = native
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        self._native.pin(address, num_bytes)
-        return 0
+        return int(self._native.pin(address, num_bytes))
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return f"error {status}"
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self._native.unpin(address)

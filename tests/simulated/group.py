@@ -1,7 +1,9 @@
 """Process groups of the simulated accelerator: gloo between the ranks, on a stream of its own, as NCCL has one."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from tests.simulated.device import BACKEND, NAME
 
+NAME_BYTES = 64  # of a collective
+
 
 class Work(dist._Work):
     """A collective under way. What waits for it is the current stream; the host stands still until gloo is done, so
@@ -17,19 +21,27 @@ class Work(dist._Work):
 
     Args:
         land: writes what gloo has brought into the device's memory.
+        check: called when the first of gloo's works is done.
     """
 
     def __init__(
-        self, works: Sequence[Any], done: torch.Event, written: Sequence[Tensor], land: Callable[[], object]
+        self,
+        works: Sequence[Any],
+        done: torch.Event,
+        written: Sequence[Tensor],
+        land: Callable[[], object],
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
-        self._works, self._done, self._written, self._land = works, done, written, land
+        self._works, self._done, self._written, self._land, self._check = works, done, written, land, check
         self._landed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._landed:
-            for work in self._works:
+            for number, work in enumerate(self._works):
                 work.wait()
+                if number == 0:
+                    self._check()
             self._land()
             self._landed = True
         self._done.wait()
@@ -46,12 +58,26 @@ class Work(dist._Work):
 
 
 class Group(dist.ProcessGroup):
-    """The collectives that the engine uses on an accelerator; sums are in rank order and fp32 at least."""
+    """The collectives that the engine uses on an accelerator; sums are in rank order and fp32 at least.
+
+    As a communicator of NCCL, it is connected by the first collective, which waits until all ranks are at theirs. The
+    n-th collective of every rank must be the same.
+    """
 
     def __init__(self, native: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._native, self._stream = native, torch.Stream(device=NAME)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._store, self._timeout, self._connecting = store, timeout, threading.Lock()
+
+    @cached_property
+    def _connected(self) -> Any:
+        store: Any = self._store.clone()  # type: ignore[attr-defined]  # a thread that waits for a store keeps it
+        return dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
+
+    @property
+    def _gloo(self) -> Any:
+        with self._connecting:
+            return self._connected
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
@@ -75,9 +101,23 @@ class Group(dist.ProcessGroup):
         """Bring every rank's ``read`` to ``land``, which fills ``written``."""
         done = self._on_stream([read], [written], name)
         sent = self._bytes(read)
+        call = torch.frombuffer(
+            bytearray(f"{name} of {sent.numel()} bytes".encode().ljust(NAME_BYTES)), dtype=torch.uint8
+        )
+        calls = list(torch.empty(self.size(), NAME_BYTES, dtype=torch.uint8).unbind())
+        named = self._gloo.allgather([calls], [call])
         arrived = [torch.empty_like(sent) for _ in range(self.size())]
-        work = self._gloo.allgather([arrived], [sent])
-        return Work([work], done, [written], lambda: land([part.view(read.dtype) for part in arrived]))
+        sends = self._gloo.allgather([arrived], [sent])
+
+        def check() -> None:
+            found = [bytes(each.tolist()).decode().strip() for each in calls]
+            if len({*found}) > 1:
+                raise RuntimeError(f"the ranks are at different collectives of a communicator: {found}")
+
+        def write() -> None:
+            land([part.view(read.dtype) for part in arrived])
+
+        return Work([named, sends], done, [written], write, check)
 
     def _exchange(self, name: str, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], tag: int = 0) -> Work:
         """Send to, and receive from, other ranks; what is empty is not sent."""

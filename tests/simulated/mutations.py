@@ -67,7 +67,8 @@ MUTATIONS = (
     Mutation("activation/inputs.py", "            free.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "        back.ready.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "        self._offloaded.wait()\n", "", "inputs on host"),
-    Mutation("memory/tiers.py", "        finish(self._device)\n", "", "all on disk"),
+    Mutation("memory/tiers.py", "            finish(self._device)\n", "", "all on disk"),
+    Mutation("memory/tiers.py", "slot.last_use = record_for_host(self._device)", "pass", "bf16, optimizer on host"),
     Mutation("sharding/unit.py", "            slot.last_use.wait()\n", "", "stage 3"),
     Mutation(
         "sharding/unit.py",
@@ -110,6 +111,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "partial(after, awaited, run)", "partial(after, [], run)", "stage 0"),
     Mutation("sharding/reducer.py", "                gathered.wait()\n", "                pass\n", "stage 0"),
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
+    Mutation("optim/updates.py", "        record_for_host(device).wait()\n", "", "optimizer on host, stage 1"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
     Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
     Mutation(

@@ -199,10 +199,28 @@ public:
 
     // -------------------------------------------------------------------------------------------------- host memory
 
-    void pin(const void* at, std::size_t num_bytes) {
+    // 0, or the number of an error, which stays until take_error.
+    int pin(const void* at, std::size_t num_bytes) {
         const std::lock_guard guard(lock_);
+        std::size_t total = num_bytes;
+        for (const auto& [begin, range] : pinned_) total += range.end - range.begin;
+        if (total > pin_limit_) {
+            has_error_ = true;
+            return 2;
+        }
         const Range range = range_of(at, num_bytes);
         pinned_[range.begin] = range;
+        return 0;
+    }
+
+    bool take_error() {
+        const std::lock_guard guard(lock_);
+        return std::exchange(has_error_, false);
+    }
+
+    void set_pin_limit(std::size_t num_bytes) {
+        const std::lock_guard guard(lock_);
+        pin_limit_ = num_bytes;
     }
 
     void unpin(const void* at) {
@@ -354,7 +372,8 @@ private:
     std::vector<Copy> copies_;
     std::vector<std::string> races_;
     std::vector<Launch> launches_;
-    bool traces_ = false;
+    bool traces_ = false, has_error_ = false;
+    std::size_t pin_limit_ = std::size_t(1) << 40;
     std::size_t held_ = 0, peak_ = 0, limit_ = std::size_t(8) << 30;
     Stream last_stream_ = 0;
 };

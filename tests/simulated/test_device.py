@@ -1,6 +1,7 @@
 """The simulated accelerator: it computes as the CPU does, is apart from the host, and finds what is not in order."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -214,3 +215,101 @@ def given_up() -> None:
 def test_pinned_memory_is_kept_until_its_copies_are_done() -> None:
     _, races = on_device(given_up)
     assert races == ["a copy to the host on stream 0 uses pinned memory that is given up"]
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+def two_threads(waits: bool) -> None:
+    """A thread waits for the device, and the caller uses what the device has written, with or without the thread."""
+    from partita.memory.streams import Stream
+
+    values, beside = torch.zeros(100, device="sim"), side()
+    before = recorded()
+    with beside:
+        before.wait()
+        values.add_(1)
+    done = recorded(beside)
+    in_thread = Stream(torch.device("cpu"), "test")
+    finished = in_thread.run(done.synchronize)
+    if waits:
+        finished.wait()
+    else:
+        in_thread._thread._last[None]._running.acquire()  # it has ended, and nobody has learned from it
+    values.add_(1)
+    in_thread.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_thread_has_waited_for_another_does_not_know(waits: bool) -> None:
+    _, races = on_device(two_threads, waits)
+    assert bool(races) != waits, races
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def pinned_too_much(clears: bool) -> str:
+    from partita import PartitaError
+    from partita.memory import accelerator
+    from tests.simulated.device import register
+
+    register().set_pin_limit(2**16)
+    kept = pinned(100)
+    values = torch.zeros(3, device="sim")
+    if clears:
+        with pytest.raises(PartitaError, match="sim cannot pin 80000 bytes of host memory .error 2."):
+            pinned(20_000)
+    else:
+        address = kept.data_ptr()
+        assert torch.get_device_module("sim").cudart().cudaHostRegister(address, 80_000, 0) == 2
+    assert accelerator.has_streams(values.device)
+    try:
+        values.add_(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_failed_pin_leaves_an_error_for_the_next_launch(clears: bool) -> None:
+    said, _ = on_device(pinned_too_much, clears)
+    assert said == "" if clears else said.startswith("sim error: pinning of host memory failed earlier; reported by")
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+def other_collectives(differ: bool) -> str:
+    """Ranks that launch collectives of one size on a communicator in another order."""
+    import torch.distributed as dist
+
+    from tests.simulated.device import register
+    from tests.simulated.group import Group
+
+    native = register()
+    store = dist.PrefixStore("group", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = Group(native, store, rank, size, timedelta(seconds=20))
+    assert "_connected" not in vars(group), "connected by the first collective"
+    whole, part = torch.zeros(8, device="sim"), torch.ones(4, device="sim")
+    calls = [
+        lambda: group.all_gather_single(whole, part),
+        lambda: group.allreduce([part]),
+    ]
+    try:
+        for work in [call() for call in (calls[::-1] if differ and rank else calls)]:
+            work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_the_order_of_collectives_is_that_of_all_ranks(differ: bool) -> None:
+    close_pool()
+    expected = "the ranks are at different collectives of a communicator: ['all_gather of 16 bytes', 'all_reduce of"
+    assert all(
+        said.startswith(expected if differ else "") and bool(said) == differ
+        for said in on_ranks(2, other_collectives, differ)
+    )

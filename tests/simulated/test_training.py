@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.check import check_collectives
 from partita import PartitaError
 from partita.memory import buffer_pool
 from partita.sharding.finite import NUM_COMPARED
+from tests.kit import seeds
 from tests.kit.ranks import close_pool, on_ranks
 from tests.simulated.device import register
 from tests.simulated.training import (
@@ -163,6 +165,31 @@ def test_sums_in_rank_order(num_ranks: int) -> None:
     for rank, (trained, races) in enumerate(results):
         assert races == [], f"rank {rank}"
         assert all(same(trained[name], expected[rank][name]) for name in names), f"rank {rank}"
+
+
+def gradients_before_the_step(config: Mapping[str, Any]) -> list[Tensor]:
+    """The gradient of one parameter, read before each step, as soon as it is reduced."""
+    found = []
+    with open_engine(config) as engine:
+        for step in range(2):
+            tokens = torch.randint(0, 32, (3, 8), generator=seeds.generator(step)).to(engine.mesh.device)
+            engine.backward(engine(tokens))
+            gradient = engine.gradient("embedding.weight")
+            assert gradient is not None
+            found.append(gradient.cpu())
+            engine.step()
+    return found
+
+
+@pytest.mark.parametrize("name", ["all on host", "all on disk"])
+def test_a_gradient_that_has_left_the_device_is_read(name: str) -> None:
+    expected = on_ranks(2, gradients_before_the_step, PLANS[name], with_group=False)
+    close_pool()
+    for rank, (found, races) in enumerate(
+        on_ranks(2, simulated, gradients_before_the_step, PLANS[name], with_group=False)
+    ):
+        assert races == []
+        assert all(map(torch.equal, found, expected[rank]))
 
 
 def check_collectives_of_the_benchmark() -> None:

@@ -68,6 +68,10 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._native, self._stream = native, torch.Stream(device=NAME)
         self._store, self._timeout, self._connecting = store, timeout, threading.Lock()
+        if not dist.is_initialized():  # torch then drops the default group of the CPU, to which ranks may be connecting
+            made = [f"made/{other}" for other in range(size)]
+            store.set(made[rank], "")
+            store.wait(made, timeout)
 
     @cached_property
     def _connected(self) -> Any:

@@ -170,6 +170,13 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "scheduler.params.total_num_steps": (3000, DECAY, "schedule.total_steps", 3001),
     "scheduler.params.warmup_min_ratio": (0.0, COSINE, "schedule.initial_lr", 0.0),
     "scheduler.params.cos_min_ratio": (0.2, COSINE, "schedule.min_ratio", 0.2),
+    "tensorboard.enabled": (True, BASE, "metrics.sinks", ["tensorboard"]),
+    "tensorboard.output_path": ("logs/", {"tensorboard": {"enabled": True}}, "metrics.dir", "logs"),
+    "tensorboard.job_name": ("first", {"tensorboard": {"enabled": True}}, "metrics.dir", "runs/first"),
+    "csv_monitor.enabled": (True, BASE, "metrics.dir", "runs"),
+    "csv_monitor.output_path": ("logs", {"csv_monitor": {"enabled": True}}, "metrics.dir", "logs"),
+    "csv_monitor.job_name": ("first", {"csv_monitor": {"enabled": True}}, "metrics.dir", "runs/first"),
+    "wandb.enabled": (True, BASE, "metrics.sinks", ["wandb"]),
 }
 
 

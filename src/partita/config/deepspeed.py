@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from math import ldexp
-from pathlib import Path
-from typing import Any, cast
+from pathlib import Path, PurePath
+from typing import Any, cast, get_args
 
 from partita.config.converted import Conversion, Converted, KeyClass
 from partita.config.deepspeed_keys import AUTOCAST, BF16, FP16, MEANT, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, RULES, ZERO
@@ -12,6 +12,7 @@ from partita.config.deepspeed_keys import SCHEDULER as SCHEDULER_PARAMS
 from partita.config.load import read_text
 from partita.config.messages import shown
 from partita.config.plain_values import parse_hjson, parse_yaml
+from partita.config.schema import SinkName
 from partita.errors import ConfigError
 
 # DeepSpeed's defaults of missing keys.
@@ -65,6 +66,7 @@ def read(
     offload(conversion, stage, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
     _optimizer(conversion, by_trainer=by_trainer)
     _schedule(conversion)
+    _monitors(conversion, by_trainer=by_trainer)
     return conversion.finish()
 
 
@@ -380,6 +382,28 @@ def _warmup(conversion: Conversion) -> int:
         conversion.refuse(key, f"expected log or linear; got {shown(kind)}", "write one of them")
     conversion.set("schedule.warmup", kind, key)
     return steps
+
+
+def _monitors(conversion: Conversion, *, by_trainer: bool) -> None:
+    """Convert monitors to sinks of metrics. The CSV monitor's files become ``metrics.jsonl``."""
+    enabled = [name for name in ("tensorboard", "csv_monitor", "wandb") if conversion.flag(f"{name}.enabled")]
+    if by_trainer:
+        for name in enabled:
+            conversion.ignore_section(f"{name}.", "the trainer reports metrics (report_to)")
+        return
+    sinks = [name for name in enabled if name in get_args(SinkName)]
+    folder = ""
+    for name in enabled:
+        path, job = f"{name}.output_path", f"{name}.job_name"
+        own = str(PurePath(conversion.text(path) or "runs", conversion.text(job)))
+        folder = folder or own
+        for key in (key for key in (f"{name}.enabled", path, job) if key in conversion):
+            if own != folder and key in (path, job):
+                conversion.add_notice(KeyClass.WARNING, key, f"there is one folder for all metrics: {shown(folder)}")
+            else:
+                conversion.set("metrics.dir", folder, key)
+        if name in sinks:
+            conversion.set("metrics.sinks", sinks, f"{name}.enabled", "values come from engine.log")
 
 
 def _absolute_rates(conversion: Conversion, kind: str) -> None:

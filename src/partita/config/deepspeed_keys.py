@@ -33,6 +33,9 @@ _MAPPED_KEYS = {
     **rules(_MAPPED, "", "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps", SCHEDULER),
     **rules(_MAPPED, "", "warmup_min_ratio cos_min_ratio", SCHEDULER),
     **rules(_MAPPED, "", ("tensor_parallel.autotp_size", "pipeline.stages")),
+    **rules(_MAPPED, "", "enabled output_path job_name", "tensorboard."),
+    **rules(_MAPPED, "", "enabled output_path job_name", "csv_monitor."),
+    **rules(_MAPPED, "", ("wandb.enabled",)),
 }
 
 _IGNORED_KEYS = {
@@ -93,8 +96,11 @@ _IGNORED_KEYS = {
         _IGNORED,
         _REPORTS,
         "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers comms_logger "
-        "flops_profiler autotuning tensorboard wandb csv_monitor comet comet_ml monitor_config",
+        "flops_profiler autotuning comet comet_ml monitor_config",
     ),
+    "wandb.project": Rule(_IGNORED, "set WANDB_PROJECT in the environment"),
+    "wandb.team": Rule(_IGNORED, "set WANDB_ENTITY in the environment"),
+    "wandb.group": Rule(_IGNORED, "set WANDB_RUN_GROUP in the environment"),
     **rules(_IGNORED, _SAME, "vocabulary_size zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     **rules(_IGNORED, _SAME, "use_data_before_expert_parallelism seq_parallel_communication_data_type"),
     **rules(_IGNORED, _SAME, "auto_cast", FP16),

@@ -5,8 +5,46 @@ from typing import Any
 
 import pytest
 
-from partita.comm.collective_log import NUM_SHOWN, STEP, CollectiveLog
+from partita.comm import collective_log
+from partita.comm.collective_log import NUM_SHOWN, STEP, UPDATE, CollectiveLog, Successors
+from tests.kit import seeds
 from tests.kit.threads import Notes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_order_that_repeats_is_expected(seed: int) -> None:
+    """Whatever it repeats inside, and also after something else came between."""
+    generator = random.Random(1000 * seeds.chosen() + seed)
+    pieces = [[generator.choice([STEP, 2, 3, 4, 5]) for _ in range(generator.randint(1, 30))] for _ in range(3)]
+    step = [*(event for _ in range(generator.randint(1, 10)) for event in generator.choice(pieces)), UPDATE]
+    between = [generator.randint(2, 7) for _ in range(generator.randint(1, 30))]
+    successors = Successors()
+
+    def num_unexpected(events: list[int]) -> int:
+        found = 0
+        for event in events:
+            found += not successors.expect(event)
+            successors.add(event)
+        return found
+
+    assert num_unexpected(step) > 0
+    assert num_unexpected(3 * step) == 0
+    assert num_unexpected([*between, *step]) > 0
+    assert num_unexpected(step) <= 2
+    assert num_unexpected(3 * step) == 0
+    assert num_unexpected([*between, *step]) <= 2
+    assert num_unexpected([*step, *between, *step]) <= 4
+
+
+def test_old_events_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_log, "MOST_EVENTS", 50)
+    successors = Successors()
+    for event in [*range(2, 1000), UPDATE, *[*range(2, 20), UPDATE] * 2]:
+        successors.add(event)
+    for event in [*range(2, 20), UPDATE] * 20:
+        assert successors.expect(event)
+        successors.add(event)
+    assert len(successors._events) <= 100
 
 
 def ranks(num: int) -> list[CollectiveLog]:
@@ -15,15 +53,16 @@ def ranks(num: int) -> list[CollectiveLog]:
     for rank, log in enumerate(logs):
         board: Any = Notes(rank, notes)
         log.board = board
-        assert log.register(["one", "two"]) == 1
-        assert log.register(["other"]) == 3
+        assert log.register(["one", "two"]) == 2
+        assert log.register(["other"]) == 4
     return logs
 
 
 def test_events_are_described() -> None:
     log = ranks(1)[0]
-    said = [log.describe(event) for event in (STEP, 1, 2, 3)]
-    assert said == ["is at engine.step()", "gathers 'one'", "gathers 'two'", "gathers 'other'"]
+    said = [log.describe(event) for event in (STEP, UPDATE, 2, 3, 4)]
+    steps = ["is at engine.step()", "has changed parameters"]
+    assert said == [*steps, "gathers 'one'", "gathers 'two'", "gathers 'other'"]
 
 
 def test_no_difference_while_one_log_begins_as_the_other() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import partita
 from partita import PartitaError
-from partita.comm.collective_log import STEP
+from partita.comm.collective_log import STEP, UPDATE
 from partita.comm.collectives import Collectives
 from partita.memory.step_events import Watcher, watched_by
 from partita.memory.streams import Event
@@ -29,7 +29,7 @@ from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 from tests.sharding.test_ranks_differ import Chosen
 
-NUM_UNITS = 6
+UNITS = range(2, 8)
 PATIENCE_S = 0.02
 
 
@@ -55,15 +55,15 @@ class Gathers:
 
 def orders(generator: random.Random, num_ranks: int) -> tuple[list[list[int]], bool]:
     """Return the units that each rank gathers, step by step, and whether they differ."""
-    kinds = [[generator.randint(1, NUM_UNITS) for _ in range(generator.randint(1, 12))] for _ in range(2)]
+    kinds = [[generator.choice(UNITS) for _ in range(generator.randint(1, 12))] for _ in range(2)]
     steps = [generator.choices(kinds, [5, 1])[0] for _ in range(6)]
-    common = [event for step in steps for event in (*step, STEP)]
+    common = [event for step in steps for event in (*step, STEP, UPDATE)]
     every = [list(common) for _ in range(num_ranks)]
     if generator.random() < 0.3:
         return every, False
-    place, mine = generator.randrange(len(common)), generator.choice(every)
+    place, mine = generator.randrange(len(common) // 2), generator.choice(every)
     change = generator.choice(["replace", "remove", "insert"])
-    mine[place : place + (change != "insert")] = [] if change == "remove" else [generator.randint(1, NUM_UNITS)]
+    mine[place : place + (change != "insert")] = [] if change == "remove" else [generator.choice(UNITS)]
     return every, mine != common
 
 
@@ -82,11 +82,13 @@ def test_ranks_never_gather_different_units_at_once(num_ranks: int, seed: int) -
                 raise PartitaError("nobody comes")
 
         order = RepeatedOrder(collectives.group(BATCH_AXES), mesh, stalled)
-        mesh.log.register([str(number) for number in range(1, NUM_UNITS + 1)])
+        assert mesh.log.register(list(map(str, UNITS))) == UNITS[0]
         try:
             for event in every[mesh.rank]:
                 if event == STEP:
                     order.step()
+                elif event == UPDATE:
+                    order.updated()
                 else:
                     order.gathers(event)
                     order.wait(gathers.launch(mesh.rank, event))
@@ -124,10 +126,10 @@ def without_tags() -> Iterator[None]:
 
 
 def messages_of_steps(config: dict[str, Any], accumulate: int) -> list[int]:
-    """The control messages of each of five steps; an evaluation comes before the last but one."""
+    """The control messages of each of six steps; an evaluation comes before the fourth."""
     found = []
     with without_tags(), partita.initialize(Stack(), {**config, "batch": {"accumulate": accumulate}}) as engine:
-        for step in range(5):
+        for step in range(6):
             if step == 3:
                 with torch.no_grad():
                     engine(inputs(rank(), 100))
@@ -149,8 +151,9 @@ NUM_MESSAGES = 2
 def test_a_step_in_the_order_of_the_last_one_sends_nothing_about_it(name: str, accumulate: int, world: int) -> None:
     for found in on_ranks(world, messages_of_steps, ORDERED[name], accumulate):
         assert found[0] > NUM_MESSAGES + 5, "every unit is new in the first step"
-        assert found[2] == found[4] == NUM_MESSAGES
-        assert found[3] <= NUM_MESSAGES + 6, "after an evaluation"
+        assert found[2] == found[5] == NUM_MESSAGES
+        assert found[3] <= NUM_MESSAGES + 5, "after an evaluation"
+        assert found[4] == NUM_MESSAGES + 1, "without one"
 
 
 def waits_for_the_device() -> str:

@@ -16,10 +16,13 @@ from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 
 STEP = 0
+UPDATE = 1
 # Number of events that are published. A rank is never further ahead of another than its number of unshard slots.
 NUM_SHOWN = 256
-# Number of events from which :class:`Successors` expects the next one.
-NUM_KNOWN = 3
+# Number of events that :class:`Successors` keeps at least: more than those of a step.
+MOST_EVENTS = 2**16
+# Number of steps, of places, and of events before each place that it compares after an unexpected event.
+NUM_STEPS, MOST_COMPARED = 16, 256
 
 
 class Board:
@@ -61,24 +64,78 @@ def _error_context() -> Iterator[None]:
 
 
 class Successors:
-    """The event that last followed each sequence of :data:`NUM_KNOWN` events. Equal on ranks whose logs are equal."""
+    """Expects the events of a log to repeat those of earlier steps, which end with :data:`UPDATE`.
+
+    The expected events are those of the latest step that began as this one has. If none did, they are those after the
+    longest sequence of last events that occurred before. It is a function of the log, so ranks whose logs are equal
+    expect the same event.
+    """
 
     def __init__(self) -> None:
-        self._recent: tuple[int, ...] = ()
-        self._next: dict[tuple[int, ...], int] = {}
+        self._events: list[int] = []
+        self._num_dropped = 0  # events that were dropped from the beginning; places count them
+        self._next: int | None = None  # the place of the expected event
+        self._starts = deque([0], maxlen=NUM_STEPS)  # the places where steps begin, up to the current one
+        self._places = defaultdict[int, deque[int]](lambda: deque(maxlen=MOST_COMPARED))  # of each event
 
     def expect(self, event: int) -> bool:
-        """Return True if ``event`` is what followed the last events before."""
-        return self._next.get(self._recent) == event
+        """Return True if ``event`` is the expected one."""
+        return self._next is not None and self._events[self._next - self._num_dropped] == event
 
     def add(self, event: int) -> None:
         """Add the next event."""
-        self._next[self._recent] = event
-        self._recent = (*self._recent[1 - NUM_KNOWN :], event)
+        is_expected = self.expect(event)
+        self._events.append(event)
+        end = self._num_dropped + len(self._events)
+        if event == UPDATE:
+            self._next = self._starts[-1]
+            self._starts.append(end)
+        elif is_expected:
+            assert self._next is not None
+            self._next += 1
+        else:
+            self._next = self._after_same_beginning() or self._after_longest_match(event)
+        self._places[event].append(end - 1)
+        if len(self._events) == 2 * MOST_EVENTS:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget the first events."""
+        del self._events[:MOST_EVENTS]
+        self._num_dropped += MOST_EVENTS
+        self._starts = deque((start for start in self._starts if start >= self._num_dropped), maxlen=NUM_STEPS)
+        self._starts = self._starts or deque([self._num_dropped], maxlen=NUM_STEPS)
+        if self._next is not None and self._next < self._num_dropped:
+            self._next = None
+
+    def _after_same_beginning(self) -> int | None:
+        """Return the place after the events of the latest step that begins with the events of this one."""
+        *earlier, current = (start - self._num_dropped for start in self._starts)
+        length = len(self._events) - current
+        for start in reversed(earlier):
+            if start + length <= current and self._events[start : start + length] == self._events[current:]:
+                return start + length + self._num_dropped
+        return None
+
+    def _after_longest_match(self, event: int) -> int | None:
+        longest, found = 0, None
+        for place in self._places[event]:
+            length = self._match(place - self._num_dropped)
+            if length >= max(longest, 1):
+                longest, found = length, place + 1
+        return found
+
+    def _match(self, other: int) -> int:
+        """Return how many events up to index ``other`` equal the last ones, at most MOST_COMPARED."""
+        events, own, length = self._events, len(self._events) - 1, 0
+        while length < MOST_COMPARED and other - length >= 0 and events[own - length] == events[other - length]:
+            length += 1
+        return length
 
 
 class CollectiveLog:
-    """The log of a mesh, shared by all engines on it. An event is :data:`STEP` or the number of an unsharded unit.
+    """The log of a mesh, shared by all engines on it. An event is :data:`STEP`, :data:`UPDATE` or the number of an
+    unsharded unit.
 
     Attributes:
         count: the number of events.
@@ -86,7 +143,7 @@ class CollectiveLog:
     """
 
     def __init__(self) -> None:
-        self._descriptions = ["is at engine.step()"]
+        self._descriptions = ["is at engine.step()", "has changed parameters"]
         self._recent: deque[int] = deque(maxlen=NUM_SHOWN)
         self._lock = threading.Lock()
         self.count = 0

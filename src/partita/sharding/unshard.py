@@ -332,6 +332,8 @@ class Unsharder:
         """
         self.end_reads()
         self.version += 1
+        if self.units:
+            self._unshard_order.updated()
         for unit in self.units:
             unit.has_secondary = False
             unit.pinned = False

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from partita.comm.collective_log import STEP, CollectiveLog
+from partita.comm.collective_log import STEP, UPDATE, CollectiveLog
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.comm.stall import Stall
@@ -43,6 +43,9 @@ class UnshardOrder(Protocol):
 
     def step(self) -> None:
         """Synchronize the ranks at the end of a micro-batch. Raises as :meth:`wait` does."""
+
+    def updated(self) -> None:
+        """Record a change of the parameters, which every rank makes at the same time. Raises as :meth:`wait` does."""
 
 
 def agree(group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> UnshardOrder:
@@ -101,6 +104,9 @@ class ComparedLogs:
                 "the same order on every rank"
             )
 
+    def updated(self) -> None:
+        pass
+
     def _exchange(self, number: int, call: str) -> list[int]:
         """Return the number of every rank at this call. Raises as :meth:`wait` does."""
         message = self._group.exchange(torch.tensor([number], device="cpu"), call)
@@ -131,6 +137,9 @@ class RepeatedOrder(ComparedLogs):
 
     def step(self) -> None:
         self.gathers(STEP)
+
+    def updated(self) -> None:
+        self.gathers(UPDATE)
 
 
 def _different(log: CollectiveLog, ranks: Sequence[int], events: Sequence[int | None]) -> PartitaError:

@@ -111,7 +111,10 @@ def simulate_rank(
         with without_values(), Engine(model, resolved, mesh, arguments, owns_mesh=True) as engine:
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
-            _train(engine, simulated_model)
+            # The second step, which prefetches, may gather in another order than the first. Between accelerators, an
+            # order is new until a step has repeated it.
+            for _ in range(1 if accelerator.is_host(mesh.device) else 2):
+                _train(engine, simulated_model)
             recorder, before = _CollectiveRecorder(), engine.traffic_report()
             with watched_by(recorder), LiveBytes() as live:
                 _train(engine, simulated_model)

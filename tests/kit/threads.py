@@ -175,6 +175,7 @@ class FakeMesh:
             describe_ranks=lambda: "nobody watches",
             synchronizing=lambda call: nullcontext(),
             close=lambda: None,
+            call_regularly=lambda check: None,
             endings=[],
         )
         self._network = network

@@ -6,11 +6,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import partita
 from partita import PartitaError
@@ -178,6 +180,42 @@ def waits_for_the_device() -> str:
 def test_a_rank_that_waits_for_its_device_is_named() -> None:
     _, said = on_ranks(2, waits_for_the_device, timeout=60)
     assert re.search(r"rank 0 gathers 'blocks.\d'; rank 1 gathers 'blocks.\d'", said), said
+
+
+def runs_alone() -> list[str]:
+    """Rank 0 runs the model in the order of earlier steps and waits for its device, while rank 1 waits in a sum that
+    ends with an error after some seconds.
+    """
+    said = list[str]()
+
+    def blocked(self: ComparedLogs, gathered: Event) -> None:
+        gathered.wait()
+
+    def is_behind(self: Event) -> bool:
+        return self._wait_for is not None and not self._wait_for(0.0)
+
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    with contextlib.suppress(PartitaError, RuntimeError), without_tags():
+        with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
+            for step in range(2):
+                engine.backward(square_loss(engine, rank(), step))
+                engine.step()
+            with (
+                mock.patch.object(ComparedLogs, "wait", blocked),
+                mock.patch.object(Event, "is_behind", is_behind),
+                mock.patch.object(unshard_order._log, "error", lambda text, *values: said.append(text % values)),
+            ):
+                if rank() == 0:
+                    engine(inputs(0, 2))
+                dist.all_reduce(torch.ones(1), group=group)
+    return said
+
+
+def test_a_rank_that_waits_for_its_device_while_others_wait_for_it_says_so() -> None:
+    (said,), nothing = on_ranks(2, runs_alone, timeout=60)
+    assert not nothing
+    assert said.startswith("rank 0 gathers '")
+    assert f"waits for rank 1, which waits for rank 0 in torch.distributed.all_reduce ({__file__}:" in said
 
 
 def two_engines() -> None:

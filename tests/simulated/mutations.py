@@ -52,7 +52,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "memory/streams.py",
-        "return Event(record(self._device).wait, keeps=work)",
+        "return record(self._device, keeps=work)",
         "return Event(keeps=work)",
         "stage 3",
     ),

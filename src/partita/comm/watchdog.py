@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -76,12 +76,17 @@ class Watchdog:
         self._ended = self._synchronizes_at = ""
         self._description: str | None = None
         self.endings: list[str] = []  # errors of ranks that have ended; filled by describe_ranks
+        self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         _hooked.add(self)
         self._thread = threading.Thread(target=self._watch, name="partita watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    def call_regularly(self, check: Callable[[], None]) -> None:
+        """Call a method from the watchdog's thread as long as its object exists."""
+        self._checks.append(weakref.WeakMethod(check))
 
     # ------------------------------------------------------------------- answering
 
@@ -93,6 +98,8 @@ class Watchdog:
                 for number in range(answered + 1, asked + 1):
                     self._answer(number)
                 answered = asked
+                for check in [found for reference in self._checks if (found := reference()) is not None]:
+                    check()
                 failures = 0
             except RuntimeError:  # the store is slow, or the process that served it has ended
                 failures += 1

@@ -38,10 +38,12 @@ class Event:
         wait: Callable[[], object] | None = None,
         *,
         wait_for: Callable[[float], bool] | None = None,
+        query: Callable[[], bool] | None = None,
         keeps: object = None,
     ) -> None:
         self._wait = wait
         self._wait_for = wait_for
+        self._query = query
         self._keeps = keeps
 
     def wait(self) -> None:
@@ -55,14 +57,18 @@ class Event:
         self.wait()
         return True
 
+    def is_behind(self) -> bool:
+        """Return True if an accelerator has not reached the point yet. Called from any thread."""
+        return self._query is not None and not self._query()
 
-def record(device: torch.device) -> Event:
-    """Return an event at this point of the current stream."""
+
+def record(device: torch.device, *, keeps: object = None) -> Event:
+    """Return an event at this point of the current stream. ``keeps``: an object that lives as long as the event."""
     if not accelerator.has_streams(device):
         return Event()
     event = accelerator.new_event(device)
     event.record()
-    return Event(event.wait)
+    return Event(event.wait, query=event.query, keeps=keeps)
 
 
 def record_for_host(device: torch.device) -> Event:
@@ -117,7 +123,7 @@ class Stream:
         with self._stream:
             work()
             # The launched kernels may still read tensors that only ``work`` references.
-            return Event(record(self._device).wait, keeps=work)
+            return record(self._device, keeps=work)
 
     def _run_in_thread(self, work: Callable[[], object], stream: AbstractContextManager[object]) -> Event:
         done = accelerator.new_event(self._device)

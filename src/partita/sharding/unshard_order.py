@@ -4,7 +4,10 @@ Without it, ranks that run different modules (a text-only batch, a layer dropped
 parameters or hang.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,13 +15,15 @@ import torch
 from partita.comm.collective_log import STEP, UPDATE, CollectiveLog
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
-from partita.comm.stall import Stall
+from partita.comm.stall import FIRST_S, Stall
 from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.memory.streams import Event
 
 # Seconds without a response after which this rank launches what other ranks may wait for.
 PATIENCE_S = 1.0
+
+_log = logging.getLogger("partita")
 
 
 class UnshardOrder(Protocol):
@@ -121,11 +126,33 @@ class RepeatedOrder(ComparedLogs):
     It sends nothing as long as gathers are in the order of earlier ones: the logs of the ranks are equal so far, so all
     ranks expect the same unit next. A rank that is about to gather another unit first waits until all ranks are about
     to gather that one. Ranks that are not wait for its gather, and their logs name what they gather instead.
+
+    The host does not wait for gathers, but for the device, anywhere in the user's code. So the watchdog's thread looks
+    whether the last gather takes long, and logs why.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:
         super().__init__(group, mesh, on_stall)
         self._successors = mesh.log.successors[group.axes]
+        self._last: _Gather | None = None
+        if mesh.watchdog is not None and group.size > 1:
+            mesh.watchdog.call_regularly(self._look)
+
+    def wait(self, gathered: Event) -> None:
+        self._last = _Gather(gathered, Stall(self._mesh, self._group.ranks))
+        super().wait(gathered)
+
+    def _look(self) -> None:
+        last = self._last
+        if last is None or time.monotonic() - last.began < FIRST_S or not last.event.is_behind():
+            return
+        try:
+            last.stall.check()
+            if (found := self._log.difference()) is not None and None not in found:
+                raise _different(self._log, self._group.ranks, found)
+        except PartitaError as error:
+            self._last = None  # once
+            _log.error("%s", error)
 
     def gathers(self, number: int) -> None:
         self._log.add(number)
@@ -140,6 +167,15 @@ class RepeatedOrder(ComparedLogs):
 
     def updated(self) -> None:
         self.gathers(UPDATE)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """A gather that the device waits for, and the diagnosis if that takes long."""
+
+    event: Event
+    stall: Stall
+    began: float = field(default_factory=time.monotonic)
 
 
 def _different(log: CollectiveLog, ranks: Sequence[int], events: Sequence[int | None]) -> PartitaError:

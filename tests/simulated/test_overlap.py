@@ -77,6 +77,14 @@ def test_gradients_leave_the_device_beside_backward(name: str) -> None:
     assert beside_compute(found, copies[:NUM_UNITS]) >= NUM_UNITS - 1, "all but the last"
 
 
+@pytest.mark.parametrize("name", ["stage 2", "in backward, stage 2"])
+def test_reductions_run_beside_backward(name: str) -> None:
+    found = launches(name)
+    reductions = [each for each in found if each.what == "reduce_scatter"]
+    assert len(reductions) == NUM_UNITS
+    assert beside_compute(found, reductions) >= NUM_UNITS - 1, "all but the last"
+
+
 @pytest.mark.parametrize("name", ["optimizer on host", "bf16, optimizer on host"])
 def test_updated_parameters_are_copied_beside_the_next_update(name: str) -> None:
     found = launches(name)

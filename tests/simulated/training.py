@@ -47,6 +47,7 @@ PLANS: dict[str, Mapping[str, Any]] = {
     "lean, parameters on host": {**on(3, parameters="host"), "precision": LEAN},
     "lean, all on host": {**on(3, **ON_HOST), "precision": LEAN},
     "in backward": {**on(3), "precision": {"gradients": "in_backward"}},
+    "in backward, stage 2": {**on(2), "precision": {"gradients": "in_backward"}},
     "lean, in backward, on host": {**on(2, **ON_HOST), "precision": {**LEAN, "gradients": "in_backward"}},
     "lean, in backward, on disk": {**on(3, **ON_DISK), "precision": {**LEAN, "gradients": "in_backward"}},
     "accumulated": {**on(3), "batch": {"accumulate": 3}},

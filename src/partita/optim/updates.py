@@ -284,6 +284,9 @@ class Updates:
         self._gathered_later = sorted(later, key=_place_in_model)
         self._unit_of = {id(segment): unit for unit in runtime.units for segment in unit.segments}
         self._under_way: list[Update] = []
+        in_backward = [unit for unit in runtime.units if not unit.planned.row.stores_gradients]
+        if any(map(_is_gathered, [*self._overlapped, *in_backward])):
+            context.publisher.wait_in_thread()
         self.note_settings()
         runtime.wait_for_updates([*self._overlapped, *self._gathered_later])
 

@@ -108,6 +108,10 @@ class Publisher:
         begin = partial(store, segment, master, plan.master, self._interpreter)
         return begin().finish if segment.stored.tier is Tier.DEVICE else lambda: begin().finish()
 
+    def wait_in_thread(self) -> None:
+        """Run gathers in a thread from now on, because they wait for updates that the host makes or launches."""
+        self._stream.wait_in_thread()
+
     def run_after(self, event: Event, work: Callable[[], object]) -> Event:
         """Run ``work``, a gather, on the stream of gathers, once ``event`` has passed."""
 

@@ -95,6 +95,9 @@ class Agreeing:
     def step(self) -> None:
         self.num_steps += 1
 
+    def updated(self) -> None:
+        pass
+
 
 @dataclass(eq=False)
 class Made:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,11 @@ import torch.distributed as dist
 
 import partita
 from partita import PartitaError
-from partita.comm.collective_log import STEP, UPDATE
+from partita.comm.blocked import Blocked
+from partita.comm.collective_log import STEP, UPDATE, CollectiveLog
 from partita.comm.collectives import Collectives
+from partita.comm.stall import Stall
+from partita.comm.watchdog import Position
 from partita.memory.step_events import Watcher, watched_by
 from partita.memory.streams import Event
 from partita.sharding import runtime, unshard_order
@@ -216,6 +220,20 @@ def test_a_rank_that_waits_for_its_device_while_others_wait_for_it_says_so() -> 
     assert not nothing
     assert said.startswith("rank 0 gathers '")
     assert f"waits for rank 1, which waits for rank 0 in torch.distributed.all_reduce ({__file__}:" in said
+
+
+def test_a_rank_that_has_gathered_as_much_keeps_nobody_waiting() -> None:
+    """Another rank may wait in a barrier for one whose device is slow."""
+    log = CollectiveLog()
+    log.add(log.register(["block"]))
+    mesh: Any = SimpleNamespace(watchdog=mock.Mock(), rank=0, log=log, timeout_s=1.0)
+    mesh.watchdog.describe_ranks.return_value = ""
+    barrier = Blocked("barrier", (0, 1), "script.py:1")
+    for events, is_stuck in ((1, False), (0, True)):
+        stall = Stall(mesh, [0, 1])
+        with pytest.raises(PartitaError) if is_stuck else contextlib.nullcontext():
+            for _ in range(2):
+                stall._judge({1: Position(events, "script.py:1", barrier)}, 3.0)
 
 
 def two_engines() -> None:

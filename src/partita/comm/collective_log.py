@@ -64,11 +64,11 @@ def _error_context() -> Iterator[None]:
 
 
 class Successors:
-    """Expects the events of a log to repeat those of earlier steps, which end with :data:`UPDATE`.
+    """Predicts the next event of a log from earlier steps. Each step ends with :data:`UPDATE`.
 
-    The expected events are those of the latest step that began as this one has. If none did, they are those after the
-    longest sequence of last events that occurred before. It is a function of the log, so ranks whose logs are equal
-    expect the same event.
+    The next event is that of the latest step which began with the events of the current one. If there is none, it is
+    the event after the latest occurrence of the longest matching sequence. The prediction depends only on the log, so
+    ranks with equal logs predict the same event.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Successors:
         self._places = defaultdict[int, deque[int]](lambda: deque(maxlen=MOST_COMPARED))  # of each event
 
     def expect(self, event: int) -> bool:
-        """Return True if ``event`` is the expected one."""
+        """Return True if ``event`` is the predicted one."""
         return self._next is not None and self._events[self._next - self._num_dropped] == event
 
     def add(self, event: int) -> None:

@@ -61,7 +61,11 @@ class Stall:
         stuck = {
             rank: position
             for rank, position in positions.items()
-            if rank != own and rank in self._ranks and position.blocked and own in position.blocked.ranks
+            if rank != own
+            and rank in self._ranks
+            and position.events < self._mesh.log.count  # it has not launched what this rank waits for
+            and position.blocked
+            and own in position.blocked.ranks
         }
         for rank, position in stuck.items():
             if self._stuck.get(rank) == position:

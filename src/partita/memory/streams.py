@@ -72,8 +72,8 @@ def record(device: torch.device, *, keeps: object = None) -> Event:
 
 
 def record_for_host(device: torch.device) -> Event:
-    """Return an event at this point of the current stream that blocks the caller, who may use the host memory that work
-    before it reads or writes.
+    """Return an event at this point of the current stream. Its ``wait`` blocks the caller: afterwards the host may use
+    memory that earlier work on the stream reads or writes.
     """
     if not accelerator.has_streams(device):
         return Event()

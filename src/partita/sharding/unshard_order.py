@@ -127,8 +127,8 @@ class RepeatedOrder(ComparedLogs):
     ranks expect the same unit next. A rank that is about to gather another unit first waits until all ranks are about
     to gather that one. Ranks that are not wait for its gather, and their logs name what they gather instead.
 
-    The host does not wait for gathers, but for the device, anywhere in the user's code. So the watchdog's thread looks
-    whether the last gather takes long, and logs why.
+    The host does not wait for gathers; it waits for the device, anywhere in the user's code. So the watchdog's thread
+    checks the last gather, and logs an error if ranks that differ keep the device from completing it.
     """
 
     def __init__(self, group: Group, mesh: Mesh, on_stall: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import partita
 from partita import PartitaError
+from partita.comm import stall
 from partita.comm.blocked import Blocked
 from partita.comm.collective_log import STEP, UPDATE, CollectiveLog
 from partita.comm.collectives import Collectives
@@ -198,7 +199,7 @@ def runs_alone() -> list[str]:
     def is_behind(self: Event) -> bool:
         return self._wait_for is not None and not self._wait_for(0.0)
 
-    group = dist.new_group(timeout=timedelta(seconds=8))
+    group = dist.new_group(timeout=timedelta(seconds=20))
     with contextlib.suppress(PartitaError, RuntimeError), without_tags():
         with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
             for step in range(2):
@@ -207,6 +208,8 @@ def runs_alone() -> list[str]:
             with (
                 mock.patch.object(ComparedLogs, "wait", blocked),
                 mock.patch.object(Event, "is_behind", is_behind),
+                mock.patch.object(unshard_order, "FIRST_S", 0.1),
+                mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
                 mock.patch.object(unshard_order._log, "error", lambda text, *values: said.append(text % values)),
             ):
                 if rank() == 0:
@@ -216,7 +219,7 @@ def runs_alone() -> list[str]:
 
 
 def test_a_rank_that_waits_for_its_device_while_others_wait_for_it_says_so() -> None:
-    (said,), nothing = on_ranks(2, runs_alone, timeout=60)
+    (said, *_), nothing = on_ranks(2, runs_alone, timeout=60)
     assert not nothing
     assert said.startswith("rank 0 gathers '")
     assert f"waits for rank 1, which waits for rank 0 in torch.distributed.all_reduce ({__file__}:" in said
@@ -230,10 +233,10 @@ def test_a_rank_that_has_gathered_as_much_keeps_nobody_waiting() -> None:
     mesh.watchdog.describe_ranks.return_value = ""
     barrier = Blocked("barrier", (0, 1), "script.py:1")
     for events, is_stuck in ((1, False), (0, True)):
-        stall = Stall(mesh, [0, 1])
+        waiting = Stall(mesh, [0, 1])
         with pytest.raises(PartitaError) if is_stuck else contextlib.nullcontext():
             for _ in range(2):
-                stall._judge({1: Position(events, "script.py:1", barrier)}, 3.0)
+                waiting._judge({1: Position(events, "script.py:1", barrier)}, 3.0)
 
 
 def two_engines() -> None:

@@ -15,10 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from partita.errors import ConfigError
 from partita.train import token_cache
-from partita.train.documents import document_encoder, read_documents
+from partita.train.documents import document_encoder
 from partita.train.files import check_format
 from partita.train.job import DataSection
-from partita.train.token_cache import CachedTokens, cached_tokens
+from partita.train.rows import read_documents
+from partita.train.token_cache import cached_tokens
+from partita.train.tokens import DocumentTokens
 from tests.train.small_models import END, TEMPLATE, WITH_HEADERS, texts, tokenizer, write_rows
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
@@ -33,7 +35,7 @@ def documents(data: DataSection, reader: Any = None) -> list[list[int]]:
     return list(read_documents(data, document_encoder(reader or tokenizer(), data)))
 
 
-def load(data: DataSection, reader: Any = None) -> CachedTokens:
+def load(data: DataSection, reader: Any = None) -> DocumentTokens:
     return cached_tokens(data, document_encoder(reader or tokenizer(), data))
 
 

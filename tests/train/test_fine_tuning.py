@@ -36,13 +36,15 @@ def losses(of: Job) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own use of it
-@pytest.mark.parametrize("adapters", [(LORA,), ()], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    ("adapters", "data"), [((LORA,), {}), ((), {}), ((), {"stream": 7})], ids=["lora", "full", "stream"]
+)
 def test_an_interrupted_run_is_resumed_evaluated_and_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: tuple[str, ...], data: dict[str, Any]
 ) -> None:
-    whole = job(tmp_path, *adapters, "train.out=" + str(tmp_path / "whole"))
+    whole = job(tmp_path, *adapters, "train.out=" + str(tmp_path / "whole"), **data)
     expected = loop.train(whole, QUIET)
-    stopped = job(tmp_path, *adapters, f"engine.checkpoint.dir={tmp_path}/saved")
+    stopped = job(tmp_path, *adapters, f"engine.checkpoint.dir={tmp_path}/saved", **data)
     with monkeypatch.context() as patched:
         patched.setattr(loop, "Interruption", wishing(StopRequest.STOP, 4))
         assert loop.train(stopped, QUIET).interrupted
@@ -54,7 +56,8 @@ def test_an_interrupted_run_is_resumed_evaluated_and_loaded(
 
     found = trained.evaluate(trained.load_trained(stopped.out), QUIET)
     assert found.loss == pytest.approx(outcome.held_out_loss, rel=1e-5)
-    assert (found.token, found.num_tokens > 20) == ("token", True)
+    assert (found.token, found.num_tokens > 10) == ("token", True)
+    assert (stopped.out / "tokens").exists() == (not data)
 
     written = stopped.out / "model"
     assert (written / "adapter_config.json").exists() == bool(adapters)
@@ -79,6 +82,13 @@ def test_an_interrupted_run_is_resumed_evaluated_and_loaded(
 
 def trained_on_ranks(sections: dict[str, Any], overrides: list[str]) -> float:
     return loop.train(load_job(sections, overrides), QUIET).held_out_loss
+
+
+def test_two_ranks_train_on_a_stream_as_one(tmp_path: Path) -> None:
+    sections = job_sections(tmp_path, stream=7)
+    first = loop.train(load_job(sections), QUIET)
+    one, other = on_ranks(2, trained_on_ranks, sections, [f"train.out={tmp_path}/two"], with_group=False)
+    assert one == other == pytest.approx(first.held_out_loss, rel=1e-5)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
@@ -155,7 +165,7 @@ def test_documents_in_one_sample_do_not_see_each_other(tmp_path: Path) -> None:
     samples = packed.held_out
     assert len(samples.starts) > samples.num  # some sample has several
     for start, length in zip(samples.starts, samples.lengths, strict=True):
-        ids = torch.tensor(packed.tokens.stored[start : start + length].tolist())[None]
+        ids = torch.tensor(packed.held_out.tokens.stored[start : start + length].tolist())[None]
         sums += model(ids, labels=ids).loss.item() * (length - 1)
         num += length - 1
     assert losses(of)[1][0] == pytest.approx(sums / num, rel=1e-5)
@@ -184,7 +194,9 @@ def test_the_loss_of_answers_is_that_of_each_conversation_on_its_own(tmp_path: P
     assert isinstance(packed, PackedCorpus)
     sums, num = 0.0, 0
     for start, length in zip(packed.held_out.starts, packed.held_out.lengths, strict=True):
-        tokens, is_answer = (torch.from_numpy(each)[None] for each in packed.tokens.read(int(start), int(length)))
+        tokens, is_answer = (
+            torch.from_numpy(each)[None] for each in packed.held_out.tokens.read(int(start), int(length))
+        )
         assert reader.decode(tokens[0][is_answer[0]]) in {f"{row[1]['content']} w8 </s>" for row in rows}
         labels = tokens.masked_fill(~is_answer, -100)
         count = int((labels[:, 1:] != -100).sum())

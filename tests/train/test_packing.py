@@ -14,16 +14,17 @@ from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
 from partita.train.packing import IGNORED, PackedBatches, PackedCorpus, Samples, cut, fill_samples, pack_documents
-from partita.train.token_cache import CachedTokens
+from partita.train.tokens import DocumentTokens
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 3, 17, 2, 9, 4, 4, 30, 6, 2, 8, 3, 7, 5, 11, 2, 6, 3]
+NOTHING = DocumentTokens.of([])
 
 
 def corpus(lengths: list[int] = LENGTHS, **settings: Any) -> PackedCorpus:
     """Documents whose tokens are their own positions."""
     ends = np.cumsum(lengths)
-    tokens = CachedTokens(np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
+    tokens = DocumentTokens(np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
     return pack_documents(tokens, section(**settings))
 
 
@@ -59,7 +60,7 @@ def test_pieces_predict_every_token_but_the_first_once(lengths: list[int], width
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=60))
 def test_samples_hold_every_piece_once_and_have_no_room_for_another_sample(lengths: list[int]) -> None:
     starts = np.arange(len(lengths)) * 100
-    samples = fill_samples(starts, np.array(lengths), 20)
+    samples = fill_samples(NOTHING, starts, np.array(lengths), 20)
     assert sorted(zip(samples.starts, samples.lengths, strict=True)) == list(zip(starts, lengths, strict=True))
     sizes = np.add.reduceat(samples.lengths, samples.first[:-1])
     assert sizes.max() <= 20
@@ -69,7 +70,7 @@ def test_samples_hold_every_piece_once_and_have_no_room_for_another_sample(lengt
 
 
 def test_a_piece_goes_where_the_least_space_remains() -> None:
-    samples = fill_samples(np.arange(3) * 100, np.array([6, 7, 3]), 10)
+    samples = fill_samples(NOTHING, np.arange(3) * 100, np.array([6, 7, 3]), 10)
     assert [set(starts) for starts in np.split(samples.starts, samples.first[1:-1])] == [{100, 200}, {0}]
 
 
@@ -91,7 +92,7 @@ def only_even(**settings: Any) -> PackedCorpus:
     ends = np.cumsum(LENGTHS)
     stored = np.arange(ends[-1], dtype=np.int32)
     stored[(stored % 2 == 1) | (stored < 40)] ^= -1
-    return pack_documents(CachedTokens(stored, ends, int(ends[-1]), "digest"), section(predict="answers", **settings))
+    return pack_documents(DocumentTokens(stored, ends, int(ends[-1]), "digest"), section(predict="answers", **settings))
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -119,7 +120,7 @@ def test_tokens_outside_answers_are_seen_and_not_predicted(pack: bool) -> None:
 
 def test_documents_without_an_answer_are_named() -> None:
     ends = np.cumsum(LENGTHS)
-    tokens = CachedTokens(~np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
+    tokens = DocumentTokens(~np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
     with pytest.raises(ConfigError, match="data.predict: answers, but no message of the assistant in .* training docu"):
         pack_documents(tokens, section(predict="answers"))
 
@@ -216,6 +217,6 @@ def test_what_changes_the_split_changes_the_digest() -> None:
 def test_tokens_are_read_from_the_map(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(sum(LENGTHS), dtype=np.int32).tofile(path)
-    mapped = CachedTokens(np.memmap(path, dtype=np.int32, mode="r"), np.cumsum(LENGTHS), 200, "digest")
+    mapped = DocumentTokens(np.memmap(path, dtype=np.int32, mode="r"), np.cumsum(LENGTHS), 200, "digest")
     one, other = batches(corpus()), batches(pack_documents(mapped, section()))
     assert torch.equal(next(one.train(2))["input_ids"], next(other.train(2))["input_ids"])

@@ -1,20 +1,22 @@
 """The corpus of a job, of text or of documents, and checks that need the engine."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partita.engine.engine import Engine
-from partita.errors import ConfigError, PartitaError
+from partita.errors import PartitaError
 from partita.train.data import Batches, Corpus, load_corpus
 from partita.train.job import DataSection
 from partita.train.models import HuggingFaceModel, ReadyModel, vocabulary_size
-from partita.train.packing import IGNORED, PackedBatches, PackedCorpus, pack_documents
+from partita.train.packing import IGNORED, DocumentCorpus, PackedBatches, PackedCorpus, pack_documents
+from partita.train.stream import DocumentStream, open_stream
 from partita.train.token_cache import cached_tokens
 
-AnyCorpus = Corpus | PackedCorpus
+AnyCorpus = Corpus | PackedCorpus | DocumentStream
 # Relative difference of losses that rounding explains. A document that is seen changes them by more.
 _ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 # Predictions at the beginning of a document, which depend most on the document before it if that is seen.
@@ -22,30 +24,41 @@ _NUM_PROBED = 8
 
 
 def load_data(data: DataSection, ready: ReadyModel) -> AnyCorpus:
-    """Read the text or the documents of a job, and hold out a part.
+    """Read the text or the documents of a job, and hold out a part. A stream of documents is not read yet.
 
     Raises:
         ConfigError: they cannot be read, there are too few, or tokens are not in the model's vocabulary.
     """
     if not isinstance(ready, HuggingFaceModel) or ready.documents is None:
         return load_corpus(data, ready.encode)
-    tokens = cached_tokens(data, ready.documents)
     vocabulary = vocabulary_size(ready.module)
-    if tokens.largest >= vocabulary:
-        raise ConfigError(
-            f"data.tokenizer: token {tokens.largest} of the tokenizer is not in the model's vocabulary of {vocabulary} "
-            "(vocab_size); use the model's own tokenizer, or a model with more tokens"
-        )
+    if data.stream:
+        return DocumentStream(data, ready.documents, vocabulary)
+    tokens = cached_tokens(data, ready.documents)
+    tokens.check_vocabulary(vocabulary)
     return pack_documents(tokens, data)
 
 
-def make_batches(corpus: AnyCorpus, data: DataSection, engine: Engine) -> Batches | PackedBatches:
-    """Return the batches of this rank."""
+@contextmanager
+def open_batches(corpus: AnyCorpus, data: DataSection, engine: Engine) -> Iterator[Batches | PackedBatches]:
+    """Return the batches of this rank. Inside the ``with`` block, a stream is read. A collective.
+
+    Raises:
+        ConfigError: a stream cannot be read.
+        PartitaError: on all ranks: the ranks have different documents, or the model does not separate the documents in
+            one sample.
+    """
     mesh, batch = engine.mesh, engine.blueprint.resolved.batch
     position = (mesh.coordinate("data"), mesh.size("data"), mesh.device)
-    if isinstance(corpus, PackedCorpus):
-        return PackedBatches(corpus, data, batch, *position)
-    return Batches(corpus, data, batch, *position)
+    if isinstance(corpus, Corpus):
+        yield Batches(corpus, data, batch, *position)
+        return
+    with ExitStack() as stack:
+        documents = stack.enter_context(open_stream(corpus, engine)) if isinstance(corpus, DocumentStream) else corpus
+        _check_equal(documents, data, engine)
+        if data.pack:
+            _check_separation(data, engine)
+        yield PackedBatches(documents, data, batch, *position)
 
 
 def model_inputs(batches: Iterator[Tensor] | Iterator[dict[str, Any]], ready: ReadyModel) -> Iterator[dict[str, Any]]:
@@ -53,16 +66,12 @@ def model_inputs(batches: Iterator[Tensor] | Iterator[dict[str, Any]], ready: Re
     return (batch if isinstance(batch, dict) else ready.inputs(batch) for batch in batches)
 
 
-def check_corpus(corpus: AnyCorpus, data: DataSection, engine: Engine) -> None:
-    """Check that all ranks have the same documents, and that documents in one sample do not see each other.
-
-    A collective. It does nothing for a text.
+def _check_equal(corpus: DocumentCorpus, data: DataSection, engine: Engine) -> None:
+    """Check that all ranks have the same documents. A collective.
 
     Raises:
-        PartitaError: on all ranks: one of both does not hold.
+        PartitaError: on all ranks: they have not.
     """
-    if not isinstance(corpus, PackedCorpus):
-        return
     digests = engine.each(float(int(corpus.digest[:12], 16)))  # 48 bits, which a float has exactly
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -70,8 +79,6 @@ def check_corpus(corpus: AnyCorpus, data: DataSection, engine: Engine) -> None:
                 f"data.corpus: rank {rank} has other documents than rank 0; give all nodes the same files in "
                 f"'{data.corpus}'"
             )
-    if data.pack:
-        _check_separation(data, engine)
 
 
 def _check_separation(data: DataSection, engine: Engine) -> None:

@@ -33,10 +33,9 @@ class Corpus:
     train: Tensor
     held_out: Tensor
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Tokens to train on, and tokens held out."""
-        return len(self.train), len(self.held_out)
+    def summary(self, token: str) -> str:
+        """Describe the size of the text for people."""
+        return f"{len(self.train) / 1e6:.2f}M {token}s to train on and {len(self.held_out) / 1e6:.2f}M held out"
 
     def samples_per_epoch(self, sequence: int) -> int:
         """Return the number of samples of ``sequence`` tokens that have as many tokens as the training text."""

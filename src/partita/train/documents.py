@@ -1,26 +1,18 @@
-"""Documents: rows of files or of a data set, as tokens.
-
-The library ``datasets`` reads the rows in batches, so that files are never in memory as a unit.
-"""
+"""Conversion of documents, which are texts or conversations, to tokens."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partita.config.messages import shown
 from partita.errors import ConfigError
-from partita.train.files import corpus_files
 from partita.train.job import DataSection
 
 # Value of data.chat_template for the tokenizer's own template.
 OWN_TEMPLATE = "tokenizer"
-_BATCH_ROWS = 1000
 # A template with this block says itself which tokens are answers (transformers' assistant mask).
 _MARKED_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-# Files that mark the folder of a data set that was written by datasets' save_to_disk.
-_SAVED = ("state.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
@@ -171,124 +163,3 @@ def document_encoder(tokenizer: Any, data: DataSection) -> DocumentEncoder:
             f"{type(tokenizer).__name__}; add a tokenizer.json to its folder, or set data.predict to all"
         )
     return DocumentEncoder(tokenizer, template, only_answers=data.predict == "answers")
-
-
-def source_identity(data: DataSection) -> str:
-    """Return a text that changes when the rows may have changed: paths, sizes and times of files.
-
-    Raises:
-        ConfigError: ``data.corpus`` does not exist.
-    """
-    path = Path(data.corpus)
-    if data.format != "hf":
-        files = corpus_files(data)
-    elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-    else:
-        return repr((data.corpus, data.split, _data_set(data)._fingerprint))
-    states = [(file.resolve().as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return repr((data.split, states))
-
-
-def read_documents(data: DataSection, encoder: DocumentEncoder) -> Iterator[list[int]]:
-    """Yield the tokens of each document, in the order of the rows.
-
-    Raises:
-        ConfigError: a file cannot be read, a row lacks the field or has something else in it, or the chat template
-            does not accept its messages. The message names the file and the row.
-    """
-    if data.format == "hf":
-        sources = {data.corpus: lambda: _data_set(data)}
-    else:
-        sources = {str(file): _rows_of(file, data.format) for file in corpus_files(data) if file.stat().st_size}
-    for name, open_rows in sources.items():
-        number = 0
-        for batch in _batches(name, open_rows, data):
-            documents = _column(batch, name, number, data)
-            try:
-                yield from encoder.encode(documents)
-            except Exception as error:  # a template raises errors of Jinja and its own ones
-                if encoder.template is None:
-                    raise
-                raise ConfigError(
-                    f"data.chat_template: messages in rows {number + 1} to {number + len(documents)} of '{name}' do "
-                    f"not fit the template: {_first_line(error)}; correct data.chat_template, or the rows"
-                ) from error
-            number += len(documents)
-
-
-def _batches(name: str, open_rows: Callable[[], Any], data: DataSection) -> Iterator[Mapping[str, Sequence[Any]]]:
-    """Yield rows in batches: the values by field. Errors of ``datasets`` are raised as the user's errors."""
-    try:
-        yield from open_rows().iter(batch_size=_BATCH_ROWS)
-    except ConfigError:
-        raise
-    except Exception as error:  # datasets raises its own errors, and those of pyarrow and pandas
-        cause = error.__cause__ or error
-        raise ConfigError(
-            f"data.corpus: '{name}' cannot be read as {data.format}: {_first_line(cause)}; correct the file, or set "
-            "data.format to its format"
-        ) from error
-
-
-def _column(batch: Mapping[str, Sequence[Any]], name: str, first: int, data: DataSection) -> Sequence[Any]:
-    """Return the documents of a batch whose first row is number ``first``, counted from 0."""
-    if data.field not in batch:
-        raise ConfigError(
-            f"data.field: rows of '{name}' have no field '{data.field}', only {', '.join(map(repr, batch))}; set "
-            "data.field to one of them"
-        )
-    kind, expected = (str, "a text") if data.chat_template is None else (list, "a list of messages")
-    for index, value in enumerate(batch[data.field]):
-        if not isinstance(value, kind):
-            got = "nothing" if value is None else f"{shown(value)} ({type(value).__name__})"
-            remedy = "set data.chat_template" if isinstance(value, list) else "correct the row, or set data.field"
-            raise ConfigError(
-                f"data.field: row {first + index + 1} of '{name}' has {got} in '{data.field}', expected {expected}; "
-                f"{remedy}"
-            )
-    return batch[data.field]
-
-
-def _rows_of(file: Path, file_format: str) -> Callable[[], Any]:
-    """Return a function that opens a file's rows, as a data set that is read batch by batch."""
-    builder = {"jsonl": "json", "parquet": "parquet"}[file_format]
-    return lambda: _datasets().load_dataset(builder, data_files=str(file), split="train", streaming=True)
-
-
-def _data_set(data: DataSection) -> Any:
-    """Open the data set that ``data.corpus`` names: a folder, or a name that ``datasets`` finds."""
-    library, path = _datasets(), Path(data.corpus)
-    try:
-        if any((path / name).exists() for name in _SAVED):
-            found = library.load_from_disk(data.corpus)
-            if isinstance(found, Mapping):
-                if data.split not in found:
-                    raise ConfigError(
-                        f"data.split: '{data.corpus}' has no split '{data.split}', only "
-                        f"{', '.join(map(repr, found))}; set data.split to one of them"
-                    )
-                return found[data.split]
-            return found
-        return library.load_dataset(data.corpus, split=data.split)
-    except ConfigError:
-        raise
-    except Exception as error:  # datasets raises its own errors, and those of files and networks
-        raise ConfigError(
-            f"data.corpus: datasets cannot open '{data.corpus}': {_first_line(error)}; name a folder, or a data set "
-            "that load_dataset finds"
-        ) from error
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError("data.format: documents need the package datasets: pip install datasets") from None
-    library: Any = datasets
-    library.disable_progress_bars()
-    return library
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

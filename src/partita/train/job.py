@@ -95,9 +95,16 @@ class DataSection(Section):
     cache: PathText | None = Field(
         None, description="folder of the documents' tokens, which runs may share; null: tokens/ in train.out"
     )
+    stream: CountOrZero = Field(
+        0,
+        description="rows of a block, if documents are read during training, by rank 0 and a block ahead; 0: all rows "
+        "are read before it",
+    )
     pack: Flag = Field(True, description="pack several documents into a sample; false: one, filled up with padding")
     sequence: Count = Field(128, description="tokens of a sample")
-    held_out: Weight = Field(0.02, description="share of the text or documents that is never trained on")
+    held_out: Weight = Field(
+        0.02, description="share of the text or documents (of a stream: of its first block) that is never trained on"
+    )
     seed: CountOrZero = Field(0, description="seed of the split and of the order of samples")
 
 
@@ -189,7 +196,7 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
         job = Job.model_validate(sections)
     except ValidationError as error:
         raise report(validation_problems(error, Job, sections), where) from None
-    if problems := [*_model_problems(job.model), *_data_problems(job), *_length_problems(job.train)]:
+    if problems := [*_model_problems(job.model), *_data_problems(job), *_length_problems(job)]:
         raise report(problems, where)
     check_installed(job.sinks, "train.metrics")
     config = _engine_config(engine, job.train.steps if job.train.epochs is None else _UNKNOWN_STEPS, where)
@@ -198,7 +205,7 @@ def load_job(source: str | Path | Mapping[str, object], overrides: Sequence[str]
         raise report([Problem(("engine", "metrics"), problem, "set train.out and train.metrics instead")], where)
     out = job.train.out or str(default_out(source))
     data = job.data
-    if data.format != "text" and data.cache is None:
+    if data.format != "text" and data.cache is None and not data.stream:
         data = data.model_copy(update={"cache": str(Path(out, "tokens"))})
     train = job.train.model_copy(update={"out": out})
     return job.model_copy(update={"engine": config, "train": train, "data": data})
@@ -255,13 +262,15 @@ def _data_problems(job: Job) -> list[Problem]:
     given = {name for name, field in DataSection.model_fields.items() if getattr(data, name) != field.default}
     found: dict[str, tuple[str, str]] = {}
     if data.format == "text":
-        for name in sorted(given & {"field", "chat_template", "predict", "split", "cache", "pack"}):
+        for name in sorted(given & {"field", "chat_template", "predict", "split", "cache", "stream", "pack"}):
             found[name] = ("has no effect with data.format: text", "remove it, or set data.format to that of the rows")
         if data.tokenizer is not None and job.model.huggingface is None:
             found["tokenizer"] = ("the partita decoder reads bytes", "remove it, or set model.huggingface")
     else:
         for name in sorted(given & ({"pattern"} if data.format == "hf" else {"split"})):
             found[name] = (f"has no effect with data.format: {data.format}", "remove it")
+        if data.stream and data.cache is not None:
+            found["cache"] = ("a stream of documents is not stored", "remove it, or data.stream")
         if data.predict == "answers" and data.chat_template is None:
             found["predict"] = (
                 "answers needs conversations",
@@ -282,9 +291,24 @@ def _data_problems(job: Job) -> list[Problem]:
     return [Problem(("data", name), f"data.{name}: {text}", fix) for name, (text, fix) in found.items()]
 
 
-def _length_problems(train: TrainSection) -> list[Problem]:
-    """Return a contradiction between ``train.steps`` and ``train.epochs``."""
-    if train.epochs is None or "steps" not in train.model_fields_set:
+def _length_problems(job: Job) -> list[Problem]:
+    """Return contradictions between ``train.epochs`` and other keys."""
+    train = job.train
+    if train.epochs is None:
         return []
-    text = f"train.epochs: {train.epochs:g} epochs and train.steps: {train.steps} both set the length"
-    return [Problem(("train", "epochs"), text, "remove one of them")]
+    text = f"train.epochs: {train.epochs:g} epochs "
+    if "steps" in train.model_fields_set:
+        return [
+            Problem(
+                ("train", "epochs"), f"{text}and train.steps: {train.steps} both set the length", "remove one of them"
+            )
+        ]
+    if job.data.stream:
+        return [
+            Problem(
+                ("train", "epochs"),
+                f"{text}of a stream (data.stream) have an unknown number of steps",
+                "set train.steps instead",
+            )
+        ]
+    return []

@@ -31,12 +31,15 @@ from partita.observe.sinks import Run
 from partita.observe.utilization import Utilization, peak_flops, training_flops
 from partita.table.residence import ENCODINGS
 from partita.train.adapters import export_adapters, is_adapted, remove_adapters
-from partita.train.corpus import AnyCorpus, check_corpus, load_data, make_batches, model_inputs
+from partita.train.corpus import AnyCorpus, load_data, model_inputs, open_batches
+from partita.train.data import Batches
 from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
+from partita.train.packing import PackedBatches
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
+from partita.train.stream import DocumentStream
 from partita.train.watched_steps import WatchedSteps
 
 # Key in a checkpoint: the number of batches skipped so far. A step's batch is this number after the step's own.
@@ -79,14 +82,18 @@ def train(job: Job, console: Console) -> Outcome:
     with notices_on(console):
         corpus = load_data(job.data, ready)
         job = _with_steps(job, corpus)
-        with initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
-            return _Run(job, ready, corpus, engine, console).run(num_parameters)
+        with (
+            initialize(ready.module, config=job.engine, weights=ready.weights) as engine,
+            open_batches(corpus, job.data, engine) as batches,
+        ):
+            return _Run(job, ready, batches, engine, console).run(num_parameters)
 
 
 def _with_steps(job: Job, corpus: AnyCorpus) -> Job:
     """Return the job with a number of steps, if it has a number of epochs."""
     if job.train.epochs is None:
         return job
+    assert not isinstance(corpus, DocumentStream), "refused by load_job"
     batch = resolve(job.engine, launch_environment().world_size, accelerator.device_type()).batch
     return job.with_steps(math.ceil(job.train.epochs * corpus.samples_per_epoch(job.data.sequence) / batch.total))
 
@@ -104,13 +111,14 @@ def explain(job: Job, console: Console) -> None:
 
 
 class _Run:
-    def __init__(self, job: Job, ready: ReadyModel, corpus: AnyCorpus, engine: Engine, console: Console) -> None:
+    def __init__(
+        self, job: Job, ready: ReadyModel, batches: Batches | PackedBatches, engine: Engine, console: Console
+    ) -> None:
         self._job = job
         self._ready = ready
         self._engine = engine
         mesh = engine.mesh
-        self._batches = make_batches(corpus, job.data, engine)
-        check_corpus(corpus, job.data, engine)
+        self._batches = batches
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
@@ -278,10 +286,9 @@ class _Run:
 
     def _print_start(self, num_parameters: int) -> None:
         job, token = self._job, self._ready.token
-        num_train, num_held_out = self._batches.corpus.sizes
         self._progress.print_line(
-            f"{num_parameters / 1e6:.2f}M parameters, {num_train / 1e6:.2f}M {token}s to train on and "
-            f"{num_held_out / 1e6:.2f}M held out, {job.train.steps} steps of {self._batches.tokens_per_step:,}"
+            f"{num_parameters / 1e6:.2f}M parameters, {self._batches.corpus.summary(token)}, {job.train.steps} steps "
+            f"of {self._batches.tokens_per_step:,}"
         )
         if job.train.metrics == "auto" and not job.sinks:
             self._progress.print_line("TensorBoard is not installed: no event files")

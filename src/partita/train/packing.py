@@ -2,14 +2,14 @@
 
 Invariants: held-out documents are never trained on. Every token of the training documents except each document's first
 (if ``data.predict`` chooses answers, every such token of an answer) is predicted once per epoch. Documents in one
-sample do not see each other. The batch of a step is a pure function of (seed, step, data rank), so the data position
-needs no state; the samples of a step are the same set for every micro x accumulate x ranks with the same total.
+sample do not see each other. The samples of a step are the same set for every micro x accumulate x ranks with the same
+total. Those of a :class:`PackedCorpus` are a pure function of (seed, step), so the data position needs no state.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ import xxhash
 from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
-from partita.train.token_cache import CachedTokens, Integers
+from partita.train.rows import no_documents
+from partita.train.tokens import DocumentTokens, Integers
 
 # Labels that the loss leaves out.
 IGNORED = -100
@@ -31,11 +32,13 @@ class Samples:
     """Samples of pieces: documents, or parts of documents that are longer than a sample.
 
     Attributes:
+        tokens: the tokens of the documents.
         starts: [pieces], the position of each piece's first token; pieces of one sample are adjacent.
         lengths: [pieces], at least 2 tokens each.
         first: [samples + 1], the number of each sample's first piece.
     """
 
+    tokens: DocumentTokens
     starts: Integers
     lengths: Integers
     first: Integers
@@ -49,57 +52,133 @@ class Samples:
         """Tokens of each sample that may be predicted: all of a piece except its first. [samples]"""
         return np.add.reduceat(self.lengths - 1, self.first[:-1])
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def row(self, index: int, width: int) -> "Row":
+        """Return a sample, filled up with padding to ``width`` tokens."""
+        row = Row.padding(width)
+        end = 0
+        for piece in range(self.first[index], self.first[index + 1]):
+            start, length = int(self.starts[piece]), int(self.lengths[piece])
+            at = slice(end, end + length)
+            row.tokens[at], is_predicted = self.tokens.read(start, length)
+            row.labels[end + 1 : end + length] = np.where(is_predicted, row.tokens[at], IGNORED)[1:]
+            row.positions[at] = np.arange(length)
+            end += length
+        row.positions[end:] = np.arange(width - end)
+        return row
+
+
+class Sample(NamedTuple):
+    """A sample: its number in ``samples``."""
+
+    samples: Samples
+    number: int
+
+
+class Row(NamedTuple):
+    """The tokens, labels and positions of a sample, [sequence] each."""
+
+    tokens: Integers
+    labels: Integers
+    positions: Integers
+
+    @classmethod
+    def padding(cls, width: int) -> "Row":
+        """Return a sample without a token to predict."""
+        return cls(np.full(width, _PADDING, np.int64), np.full(width, IGNORED, np.int64), np.arange(width))
+
+
+class DocumentCorpus(Protocol):
+    """Samples of documents to train on, and of documents that are held out."""
+
+    @property
+    def held_out(self) -> Samples: ...
+
+    @property
+    def digest(self) -> str:
+        """A hash that identifies the documents and their split."""
+        ...
+
+    def batch(self, step: int, total: int) -> list[Sample]:
+        """Return the ``total`` samples of a step, which counts from 1."""
+        ...
+
+    def summary(self, token: str) -> str:
+        """Describe the size of the corpus for people."""
+        ...
+
 
 @dataclass(frozen=True)
 class PackedCorpus:
     """Samples of the training documents, and of the held-out documents."""
 
-    tokens: CachedTokens
     train: Samples
     held_out: Samples
     digest: str
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Tokens to train on, and tokens held out."""
-        return int(self.train.lengths.sum()), int(self.held_out.lengths.sum())
+    seed: int
 
     def samples_per_epoch(self, sequence: int) -> int:
         """Return the number of samples that have all training documents. They have ``sequence`` tokens each."""
         return self.train.num
 
+    def batch(self, step: int, total: int) -> list[Sample]:
+        """Return the samples of a step.
 
-def pack_documents(tokens: CachedTokens, data: DataSection) -> PackedCorpus:
+        Each epoch has every sample once, in an order of its own. A batch may end one epoch and begin the next.
+        """
+        places = (divmod(place, self.train.num) for place in range((step - 1) * total, step * total))
+        return [
+            Sample(self.train, int(shuffled(self.seed, epoch, self.train.num)[position])) for epoch, position in places
+        ]
+
+    def summary(self, token: str) -> str:
+        """Describe the size of the corpus for people."""
+        return (
+            f"{self.train.num_tokens / 1e6:.2f}M {token}s to train on and {self.held_out.num_tokens / 1e6:.2f}M held "
+            "out"
+        )
+
+
+def pack_documents(tokens: DocumentTokens, data: DataSection) -> PackedCorpus:
     """Hold out documents, and put both sides into samples of ``data.sequence`` tokens.
 
     Raises:
-        ConfigError: there is only one document; or no answer to predict, or to evaluate on.
+        ConfigError: there is no document, or only one; or no answer to predict, or to evaluate on.
     """
-    ends = np.asarray(tokens.ends)
-    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
-    if len(ends) < 2:
+    lengths = np.diff(tokens.ends, prepend=0)
+    if not len(lengths):
+        raise no_documents(data)
+    if len(lengths) < 2:
         raise ConfigError(
             f"data.corpus: one document in '{data.corpus}', but one is to train on and another one is held out; use "
             "more documents, or data.format: text for one text"
         )
     generator = torch.Generator().manual_seed(data.seed)
-    order = torch.randperm(len(ends), generator=generator, device="cpu").numpy()
-    total = np.cumsum((ends - starts)[order])
-    num_held_out = min(int(np.searchsorted(total, data.held_out * total[-1])) + 1, len(ends) - 1)
-    sides = list[Samples]()
-    for chosen in (np.sort(order[num_held_out:]), np.sort(order[:num_held_out])):
-        pieces = cut(starts[chosen], ends[chosen] - starts[chosen], data.sequence)
-        if data.predict == "answers":
-            pieces = with_answers(*pieces, tokens)
-            if not len(pieces[0]):
-                raise ConfigError(
-                    f"data.predict: answers, but no message of the assistant in {len(chosen)} "
-                    f"{'held-out' if sides else 'training'} documents of '{data.corpus}'; correct the rows, or set "
-                    "data.predict to all"
-                )
-        sides.append(fill_samples(*pieces, data.sequence) if data.pack else one_per_sample(*pieces))
+    order = torch.randperm(len(lengths), generator=generator, device="cpu").numpy()
+    total = np.cumsum(lengths[order])
+    num_held_out = min(int(np.searchsorted(total, data.held_out * total[-1])) + 1, len(lengths) - 1)
+    train = pack(tokens, np.sort(order[num_held_out:]), data)
+    held_out = pack(tokens, np.sort(order[:num_held_out]), data)
+    for documents, side in (("training", train), ("held-out", held_out)):
+        if not side.num:
+            raise ConfigError(
+                f"data.predict: answers, but no message of the assistant in the {documents} documents of "
+                f"'{data.corpus}'; correct the rows, or set data.predict to all"
+            )
     settings = (tokens.digest, data.held_out, data.seed, data.sequence, data.pack)
-    return PackedCorpus(tokens, sides[0], sides[1], xxhash.xxh3_64(repr(settings).encode()).hexdigest())
+    return PackedCorpus(train, held_out, xxhash.xxh3_64(repr(settings).encode()).hexdigest(), data.seed)
+
+
+def pack(tokens: DocumentTokens, documents: Integers, data: DataSection) -> Samples:
+    """Put the documents of these numbers into samples of ``data.sequence`` tokens."""
+    lengths = np.diff(tokens.ends, prepend=0)[documents]
+    pieces = cut(tokens.ends[documents] - lengths, lengths, data.sequence)
+    if data.predict == "answers":
+        pieces = with_answers(*pieces, tokens)
+    return fill_samples(tokens, *pieces, data.sequence) if data.pack else one_per_sample(tokens, *pieces)
 
 
 def cut(starts: Integers, lengths: Integers, width: int) -> tuple[Integers, Integers]:
@@ -114,14 +193,14 @@ def cut(starts: Integers, lengths: Integers, width: int) -> tuple[Integers, Inte
     return starts[document] + offsets, np.minimum(width, lengths[document] - offsets)
 
 
-def with_answers(starts: Integers, lengths: Integers, tokens: CachedTokens) -> tuple[Integers, Integers]:
+def with_answers(starts: Integers, lengths: Integers, tokens: DocumentTokens) -> tuple[Integers, Integers]:
     """Return the pieces that have a predicted token besides their first."""
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
     chosen = [bool(tokens.read(start + 1, length - 1)[1].any()) for start, length in pieces]
     return starts[chosen], lengths[chosen]
 
 
-def fill_samples(starts: Integers, lengths: Integers, width: int) -> Samples:
+def fill_samples(tokens: DocumentTokens, starts: Integers, lengths: Integers, width: int) -> Samples:
     """Put pieces into samples of ``width`` tokens by best fit, the longest first (Ding et al., 2024).
 
     A piece is put where the least space remains, or into a new sample. Pieces are never cut.
@@ -147,12 +226,12 @@ def fill_samples(starts: Integers, lengths: Integers, width: int) -> Samples:
             nonempty |= 1 << free
     order = np.argsort(sample_of, kind="stable")
     first = np.searchsorted(sample_of[order], np.arange(num + 1))
-    return Samples(starts[order], lengths[order], first)
+    return Samples(tokens, starts[order], lengths[order], first)
 
 
-def one_per_sample(starts: Integers, lengths: Integers) -> Samples:
+def one_per_sample(tokens: DocumentTokens, starts: Integers, lengths: Integers) -> Samples:
     """Put each piece into a sample of its own."""
-    return Samples(starts, lengths, np.arange(len(starts) + 1))
+    return Samples(tokens, starts, lengths, np.arange(len(starts) + 1))
 
 
 @dataclass(frozen=True)
@@ -164,7 +243,7 @@ class PackedBatches:
     tokens of the batch.
     """
 
-    corpus: PackedCorpus
+    corpus: DocumentCorpus
     data: DataSection
     batch: ResolvedBatch
     rank: int
@@ -177,41 +256,33 @@ class PackedBatches:
         return self.batch.total * self.data.sequence
 
     def train(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the ``accumulate`` micro-batches of a step, which counts from 1.
-
-        Each epoch has every sample once, in an order of its own. A batch may end one epoch and begin the next.
-        """
-        samples, total = self.corpus.train, self.batch.total
-        indices = []
-        for place in range((step - 1) * total, step * total):
-            epoch, position = divmod(place, samples.num)
-            indices.append(int(_order(self.data.seed, epoch, samples.num)[position]))
-        return self._micro_batches(samples, indices)
+        """Yield the ``accumulate`` micro-batches of a step, which counts from 1."""
+        return self._micro_batches(self.corpus.batch(step, self.batch.total))
 
     def held_out(self, num_batches: int) -> Iterator[dict[str, Any]]:
         """Yield this rank's micro-batches of at most ``num_batches`` full batches of held-out samples.
 
         They are spread evenly over the held-out samples, or are all of them, filled up with samples that count nothing.
         """
-        indices = self._held_out_samples(num_batches)
-        return self._micro_batches(self.corpus.held_out, [*indices, *[None] * (-len(indices) % self.batch.total)])
+        chosen = self._held_out_samples(num_batches)
+        return self._micro_batches([*chosen, *[None] * (-len(chosen) % self.batch.total)])
 
     def num_held_out(self, num_batches: int) -> int:
         """Return the tokens that :meth:`held_out` predicts on all ranks."""
-        return self._num_targets(self.corpus.held_out, self._held_out_samples(num_batches))
+        return self._num_targets(self._held_out_samples(num_batches))
 
-    def _held_out_samples(self, num_batches: int) -> list[int]:
-        all_samples = self.corpus.held_out.num
-        num = min(num_batches * self.batch.total, all_samples)
-        return [place * all_samples // num for place in range(num)]
+    def _held_out_samples(self, num_batches: int) -> list[Sample]:
+        samples = self.corpus.held_out
+        num = min(num_batches * self.batch.total, samples.num)
+        return [Sample(samples, place * samples.num // num) for place in range(num)]
 
-    def _micro_batches(self, samples: Samples, indices: Sequence[int | None]) -> Iterator[dict[str, Any]]:
-        num_targets = self._num_targets(samples, [index for index in indices if index is not None])
-        num_micro_batches = len(indices) // self.batch.micro
-        mean = torch.tensor(num_targets / num_micro_batches, dtype=torch.float32, device=self.device)
+    def _micro_batches(self, chosen: Sequence[Sample | None]) -> Iterator[dict[str, Any]]:
+        """Yield this rank's micro-batches of a batch, which has padding in place of None."""
         micro = self.batch.micro
-        for begin in range(self.rank * micro, len(indices), self.num_ranks * micro):
-            rows = [self._row(samples, index) for index in indices[begin : begin + micro]]
+        num_targets = self._num_targets([sample for sample in chosen if sample is not None])
+        mean = torch.tensor(num_targets / (len(chosen) // micro), dtype=torch.float32, device=self.device)
+        for begin in range(self.rank * micro, len(chosen), self.num_ranks * micro):
+            rows = [self._row(sample) for sample in chosen[begin : begin + micro]]
             tokens, labels, positions = (
                 torch.from_numpy(np.stack(part)).to(self.device, non_blocking=True) for part in zip(*rows, strict=True)
             )
@@ -220,34 +291,20 @@ class PackedBatches:
                 arguments["position_ids"] = positions
             yield {**arguments, "num_items_in_batch": mean, "use_cache": False}
 
-    def _num_targets(self, samples: Samples, indices: Sequence[int]) -> int:
+    def _num_targets(self, chosen: Sequence[Sample]) -> int:
         """Return how many tokens are predicted in these samples."""
         if self.data.predict == "all":
-            return int(samples.targets[np.asarray(indices, np.int64)].sum())
-        return sum(int((self._row(samples, index)[1] != IGNORED).sum()) for index in indices)
+            return sum(int(samples.targets[number]) for samples, number in chosen)
+        return sum(int((self._row(sample).labels != IGNORED).sum()) for sample in chosen)
 
-    def _row(self, samples: Samples, index: int | None) -> tuple[Integers, Integers, Integers]:
-        """Return the tokens, labels and positions of a sample, [sequence] each; of padding alone for None."""
+    def _row(self, sample: Sample | None) -> Row:
         width = self.data.sequence
-        tokens = np.full(width, _PADDING, np.int64)
-        labels = np.full(width, IGNORED, np.int64)
-        positions = np.arange(width, dtype=np.int64)
-        end = 0
-        pieces = range(0) if index is None else range(samples.first[index], samples.first[index + 1])
-        for piece in pieces:
-            start, length = int(samples.starts[piece]), int(samples.lengths[piece])
-            at = slice(end, end + length)
-            tokens[at], is_predicted = self.corpus.tokens.read(start, length)
-            labels[end + 1 : end + length] = np.where(is_predicted, tokens[at], IGNORED)[1:]
-            positions[at] = np.arange(length)
-            end += length
-        positions[end:] = np.arange(width - end)
-        return tokens, labels, positions
+        return Row.padding(width) if sample is None else sample.samples.row(sample.number, width)
 
 
 @lru_cache(maxsize=2)  # a batch may have samples of two epochs
-def _order(seed: int, epoch: int, num: int) -> Integers:
-    """Return the order of the samples in an epoch."""
+def shuffled(seed: int, epoch: int, num: int) -> Integers:
+    """Return the order of ``num`` samples in an epoch."""
     # torch's generator takes 32 bits of its seed; neighboring seeds give unrelated numbers.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order: Integers = torch.randperm(num, generator=generator, device="cpu").numpy()

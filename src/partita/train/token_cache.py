@@ -11,15 +11,16 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from partita.errors import ConfigError
-from partita.train.documents import DocumentEncoder, read_documents, source_identity
+from partita.train.documents import DocumentEncoder
 from partita.train.job import DataSection
+from partita.train.rows import no_documents, read_documents, source_identity
+from partita.train.tokens import DocumentTokens
 
 _VERSION = 1
 _TOKENS, _ENDS, _FACTS = "tokens.bin", "ends.bin", "facts.json"
@@ -27,33 +28,8 @@ _FLUSH_TOKENS = 2**20
 
 _log = logging.getLogger("partita")
 
-Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
-Booleans = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-
-@dataclass(frozen=True)
-class CachedTokens:
-    """The tokens of documents, one after the other.
-
-    Attributes:
-        stored: [tokens], memory-mapped; ``~token`` for a token that is not predicted.
-        ends: [documents], int64: the position after each document's last token.
-        largest: the greatest token.
-        digest: a hash of the tokens and ends.
-    """
-
-    stored: "np.ndarray[tuple[int], np.dtype[np.int32]]"
-    ends: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    largest: int
-    digest: str
-
-    def read(self, start: int, length: int) -> tuple[Integers, Booleans]:
-        """Return some tokens, and whether each is predicted: [length] each."""
-        stored = self.stored[start : start + length].astype(np.int64)
-        return np.where(stored < 0, ~stored, stored), stored >= 0
-
-
-def cached_tokens(data: DataSection, encoder: DocumentEncoder) -> CachedTokens:
+def cached_tokens(data: DataSection, encoder: DocumentEncoder) -> DocumentTokens:
     """Return the tokens of a job's documents from ``data.cache``, after writing them if they are not there.
 
     Processes that need the same tokens wait for the one that writes them. If it fails, the next one tries, so every
@@ -86,10 +62,7 @@ def _write(folder: Path, data: DataSection, encoder: DocumentEncoder) -> None:
     try:
         _write_files(temporary, read_documents(data, encoder))
         if not (temporary / _ENDS).stat().st_size:
-            raise ConfigError(
-                f"data.corpus: no document with text in '{data.corpus}' (files '{data.pattern}', field "
-                f"'{data.field}'); name files with rows, or correct data.pattern or data.field"
-            )
+            raise no_documents(data)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -98,12 +71,12 @@ def _write(folder: Path, data: DataSection, encoder: DocumentEncoder) -> None:
 def _write_files(folder: Path, documents: Iterable[list[int]]) -> None:
     digest, largest, num_tokens = xxhash.xxh3_64(), 0, 0
     with open(folder / _TOKENS, "wb") as tokens, open(folder / _ENDS, "wb") as ends:
-        for flat, lengths in _blocks(documents):
-            positions = num_tokens + np.cumsum(lengths, dtype=np.int64)
-            for array, file in ((np.asarray(flat, dtype=np.int32), tokens), (positions, ends)):
+        for block in _blocks(documents):
+            positions = num_tokens + block.ends
+            for array, file in ((block.stored, tokens), (positions, ends)):
                 file.write(array.data)
                 digest.update(array.data)
-            num_tokens, largest = int(positions[-1]), max(largest, max(flat), ~min(flat))
+            num_tokens, largest = int(positions[-1]), max(largest, block.largest)
         for file in (tokens, ends):
             file.flush()
             os.fsync(file.fileno())
@@ -111,24 +84,24 @@ def _write_files(folder: Path, documents: Iterable[list[int]]) -> None:
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _blocks(documents: Iterable[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens of several documents, and their lengths."""
-    flat, lengths = list[int](), list[int]()
-    for ids in documents:
-        flat += ids
-        lengths.append(len(ids))
-        if len(flat) >= _FLUSH_TOKENS:
-            yield flat, lengths
-            flat, lengths = [], []
-    if lengths:
-        yield flat, lengths
+def _blocks(documents: Iterable[list[int]]) -> Iterator[DocumentTokens]:
+    """Yield the tokens of several documents at a time."""
+    block, num_tokens = list[list[int]](), 0
+    for document in documents:
+        block.append(document)
+        num_tokens += len(document)
+        if num_tokens >= _FLUSH_TOKENS:
+            yield DocumentTokens.of(block)
+            block, num_tokens = [], 0
+    if block:
+        yield DocumentTokens.of(block)
 
 
-def _opened(folder: Path) -> CachedTokens:
+def _opened(folder: Path) -> DocumentTokens:
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     stored = np.memmap(folder / _TOKENS, dtype=np.int32, mode="r")
     ends = np.memmap(folder / _ENDS, dtype=np.int64, mode="r")
-    return CachedTokens(stored, ends, facts["largest"], facts["digest"])
+    return DocumentTokens(stored, ends, facts["largest"], facts["digest"])
 
 
 @contextmanager

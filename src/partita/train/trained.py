@@ -10,7 +10,7 @@ from rich.console import Console
 from partita.engine.start import initialize
 from partita.errors import ConfigError
 from partita.observe.progress import notices_on
-from partita.train.corpus import check_corpus, load_data, make_batches, model_inputs
+from partita.train.corpus import load_data, model_inputs, open_batches
 from partita.train.job import Job, SampleSection, load_job
 from partita.train.models import ReadyModel, build_trained
 from partita.train.results import JOB_FILE, WEIGHTS
@@ -64,9 +64,10 @@ def evaluate(job: Job, console: Console) -> Evaluation:
     ready = _frozen(job)
     with notices_on(console):
         corpus = load_data(job.data, ready)
-        with initialize(ready.module, config=job.engine, weights=ready.weights) as engine:
-            check_corpus(corpus, job.data, engine)
-            batches = make_batches(corpus, job.data, engine)
+        with (
+            initialize(ready.module, config=job.engine, weights=ready.weights) as engine,
+            open_batches(corpus, job.data, engine) as batches,
+        ):
             loss = engine.eval_batch(list(model_inputs(batches.held_out(job.train.eval_batches), ready))).item()
             return Evaluation(loss, batches.num_held_out(job.train.eval_batches), ready.token)
 

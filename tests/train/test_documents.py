@@ -125,6 +125,11 @@ def test_answers_alone_are_predicted(tmp_path: Path, template: str) -> None:
     assert [[token if token >= 0 else ~token for token in document] for document in found] == plain
 
 
+@pytest.mark.parametrize("template", [WITH_HEADERS, MARKED])
+def test_a_conversation_may_begin_with_an_answer(tmp_path: Path, template: str) -> None:
+    assert answers_of(tmp_path, [TALK[1:2]], template) == [[~33, ~11, 5, 10, END]]
+
+
 def test_a_token_may_begin_with_the_space_before_an_answer(tmp_path: Path) -> None:
     names = ["[UNK]", "</s>", "Q:", " why", " A:", " so", " it", " is"]
     made = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))

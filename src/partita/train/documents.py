@@ -95,14 +95,13 @@ class DocumentEncoder:
         return found["input_ids"]
 
     def _as_text(self, messages: Any, *, add_generation_prompt: bool = False) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        texts = self.tokenizer.apply_chat_template(
+            [messages],  # transformers takes a conversation without messages only in a list of conversations
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
+        return str(texts[0])
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt, as documents that begin with it have them: of a user's message, or of text."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from partita.kernels.quantize import encode
 from partita.kernels.state import AdamRule, LionRule, Moments, SgdRule, Weights, num_blocks
 from partita.kernels.update import adam_, lion_, sgd_
-from partita.optim.optimizer import InMemory, TorchRule, UpdateRule
+from partita.optim.optimizer import LeasedWeights, TorchRule, UpdateRule
 from partita.optim.states import BLOCK_STATES, View, decoded, flat
 from partita.optim.traits import runs_on_slices
 from partita.sharding.segment import Segment
@@ -145,7 +145,7 @@ class KernelRule(UpdateRule[FusedOptimizer]):
     def writes_param(self, segment: Segment) -> bool:
         return segment.layout.encoding != FP32
 
-    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
+    def connect(self, view: View, grad: Tensor, factor: float, weights: LeasedWeights) -> None:
         own = weights.of(view)
         flat_grad = view.member.flat(grad) if view.member.segment.has_full_master else grad
         self.optimizer.operands[view.tensor] = Operands(own, flat_grad.to(own.like.device), factor)

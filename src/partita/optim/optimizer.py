@@ -33,7 +33,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 @dataclass(frozen=True)
-class InMemory:
+class LeasedWeights:
     """This rank's weights of a segment, in memory for one update.
 
     Attributes:
@@ -74,7 +74,7 @@ class UpdateRule(ABC, Generic[OptimizerT]):
         return factor
 
     @abstractmethod
-    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
+    def connect(self, view: View, grad: Tensor, factor: float, weights: LeasedWeights) -> None:
         """Pass one parameter's gradient, to be multiplied by ``factor``, and its weights to the optimizer."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class TorchRule(UpdateRule[Optimizer]):
             grad.mul_(factor)
         return 1.0
 
-    def connect(self, view: View, grad: Tensor, factor: float, weights: InMemory) -> None:
+    def connect(self, view: View, grad: Tensor, factor: float, weights: LeasedWeights) -> None:
         view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
 
     def disconnect(self) -> None:

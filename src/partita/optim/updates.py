@@ -28,7 +28,7 @@ from partita.memory.tiers import Lease, StateMemory
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.full_updates import FullUpdates
 from partita.optim.fused import FusedOptimizer
-from partita.optim.optimizer import Guard, InMemory, Snapshot, UpdateRule
+from partita.optim.optimizer import Guard, LeasedWeights, Snapshot, UpdateRule
 from partita.optim.states import Leases, OptimizerStates, View, Views
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
@@ -143,7 +143,7 @@ class SegmentUpdate:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
-        weights, rule = InMemory(master, param, self._splits), self._context.rule
+        weights, rule = LeasedWeights(master, param, self._splits), self._context.rule
         grads = [self._reduced(view) if in_place is None else in_place for view, in_place in self.changing]
         factor = rule.scale(grads, self._factor)
         for (view, _), grad in zip(self.changing, self._with_states(grads), strict=True):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from partita.engine.engine import Engine
     from partita.engine.start import initialize
     from partita.errors import ConfigError, PartitaError
-    from partita.optim.step import StepResult
     from partita.optim.traits import elementwise
+    from partita.optim.updater import StepResult
     from partita.prediction.plan import plan
     from partita.prediction.tune.tune import tune
 
@@ -25,7 +25,7 @@ _MODULES = {
     "ConfigError": "partita.errors",
     "Engine": "partita.engine.engine",
     "PartitaError": "partita.errors",
-    "StepResult": "partita.optim.step",
+    "StepResult": "partita.optim.updater",
     "elementwise": "partita.optim.traits",
     "initialize": "partita.engine.start",
     "plan": "partita.prediction.plan",

@@ -17,9 +17,9 @@ from partita.layout.parameters import ParameterInfo
 from partita.memory.ledger import Ledger
 from partita.memory.tiers import StateMemory
 from partita.optim.states import OptimizerStates, Views
-from partita.sharding.buckets import SyncStates
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.sharding.sync_states import SyncStates
 from partita.table.mesh_shape import MeshShape
 from partita.table.place import Place, even
 from partita.table.planned import PlannedSegment

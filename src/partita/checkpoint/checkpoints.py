@@ -19,8 +19,8 @@ from partita.config.schema import Config
 from partita.errors import ConfigError, PartitaError
 from partita.inspection.modules import owning_ranks
 from partita.optim.fused import rule_of
-from partita.optim.step import StepResult, Updater
 from partita.optim.traits import needs_closure
+from partita.optim.updater import StepResult, Updater
 from partita.sharding.runtime import Runtime
 
 # Limit on rewinds without getting past the same step.

@@ -24,7 +24,7 @@ from partita.kernels.state import num_blocks
 from partita.layout.parameters import find_all_parameters
 from partita.memory.collector import collector_paused
 from partita.optim.states import BLOCK_STATES, View, flattened
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment

@@ -20,7 +20,7 @@ from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.memory.generators import random_states, set_random_states
 from partita.optim.fused import rule_of
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.table.box import Box
 from partita.table.flat_range import FlatRange
 

@@ -11,7 +11,7 @@ from partita.errors import PartitaError
 from partita.kernels.chunks import in_chunks
 from partita.memory.tiers import StoredState
 from partita.optim.extension import ComingUpdate, UpdateListener
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 from partita.sharding.weights import weights_read, write_weights

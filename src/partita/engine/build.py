@@ -44,13 +44,14 @@ from partita.optim.fused import KernelRule, rule_for
 from partita.optim.in_backward import BackwardUpdater
 from partita.optim.owners import groups_of
 from partita.optim.states import check_groups
-from partita.optim.step import StepUpdater, Updater
+from partita.optim.step import StepUpdater
 from partita.optim.traits import (
     check_states_can_be_saved,
     counted_attributes,
     moments_of,
     needs_full_parameters,
 )
+from partita.optim.updater import Updater
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.batch_check import SAME_BATCH_AXES, BatchCheck
 from partita.parallel.pipeline.apply import schedule_of

@@ -27,7 +27,8 @@ from partita.memory import accelerator
 from partita.memory.ledger import MemoryReport
 from partita.memory.out_of_memory import report_out_of_memory
 from partita.observe.log import MetricsLog
-from partita.optim.step import StepResult, StepUpdater
+from partita.optim.step import StepUpdater
+from partita.optim.updater import StepResult
 from partita.table.mesh_shape import AXES, BATCH_AXES
 from partita.table.state_plan import StatePlan
 from partita.table.traffic import TrafficReport

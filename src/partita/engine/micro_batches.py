@@ -12,8 +12,9 @@ from partita.engine.batches import arguments, call, loss_of
 from partita.engine.build import Parts
 from partita.errors import PartitaError
 from partita.optim.schedule import EngineSchedule
-from partita.optim.step import StepResult, StepUpdater
+from partita.optim.step import StepUpdater
 from partita.optim.traits import needs_closure
+from partita.optim.updater import StepResult
 from partita.parallel.pipeline.schedule import Action, Work
 from partita.sharding.reducer import scaled_by
 

@@ -22,7 +22,7 @@ from partita.layout.parameters import ParameterInfo, find_all_parameters
 from partita.memory.accelerator import is_host
 from partita.memory.capacity import free_now
 from partita.optim.states import View, flattened
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.sharding.assemble import has_distinct_shards
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member, replace_data

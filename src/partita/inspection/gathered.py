@@ -11,7 +11,7 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.inspection.full_tensors import FullTensors
 from partita.layout.parameters import ParameterInfo, find_quantized_params
-from partita.optim.step import Updater
+from partita.optim.updater import Updater
 from partita.sharding.assemble import equal_value_ranks
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.placeholder import set_data

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from partita.errors import PartitaError
 from partita.memory.streams import Event
-from partita.optim.step import StepResult, Updater, factor_of
+from partita.optim.updater import StepResult, Updater, factor_of
 from partita.optim.updates import Update
 from partita.sharding.buckets import Bucket
 from partita.sharding.reducer import factor_under_way

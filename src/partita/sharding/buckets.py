@@ -6,7 +6,7 @@ The row of the table chooses the objects that a bucket consists of: the buffer i
 gradients have arrived.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from enum import Enum
@@ -23,7 +23,7 @@ from partita.memory.ledger import Ledger
 from partita.memory.streams import Event
 from partita.memory.tiers import StateMemory, StoredState
 from partita.sharding.gradient_buffer import BucketLayout, InPlaceBuffer, PooledBuffer, make_buffer
-from partita.sharding.gradient_sync import GradientSync, StateOf, SyncCall, make_syncs
+from partita.sharding.gradient_sync import GradientSync, SyncCall, make_syncs
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
@@ -451,51 +451,3 @@ class Bucket:
             is_mean = not self.buffer.collects and is_reduced
             values.add_(member.flat(grad.detach()).float(), alpha=1.0 if is_mean else 1.0 / self.divisor)
         return values
-
-
-class SyncStates:
-    """The states that syncs keep between steps, of all ``buckets`` (the list may grow)."""
-
-    def __init__(self, buckets: list[Bucket], interpreter: Interpreter) -> None:
-        self._buckets = buckets
-        self._interpreter = interpreter
-
-    def _with_states(self) -> Iterator[tuple[Bucket, GradientSync]]:
-        """Yield the buckets whose sync after the warm-up uses error feedback."""
-        return ((bucket, bucket.syncs[-1]) for bucket in self._buckets if bucket.syncs[-1].has_error_feedback)
-
-    def __bool__(self) -> bool:
-        """True if any sync keeps states. Sums are then scaled in place, including those of the warm-up."""
-        return any(True for _ in self._with_states())
-
-    def drop_unused(self, used: AbstractSet[int]) -> None:
-        """Zero the reduced gradients of members that are not ``used`` (by id) on any rank."""
-        for bucket, _ in self._with_states():
-            bucket.drop_unused(used)
-
-    def commit(self, used: AbstractSet[int]) -> None:
-        """End a step with an update of the ``used`` members."""
-        for bucket, sync in self._with_states():
-            sync.commit(bucket.layout.pieces_of_unused(used))
-
-    def settle(self) -> None:
-        """Reduce the states to what a checkpoint saves. A collective, between two steps."""
-        for _, sync in self._with_states():
-            sync.settle(self._interpreter)
-
-    def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint; call :meth:`settle` first."""
-        for bucket, sync in self._with_states():
-            if any(each is segment for each in bucket.segments):
-                return sync.saved(segment)
-        return None
-
-    def start(self, state_of: StateOf) -> None:
-        """Start the syncs after the warm-up or after loading states. A collective, between two steps."""
-        for bucket, sync in self._with_states():
-            sync.start(bucket.members, state_of, self._interpreter)
-
-    def clear(self) -> None:
-        """Forget all states, before other values are loaded."""
-        for _, sync in self._with_states():
-            sync.clear()

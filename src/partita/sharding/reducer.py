@@ -25,13 +25,14 @@ from partita.memory.buffer_pool import BufferPool, Slot
 from partita.memory.ledger import Ledger
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, after, record
-from partita.sharding.buckets import Bucket, SyncStates
+from partita.sharding.buckets import Bucket
 from partita.sharding.finite import FiniteWatch
 from partita.sharding.gradient_buffer import PooledBuffer
 from partita.sharding.gradient_sync import SyncCall
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
+from partita.sharding.sync_states import SyncStates
 from partita.table.residence import Tier
 from partita.table.slots import RECEIVING, SENDING, SUMMED, PlannedPool, bucket_pools
 

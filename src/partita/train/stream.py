@@ -61,7 +61,8 @@ class _Reader:
 
     def start(self, place: Place) -> None:
         """Start to read the block at ``place``."""
-        self._place, self._block = place, self._pool.submit(self._read, place)
+        self._place = place
+        self._block = self._pool.submit(self._read, place)
 
     def block(self, place: Place) -> Block:
         """Return the block at ``place``, when it is read.
@@ -202,7 +203,8 @@ class StreamedCorpus:
         if position.place == START:
             if position.number:
                 _log.info("data: all rows of '%s' have been read; they are read again", self._data.corpus)
-            self._samples, self._after = self._first.train, self._after_first
+            self._samples = self._first.train
+            self._after = self._after_first
         else:
             block = self._blocks.block(position.place)
             self._samples = pack(block.tokens, np.arange(len(block.tokens.ends)), self._data)

@@ -7,7 +7,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from partita.engine.engine import Engine
-from partita.optim.step import StepResult
+from partita.optim.updater import StepResult
 
 
 class EngineOptimizer(AcceleratedOptimizer):

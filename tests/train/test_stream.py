@@ -155,6 +155,22 @@ def test_a_run_continues_from_any_step(tmp_path: Path, total: int) -> None:
             assert [predicted(corpus, step, total) for step in range(step, len(positions))] == expected[step:]
 
 
+def test_a_rewound_run_goes_on_with_new_samples(tmp_path: Path) -> None:
+    with opened(section(written(tmp_path))) as (corpus, _):
+        expected = [predicted(corpus, step, 2) for step in range(12)]
+    with opened(section(tmp_path)) as (corpus, engine):
+        found = [predicted(corpus, step, 2) for step in range(2)]
+        saved = json.dumps(engine.extra)
+        found += [predicted(corpus, step, 2) for step in range(2, 9)]
+        engine.extra.update(json.loads(saved))  # as a rewound engine does
+        found += [predicted(corpus, step, 2) for step in range(2, 5)]
+        assert found == expected
+        rest = json.dumps(engine.extra)
+    with opened(section(tmp_path)) as (corpus, engine):
+        engine.extra.update(json.loads(rest))
+        assert predicted(corpus, 0, 2) not in expected
+
+
 def test_one_block_is_read_ahead(tmp_path: Path) -> None:
     encoder = Numbers()
     with opened(section(write_rows(tmp_path / "rows.jsonl", rows())), encoder) as (corpus, _):

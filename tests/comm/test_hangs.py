@@ -114,6 +114,29 @@ def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
     assert "rank 1 ended with ValueError: the data of step 1" in said
 
 
+def ends_when_asked() -> str:
+    """Rank 1 does not answer, but ends with an error after rank 0 has asked."""
+    with partita.initialize(Stack(2), {}) as engine:
+        watchdog = engine.mesh.watchdog
+        assert watchdog is not None
+        said = ""
+        if rank() == 0:
+            with mock.patch("partita.comm.watchdog.ANSWER_S", 60):
+                said = watchdog.describe_ranks()
+        else:
+            watchdog.close()
+            while not watchdog._get("asked"):
+                time.sleep(0.01)
+            watchdog.ended(ValueError("the data of step 1"))
+        engine.each(0)
+        return said
+
+
+def test_a_rank_that_ends_in_place_of_answering() -> None:
+    own = on_ranks(2, ends_when_asked)[0].splitlines()[1]
+    assert re.fullmatch(r"rank 1, after 0 micro-batches, has .*, ended with ValueError: the data of step 1", own)
+
+
 def raises_in_a_stage(way: str, in_backward: bool) -> tuple[str, str]:
     """The last rank raises an error inside its second batch, and keeps running."""
     batches = [stages.batch("skipping", 0)] * 2

@@ -138,9 +138,10 @@ class Watchdog:
             return
         first = str(error).partition("\n")[0]
         self._ended = f"ended with {type(error).__name__}: {first}"
+        place = f"after {self._log.num_micro_batches} micro-batches, {self._log.doing}"
         try:
             with self._lock:
-                self._store.set(f"{self._prefix}/ended/{self._rank}", self._ended)
+                self._store.set(f"{self._prefix}/ended/{self._rank}", json.dumps([self._ended, place]))
         except RuntimeError:
             pass
 
@@ -179,18 +180,22 @@ class Watchdog:
 
     def _ask(self) -> str:
         answers, endings = self._answers()
-        self.endings = [f"rank {rank} {text}" for rank, text in endings.items()]
+        self.endings = [f"rank {rank} {text}" for rank, (text, _) in endings.items()]
         return "\n".join(self._line(rank, answers.get(rank), endings.get(rank)) for rank in range(self._num_ranks))
 
-    def _answers(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """Return, by rank, the answers, and the errors of ranks that have ended."""
-        number = self.ask()
-        end, answers = time.monotonic() + ANSWER_S, dict[int, dict[str, Any]]()
-        endings = {rank: text for rank in range(self._num_ranks) if (text := self._get(f"ended/{rank}"))}
-        while len(answers.keys() | endings.keys()) < self._num_ranks and time.monotonic() < end:
-            answers |= self._answers_to(number, set(range(self._num_ranks)) - answers.keys())
+    def _answers(self) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[str, str]]]:
+        """Return, by rank, the answers; and the errors of ranks that have ended, with their places."""
+        number, every = self.ask(), set(range(self._num_ranks))
+        end, answers, endings = time.monotonic() + ANSWER_S, dict[int, dict[str, Any]](), self._endings(every)
+        while (missing := every - answers.keys() - endings.keys()) and time.monotonic() < end:
+            answers |= self._answers_to(number, missing)
+            endings |= self._endings(missing - answers.keys())  # a rank may end in place of answering
             time.sleep(POLL_S / 20)
         return answers, endings
+
+    def _endings(self, ranks: set[int]) -> dict[int, tuple[str, str]]:
+        found = ((rank, self._get(f"ended/{rank}")) for rank in sorted(ranks))
+        return {rank: tuple(json.loads(text)) for rank, text in found if text}
 
     def ask(self) -> int:
         """Ask every rank what it is doing, and return the number of the question, without waiting for answers.
@@ -222,9 +227,10 @@ class Watchdog:
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else ""
 
-    def _line(self, rank: int, answer: dict[str, Any] | None, ended: str | None) -> str:
-        if ended:
-            return f"rank {rank} {ended}"
+    def _line(self, rank: int, answer: dict[str, Any] | None, ending: tuple[str, str] | None) -> str:
+        if ending is not None:
+            error, place = ending
+            return f"rank {rank}, {place}, {error}"
         if answer is None:
             return f"rank {rank} does not answer: its process was stopped or has ended; look at its output first"
         behind = self._log.count - int(answer["events"])

@@ -149,6 +149,10 @@ class FakeTransport(Transport):
         receive = self._exchange("messages", row)
         return UnderWay(lambda: rows.copy_(torch.stack(receive())))
 
+    def broadcast_message(self, message: Tensor) -> UnderWay:
+        receive = self._exchange("broadcast messages", message)
+        return UnderWay(lambda: message.copy_(receive()[0]))
+
     def close(self) -> None:
         pass
 

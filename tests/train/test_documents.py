@@ -46,6 +46,11 @@ def test_each_row_is_a_document_with_an_end(tmp_path: Path) -> None:
     assert documents(section(tmp_path)) == [[5, END], [6, END], [2, 3, END], [4, END]]
 
 
+def test_a_document_without_a_token_to_predict_is_none(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", ["</s>", "w0", "", "</s> </s>"])
+    assert documents(section(tmp_path)) == [[2, END], [END, END]]
+
+
 def test_parquet_has_the_documents_of_json_lines(tmp_path: Path) -> None:
     import datasets
 

@@ -10,13 +10,15 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, TrainRow, read_metrics
 from partita.train import corpus, loop, trained
 from partita.train.interrupt import StopRequest
 from partita.train.job import Job, SampleSection, load_job
 from partita.train.models import HuggingFaceModel, build_model
-from partita.train.packing import PackedCorpus
+from partita.train.packing import PackedCorpus, Sample
+from partita.train.stream import StreamedCorpus
 from tests.kit import seeds
 from tests.kit.ranks import on_ranks
 from tests.train.small_models import END, WITH_HEADERS, job_sections, model_folder, texts, write_rows
@@ -101,6 +103,34 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     one, other = on_ranks(2, trained_on_ranks, sections, [f"train.out={tmp_path}/two"], with_group=False)
     assert one == other == pytest.approx(first.held_out_loss, rel=1e-5)
     assert len([folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
+def test_a_stream_continues_after_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 5 goes back to step 2. No sample is drawn twice, and the checkpoint that follows has the position."""
+    drawn, batch, loss_of = list[list[bytes]](), StreamedCorpus.batch, micro_batches.loss_of
+
+    def watched(self: StreamedCorpus, step: int, total: int) -> list[Sample]:
+        chosen = batch(self, step, total)
+        drawn.append([sample.samples.row(sample.number, 32).tokens.tobytes() for sample in chosen])
+        return chosen
+
+    def spoilt(*args: Any) -> torch.Tensor:
+        return loss_of(*args) * (float("nan") if torch.is_grad_enabled() and len(drawn) == 5 else 1.0)
+
+    write_rows(tmp_path / "rows.jsonl", texts(200))
+    monkeypatch.setattr(StreamedCorpus, "batch", watched)
+    monkeypatch.setattr(micro_batches, "loss_of", spoilt)
+    settings = ["engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=2"]
+    settings += [f"engine.checkpoint.dir={tmp_path}/saved"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "Interruption", wishing(StopRequest.STOP, 5))  # directly after the rewind
+        loop.train(job(tmp_path, *settings, stream=60), QUIET)
+    outcome = loop.train(job(tmp_path, *settings, stream=60), QUIET)
+    assert outcome.steps == 6
+    assert len(drawn) == 5 + 6 - 4
+    samples = [sample for step in drawn for sample in step]
+    assert len(set(samples)) == len(samples)
 
 
 def test_adapters_on_two_ranks_start_from_the_weights_that_rank_0_reads(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from partita.errors import ConfigError
 from partita.train import stream
 from partita.train.job import DataSection, load_job
 from partita.train.packing import IGNORED, PackedBatches
-from partita.train.rows import START, Place, read_from
+from partita.train.rows import START, RowPosition, read_from
 from partita.train.stream import DocumentStream, StreamedCorpus, open_stream
 from tests.kit.models import Stack
 from tests.kit.ranks import on_ranks
@@ -87,32 +89,64 @@ def held_out_of(corpus: StreamedCorpus) -> set[int]:
     return {start_token // 100 for start_token in corpus.held_out.tokens.stored[corpus.held_out.starts].tolist()}
 
 
-@pytest.mark.parametrize("file_format", ["jsonl", "parquet", "hf", "saved"])
-def test_reading_continues_from_any_place(tmp_path: Path, file_format: str) -> None:
+def sources(folder: Path, file_format: str) -> DataSection:
+    """The rows in several files, or parts of files, whose sizes are no multiples of a batch."""
     import datasets
+    import pyarrow
+    from pyarrow import parquet
 
-    folder = written(tmp_path / "rows")
-    if file_format != "jsonl":
-        found = datasets.Dataset.from_dict({"text": rows()})
-        if file_format == "saved":
-            found.save_to_disk(folder := tmp_path / "saved")
-        else:
-            folder = tmp_path / "parquet"
-            folder.mkdir()
-            for number in range(3):
-                found.shard(3, number).to_parquet(folder / f"{number}.parquet")
-    kind = "hf" if file_format == "saved" else file_format
-    data = section(folder, format=kind)
-    batches = list(read_from(START, data, Numbers(), 7))
+    if file_format == "jsonl":
+        return section(written(folder), stream=7)
+    if file_format == "saved":
+        datasets.Dataset.from_dict({"text": rows()}).save_to_disk(folder, num_shards=3)
+        return section(folder, format="hf", stream=7)
+    folder.mkdir()
+    for number, begin in enumerate(range(0, NUM_ROWS, 40)):
+        table = pyarrow.table({"text": rows(begin, min(begin + 40, NUM_ROWS))})
+        parquet.write_table(table, folder / f"{number}.parquet", row_group_size=11)
+    return section(folder, format=file_format, stream=7)
+
+
+@pytest.mark.parametrize("file_format", ["jsonl", "parquet", "hf", "saved"])
+def test_reading_continues_from_any_position(tmp_path: Path, file_format: str) -> None:
+    """A position that was reached after others is as good as one of a single reading."""
+    data = sources(tmp_path / "rows", file_format)
+    batches = list(read_from(START, data, Numbers()))
     documents = [document for batch in batches for document in batch.documents]
     assert sorted(documents) == [document(row) for row in range(NUM_ROWS)]
     assert sum(batch.num_rows for batch in batches) == NUM_ROWS
-    seen = 0
-    for batch in batches:
-        seen += batch.num_rows
-        place = Place(**json.loads(json.dumps(vars(batch.after))))  # as in a checkpoint
-        rest = [document for batch in read_from(place, data, Numbers(), 9) for document in batch.documents]
-        assert rest == documents[seen:]
+    position, seen = START, list[list[int]]()
+    for number in range(len(batches)):
+        batch = next(iter(read_from(position, data, Numbers())))
+        seen += batch.documents
+        stored = json.loads(json.dumps(vars(batch.after)))  # as in a checkpoint
+        position = RowPosition(**stored)
+        if number % 5 == 0:
+            rest = [document for batch in read_from(position, data, Numbers()) for document in batch.documents]
+            assert seen + rest == documents
+    assert seen == documents
+
+
+def test_positions_keep_their_batches(tmp_path: Path) -> None:
+    """The state of datasets holds for one size of batches: another data.stream begins with the next file."""
+    data = sources(tmp_path / "rows", "jsonl")
+    first, *others = read_from(START, data, Numbers())
+    wider = data.model_copy(update={"stream": 13})
+    rest = [document for batch in read_from(first.after, wider, Numbers()) for document in batch.documents]
+    assert rest == [document for batch in others for document in batch.documents]
+
+
+def test_a_file_that_a_checkpoint_names_must_exist(tmp_path: Path) -> None:
+    data = section(written(tmp_path), stream=10)
+    batches = list(read_from(START, data, Numbers()))
+    assert batches[-1].after.source == "c.jsonl"
+    write_rows(tmp_path / "b2.jsonl", ["1 2 3"])  # positions are by name
+    rest = list(read_from(batches[-2].after, data, Numbers()))
+    assert [batch.documents for batch in rest] == [batches[-1].documents]
+    (tmp_path / "c.jsonl").unlink()
+    message = r"the checkpoint continues after row 50 of 'c.jsonl', which is not in '.*' any more; restore the file"
+    with pytest.raises(ConfigError, match=message):
+        list(read_from(batches[-2].after, data, Numbers()))
 
 
 def test_each_document_is_trained_on_once_in_a_pass_block_by_block(tmp_path: Path) -> None:
@@ -155,7 +189,7 @@ def test_a_run_continues_from_any_step(tmp_path: Path, total: int) -> None:
             assert [predicted(corpus, step, total) for step in range(step, len(positions))] == expected[step:]
 
 
-def test_a_rewound_run_goes_on_with_new_samples(tmp_path: Path) -> None:
+def test_a_rewound_stream_continues_with_new_samples(tmp_path: Path) -> None:
     with opened(section(written(tmp_path))) as (corpus, _):
         expected = [predicted(corpus, step, 2) for step in range(12)]
     with opened(section(tmp_path)) as (corpus, engine):
@@ -179,7 +213,8 @@ def test_one_block_is_read_ahead(tmp_path: Path) -> None:
             predicted(corpus, 0, 1)
             reader = corpus._blocks._reader
             assert reader is not None
-            reader._block.result()
+            assert reader._ahead is not None
+            reader._ahead[1].result()
             assert encoder.num_rows == BLOCK * num_blocks
             predicted(corpus, 0, corpus._samples.num - 1)
 
@@ -192,29 +227,64 @@ def test_the_thread_ends_with_the_stream(tmp_path: Path) -> None:
     assert not thread.is_alive()
 
 
-def samples_of(folder: Path, ranks: int, parallel: dict[str, int]) -> list[list[tuple[int, ...]]]:
-    """The samples of each step on this rank. Only rank 0 can read the rows."""
-    engine_config = {"parallel": parallel}
-    with partita.initialize(Stack(2), engine_config) as engine:
-        corpus = folder if engine.is_main else folder / "nowhere"
-        data, num = section(corpus), engine.mesh.size("data")
+def samples_of(folder: Path, parallel: dict[str, int]) -> tuple[int, list[list[tuple[int, ...]]]]:
+    """This rank's data coordinate, and the samples of each of its steps. Only rank 0 can read the rows."""
+    with partita.initialize(Stack(2), {"parallel": parallel}) as engine:
+        data = section(folder if engine.is_main else folder / "nowhere")
+        coordinate, num = engine.mesh.coordinate("data"), engine.mesh.size("data")
         with open_stream(DocumentStream(data, Numbers(), 10**6), engine) as found:
-            batch = ResolvedBatch(4 // num, 1, 4)
-            batches = PackedBatches(found, data, batch, engine.mesh.coordinate("data"), num, CPU)
+            batches = PackedBatches(found, data, ResolvedBatch(4 // num, 1, 4), coordinate, num, CPU)
             steps = [next(iter(batches.train(step))) for step in range(1, 16)]
-            return [[tuple(row.tolist()) for row in step["input_ids"]] for step in steps]
+            return coordinate, [[tuple(row.tolist()) for row in step["input_ids"]] for step in steps]
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (4, {}), (4, {"tensor": 2})])
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, {}), (4, {}), (4, {"tensor": 2}), (4, {"pipeline": 2})])
 def test_ranks_share_the_samples_that_one_rank_has(tmp_path: Path, ranks: int, parallel: dict[str, int]) -> None:
     folder = written(tmp_path / "rows")
-    expected = samples_of(folder, 1, {})
-    found = on_ranks(ranks, samples_of, folder, ranks, parallel)
-    tensor = parallel.get("tensor", 1)
-    assert found[1] == found[0] if tensor > 1 else found[1] != found[0]
-    of_data_ranks = found[::tensor]
+    _, expected = samples_of(folder, {})
+    found = on_ranks(ranks, samples_of, folder, parallel)
+    of_data_ranks = dict(found)
+    assert all(samples == of_data_ranks[coordinate] for coordinate, samples in found)
     for step, samples in enumerate(expected):
-        assert sorted(sample for rank in of_data_ranks for sample in rank[step]) == sorted(samples)
+        assert sorted(sample for rank in of_data_ranks.values() for sample in rank[step]) == sorted(samples)
+
+
+class Failing(Numbers):
+    """Fails in the third block, after a while."""
+
+    def encode(self, documents: Sequence[str]) -> Iterator[list[int]]:
+        if self.num_rows >= 2 * BLOCK:
+            time.sleep(0.5)
+            raise MemoryError("no memory")
+        return super().encode(documents)
+
+
+def failed_late(folder: Path) -> str:
+    data = section(folder)
+    with (
+        mock.patch("partita.train.stream.WAIT_S", 0.1),
+        partita.initialize(Stack(1), {}) as engine,
+        pytest.raises((MemoryError, ConfigError)) as caught,
+        open_stream(DocumentStream(data, Failing(), 10**6), engine) as corpus,
+    ):
+        for step in range(20):
+            corpus.batch(step, 4)
+    return str(caught.value)
+
+
+def test_an_error_of_rank_0_alone_ends_the_other_ranks(tmp_path: Path) -> None:
+    own, other = on_ranks(2, failed_late, written(tmp_path))
+    assert own == "no memory"
+    assert other == "data.corpus: rank 0 cannot read the documents: MemoryError: no memory; see its error"
+
+
+def test_waiting_for_rows_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        mock.patch("partita.train.stream.WAIT_S", 0.0),
+        caplog.at_level("INFO", logger="partita"),
+        opened(section(written(tmp_path))),
+    ):
+        assert f"data: training waits for rows of '{tmp_path}'" in caplog.text
 
 
 def failures(folder: Path) -> list[str]:
@@ -246,7 +316,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_all_ranks(tmp_path: Path) -> Non
     assert "data.field: row 41 of" in bad
     assert "has nothing in 'text', expected a text" in bad
     assert "data.corpus: no file or folder" in nowhere
-    assert "no document with text in" in empty
+    assert f"no document with text in the first {BLOCK} rows (data.stream) of" in empty
     assert "of the tokenizer is not in the model's vocabulary of 3000" in large
 
 

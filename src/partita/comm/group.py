@@ -228,6 +228,30 @@ class Group:
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         return self._send(call, payload, lambda rows: [pickle.loads(bytes(row.numpy())) for row in rows]).wait()
 
+    def broadcast_object(self, value: object, call: str) -> Any:
+        """Return the first rank's Python value, pickled, on every rank, over the connections for control messages.
+        ``call`` as in :meth:`exchange`.
+
+        Raises:
+            PartitaError: on all ranks: the value cannot be pickled.
+        """
+        payload, problem = b"", ""
+        if self.index == 0:
+            try:
+                payload = pickle.dumps(value)
+            except Exception as error:  # of any class: pickle calls the value's own methods
+                problem = f": {type(error).__name__}: {error}"
+        length = torch.tensor([-1 if problem else len(payload)], device="cpu")
+        num_bytes = int(self.exchange(length, call).wait()[0, 0])
+        if num_bytes < 0:
+            raise PartitaError(f"{call}: rank 0's value cannot be pickled{problem}; pass a value that can be")
+        message = torch.frombuffer(bytearray(payload or num_bytes), dtype=torch.uint8)
+        if self.size > 1:
+            self._count("broadcast", "control", (self.size - 1) * len(payload))
+            with self._error_context("broadcast of a value"):
+                self.transport.broadcast_message(message).wait()
+        return pickle.loads(message.numpy().data)
+
     def _send(self, call: str, payload: Tensor, read: Callable[[list[Tensor]], T]) -> ControlMessage[T]:
         error_context = partial(self._error_context, "exchange of control")
         if self.size == 1:

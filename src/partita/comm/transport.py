@@ -185,6 +185,10 @@ class Transport(ABC):
         """Start an all-gather of bytes on the host, ``[n]`` to ``[size, n]``."""
 
     @abstractmethod
+    def broadcast_message(self, message: Tensor) -> Work:
+        """Start a broadcast of bytes on the host from the group's first rank, in order with gathered messages."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release the process groups. Called once, when nothing is in flight."""
 
@@ -209,6 +213,9 @@ class _Backed(Transport):
 
     def gather_messages(self, rows: Tensor, row: Tensor) -> Work:
         return _all_gather(rows.view(-1), row, group=self._groups["control"], async_op=True)
+
+    def broadcast_message(self, message: Tensor) -> Work:
+        return _broadcast(message, group=self._groups["control"], group_src=0, async_op=True)
 
     def close(self) -> None:
         """Drop the process groups, which stops their threads. A thread that is still running could abort the process

@@ -13,7 +13,7 @@ from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.load import LoadOptions, Restored
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
-from partita.comm.values import broadcast_value, gather_values
+from partita.comm.values import gather_values
 from partita.config.resolve import Resolved, describe
 from partita.engine.averages import Averages, Decay, Ema
 from partita.engine.batches import draw, draw_for_evaluation, is_scalar
@@ -444,7 +444,7 @@ class Engine:
         Raises:
             PartitaError: on all ranks: the value cannot be pickled.
         """
-        return broadcast_value(value, self._open().runtime.collectives, "engine.broadcast")
+        return self._open().runtime.collectives.all_ranks.broadcast_object(value, "engine.broadcast")
 
     def each(self, value: Tensor | float) -> list[float]:
         """Gather a number from every rank, in rank order."""

@@ -54,8 +54,12 @@ def open_batches(corpus: AnyCorpus, data: DataSection, engine: Engine) -> Iterat
         yield Batches(corpus, data, batch, *position)
         return
     with ExitStack() as stack:
-        documents = stack.enter_context(open_stream(corpus, engine)) if isinstance(corpus, DocumentStream) else corpus
-        _check_equal(documents, data, engine)
+        documents: DocumentCorpus
+        if isinstance(corpus, DocumentStream):
+            documents = stack.enter_context(open_stream(corpus, engine))
+        else:
+            documents = corpus
+            _check_equal(corpus, data, engine)
         if data.pack:
             _check_separation(data, engine)
         yield PackedBatches(documents, data, batch, *position)
@@ -66,7 +70,7 @@ def model_inputs(batches: Iterator[Tensor] | Iterator[dict[str, Any]], ready: Re
     return (batch if isinstance(batch, dict) else ready.inputs(batch) for batch in batches)
 
 
-def _check_equal(corpus: DocumentCorpus, data: DataSection, engine: Engine) -> None:
+def _check_equal(corpus: PackedCorpus, data: DataSection, engine: Engine) -> None:
     """Check that all ranks have the same documents. A collective.
 
     Raises:

@@ -30,20 +30,24 @@ class DocumentEncoder:
     only_answers: bool = False
 
     def encode(self, documents: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield the tokens of each document that has some. They end with the end-of-sequence token.
+        """Yield the tokens of each document that has some to predict. They end with the end-of-sequence token.
 
         A token that is not predicted is given as ``~token``, which is negative.
         """
         end = self.tokenizer.eos_token_id
-        if self.only_answers:
-            for messages in documents:
-                if messages and (ids := self._predicted_answers(messages)):
-                    is_answer = messages[-1]["role"] == "assistant"
-                    yield ids if ids[-1] in (end, ~end) else [*ids, end if is_answer else ~end]
-            return
-        for ids in self._ids(documents):
-            if ids:
-                yield ids if ids[-1] == end else [*ids, end]
+        if not self.only_answers:
+            ended = (ids if ids[-1] == end else [*ids, end] for ids in self._ids(documents) if ids)
+        else:
+            ended = (self._ended_conversation(messages) for messages in documents if messages)
+        return (ids for ids in ended if len(ids) > 1)  # the first token is not predicted
+
+    def _ended_conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation and its end, as ``~token`` outside the answers."""
+        end = self.tokenizer.eos_token_id
+        ids = self._predicted_answers(messages)
+        if not ids or ids[-1] in (end, ~end):
+            return ids
+        return [*ids, end if messages[-1]["role"] == "assistant" else ~end]
 
     def _predicted_answers(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, as ``~token`` outside the answers."""

@@ -97,8 +97,7 @@ class DataSection(Section):
     )
     stream: CountOrZero = Field(
         0,
-        description="rows of a block, if documents are read during training, by rank 0 and a block ahead; 0: all rows "
-        "are read before it",
+        description="rows per block, if rank 0 reads documents during training; 0: all rows are read before it",
     )
     pack: Flag = Field(True, description="pack several documents into a sample; false: one, filled up with padding")
     sequence: Count = Field(128, description="tokens of a sample")

@@ -39,7 +39,7 @@ from partita.train.models import ReadyModel, build_model
 from partita.train.packing import PackedBatches
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
-from partita.train.stream import DocumentStream
+from partita.train.stream import POSITION, DocumentStream
 from partita.train.watched_steps import WatchedSteps
 
 # Key in a checkpoint: the number of batches skipped so far. A step's batch is this number after the step's own.
@@ -211,10 +211,14 @@ class _Run:
         """Train on the next batch; return the step that is done. It is an earlier one if training was rewound."""
         extra = self._engine.extra
         number = step + extra.get(SKIPPED_BATCHES, 0)
-        loss = self._engine.train_batch(model_inputs(self._batches.train(number), self._ready))
+        batch = model_inputs(self._batches.train(number), self._ready)
+        position = extra.get(POSITION)
+        loss = self._engine.train_batch(batch)
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
             extra[SKIPPED_BATCHES] = number - rewound_to
+            if position is not None:  # a stream is not rewound either
+                extra[POSITION] = position
             num_undone = step - 1 - rewound_to
             del meter.losses[max(0, len(meter.losses) - num_undone) :]
             if self._writer is not None:

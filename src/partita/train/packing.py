@@ -18,7 +18,7 @@ import xxhash
 from partita.config.resolve import ResolvedBatch
 from partita.errors import ConfigError
 from partita.train.job import DataSection
-from partita.train.rows import no_documents
+from partita.train.rows import no_documents, place_of
 from partita.train.tokens import DocumentTokens, Integers
 
 # Labels that the loss leaves out.
@@ -153,8 +153,8 @@ def pack_documents(tokens: DocumentTokens, data: DataSection) -> PackedCorpus:
         raise no_documents(data)
     if len(lengths) < 2:
         raise ConfigError(
-            f"data.corpus: one document in '{data.corpus}', but one is to train on and another one is held out; use "
-            "more documents, or data.format: text for one text"
+            f"data.corpus: one document in {place_of(data)}, but one is to train on and another one is held out; use "
+            f"{'more rows' if data.stream else 'more documents, or data.format: text for one text'}"
         )
     generator = torch.Generator().manual_seed(data.seed)
     order = torch.randperm(len(lengths), generator=generator, device="cpu").numpy()
@@ -166,7 +166,8 @@ def pack_documents(tokens: DocumentTokens, data: DataSection) -> PackedCorpus:
         if not side.num:
             raise ConfigError(
                 f"data.predict: answers, but no message of the assistant in the {documents} documents of "
-                f"'{data.corpus}'; correct the rows, or set data.predict to all"
+                f"{place_of(data)}; {'use more rows, ' if data.stream else ''}correct the rows, or set data.predict to "
+                "all"
             )
     settings = (tokens.digest, data.held_out, data.seed, data.sequence, data.pack)
     return PackedCorpus(train, held_out, xxhash.xxh3_64(repr(settings).encode()).hexdigest(), data.seed)

@@ -20,28 +20,27 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place between two rows: all rows of the first ``source`` sources are before it, and ``row`` rows of the next.
+class RowPosition:
+    """A position between two rows: after ``row`` rows of the ``source`` (a file in ``data.corpus``, or all of it).
 
-    ``state`` is that of ``datasets`` there, with which reading continues without reading earlier rows again. It holds
-    for batches of ``batch_rows`` rows.
+    ``state`` is that of ``datasets`` there, for batches of ``batch_rows`` rows, from which reading continues.
     """
 
-    source: int = 0
+    source: str = ""  # empty: the first one
     row: int = 0
     state: dict[str, Any] | None = None
     batch_rows: int = 0
 
 
-START = Place()
+START = RowPosition()
 
 
 class ReadBatch(NamedTuple):
-    """The tokens of the documents in ``num_rows`` rows (rows without text have none), and the place after them."""
+    """The tokens of the documents in ``num_rows`` rows (rows without text have none), and the position after them."""
 
     documents: list[list[int]]
     num_rows: int
-    after: Place
+    after: RowPosition
 
 
 def source_identity(data: DataSection) -> str:
@@ -72,24 +71,26 @@ def read_documents(data: DataSection, encoder: DocumentEncoder) -> Iterator[list
         yield from batch.documents
 
 
-def read_from(
-    place: Place, data: DataSection, encoder: DocumentEncoder, batch_rows: int = _BATCH_ROWS
-) -> Iterator[ReadBatch]:
-    """Yield the documents after ``place``, at most ``batch_rows`` rows at a time (or as many as at ``place``).
+def read_from(position: RowPosition, data: DataSection, encoder: DocumentEncoder) -> Iterator[ReadBatch]:
+    """Yield the documents after a position, some rows at a time: at most ``data.stream``, if that is set.
 
-    Only the places of a stream (``data.stream``) have a state; others cannot be continued from.
+    Only positions of a stream have a state; reading cannot continue from others.
 
     Raises:
-        ConfigError: as in :func:`read_documents`.
+        ConfigError: as in :func:`read_documents`; or the file of the position does not exist any more.
     """
-    if data.format == "hf":
-        sources = {data.corpus: lambda: _data_set(data)}
-    else:
-        sources = {str(file): _rows_of(file, data.format) for file in corpus_files(data) if file.stat().st_size}
-    for source, (name, open_rows) in enumerate(sources.items()):
-        if source < place.source:
-            continue
-        begin = place if source == place.source and place.state is not None else Place(source, 0, None, batch_rows)
+    sources = _sources(data)
+    names = list(sources)
+    if position.source and position.source not in names:
+        raise ConfigError(
+            f"data.corpus: the checkpoint continues after row {position.row} of '{position.source}', which is not in "
+            f"'{data.corpus}' any more; restore the file, or begin a new run"
+        )
+    for source in names[names.index(position.source) if position.source else 0 :]:
+        begin = RowPosition(source, batch_rows=min(data.stream or _BATCH_ROWS, _BATCH_ROWS))
+        if source == position.source:
+            begin = position
+        name, open_rows = sources[source]
         row = begin.row
         for batch, state in _batches(name, open_rows, begin, data):
             values = _column(batch, name, row, data)
@@ -103,21 +104,37 @@ def read_from(
                     f"not fit the template: {_first_line(error)}; correct data.chat_template, or the rows"
                 ) from error
             row += len(values)
-            yield ReadBatch(documents, len(values), Place(source, row, state, begin.batch_rows))
+            yield ReadBatch(documents, len(values), RowPosition(source, row, state, begin.batch_rows))
+
+
+def _sources(data: DataSection) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Return the sources of rows, by their name in ``data.corpus``: the name for messages, and a function that opens
+    the rows.
+    """
+    if data.format == "hf":
+        return {data.split: (data.corpus, lambda: _data_set(data))}
+    files = [file for file in corpus_files(data) if file.stat().st_size]
+    folder = Path(data.corpus) if Path(data.corpus).is_dir() else Path(data.corpus).parent
+    return {file.relative_to(folder).as_posix(): (str(file), _rows_of(file, data.format)) for file in files}
+
+
+def place_of(data: DataSection) -> str:
+    """Describe for a message where documents are looked for."""
+    return f"the first {data.stream:,} rows (data.stream) of '{data.corpus}'" if data.stream else f"'{data.corpus}'"
 
 
 def no_documents(data: DataSection) -> ConfigError:
     """Return the error of rows without text."""
     return ConfigError(
-        f"data.corpus: no document with text in '{data.corpus}' (files '{data.pattern}', field '{data.field}'); name "
+        f"data.corpus: no document with text in {place_of(data)} (files '{data.pattern}', field '{data.field}'); name "
         "files with rows, or correct data.pattern or data.field"
     )
 
 
 def _batches(
-    name: str, open_rows: Callable[[], Any], begin: Place, data: DataSection
+    name: str, open_rows: Callable[[], Any], begin: RowPosition, data: DataSection
 ) -> Iterator[tuple[Mapping[str, Sequence[Any]], dict[str, Any] | None]]:
-    """Yield the rows after a place in batches: the values by field, and the state after them if the data set has one.
+    """Yield the rows after a position in batches: the values by field, and the state after them if there is one.
 
     Errors of ``datasets`` are raised as the user's errors.
     """
@@ -131,9 +148,10 @@ def _batches(
         raise
     except Exception as error:  # datasets raises its own errors, and those of pyarrow and pandas
         cause = error.__cause__ or error
+        resumed = f" after row {begin.row}, where a checkpoint continues" if begin.row else ""
         raise ConfigError(
-            f"data.corpus: '{name}' cannot be read as {data.format}: {_first_line(cause)}; correct the file, or set "
-            "data.format to its format"
+            f"data.corpus: '{name}' cannot be read as {data.format}{resumed}: {_first_line(cause)}; correct the file, "
+            "or set data.format to its format"
         ) from error
 
 

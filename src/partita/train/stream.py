@@ -1,14 +1,14 @@
 """Documents that are read during training: rank 0 reads rows in blocks, one ahead, and all ranks pack the same blocks.
 
-Invariants: the blocks, their samples and the order of these depend on the rows and ``data`` alone, not on the number of
-ranks. The position is in ``engine.extra``, so a resumed run continues with the rows that an uninterrupted one would
-have read. The held-out documents are those of the first block, and are never trained on.
+Invariants: the blocks, their samples and their order depend on the rows and ``data`` alone, not on the number of ranks.
+The position is in ``engine.extra``, so a resumed run continues with the rows that an uninterrupted one would have read.
+The held-out documents are a share of the first block's, and are never trained on.
 """
 
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -19,13 +19,13 @@ from partita.errors import ConfigError
 from partita.train.documents import DocumentEncoder
 from partita.train.job import DataSection
 from partita.train.packing import Sample, Samples, pack, pack_documents, shuffled
-from partita.train.rows import START, Place, read_from
+from partita.train.rows import START, RowPosition, read_from
 from partita.train.tokens import DocumentTokens
 
 # Key in a checkpoint: the position in the stream.
 POSITION = "stream"
-# Rows between two looks at whether the run has ended.
-_BATCH_ROWS = 1000
+# Seconds after which ranks that wait for a block are told that rank 0 is still reading it.
+WAIT_S = 10.0
 
 _log = logging.getLogger("partita")
 
@@ -41,57 +41,47 @@ class DocumentStream:
 
 @dataclass(frozen=True)
 class Block:
-    """The documents of a block of rows, and the place after it: that of the first row if no row is left."""
+    """The documents of a block of rows, and the position of the next block: START after the last row."""
 
     tokens: DocumentTokens
-    after: Place
+    after: RowPosition
 
 
 class _Reader:
-    """A thread that reads a block ahead of its use."""
+    """Rank 0's thread that reads one block ahead."""
 
     def __init__(self, stream: DocumentStream) -> None:
         self._stream = stream
         self._pool = ThreadPoolExecutor(1, "partita data")
         self._ended = threading.Event()
-        self._place: Place | None = None  # of the block that is read ahead
-        self._block: Future[Block]
-        self._next_place: Place | None = None  # of the blocks that follow
+        self._ahead: tuple[RowPosition, Future[Block]] | None = None
         self._blocks: Iterator[Block] = iter(())
+        self._next: RowPosition | None = None  # of the block that self._blocks yields next
 
-    def start(self, place: Place) -> None:
-        """Start to read the block at ``place``."""
-        self._place = place
-        self._block = self._pool.submit(self._read, place)
-
-    def block(self, place: Place) -> Block:
-        """Return the block at ``place``, when it is read.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
-        if place != self._place:
-            self.start(place)
-        return self._block.result()
+    def start(self, position: RowPosition) -> Future[Block]:
+        """Start to read the block at ``position``, if that has not begun."""
+        if self._ahead is None or self._ahead[0] != position:
+            self._ahead = position, self._pool.submit(self._read, position)
+        return self._ahead[1]
 
     def close(self) -> None:
-        """Stop reading after the next rows."""
+        """Stop reading after the current batch of rows, and wait for that."""
         self._ended.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
-    def _read(self, place: Place) -> Block:
-        if place != self._next_place or place == START:
-            self._blocks = self._blocks_from(place)
-        self._next_place = None  # not known after an error
+    def _read(self, position: RowPosition) -> Block:
+        if position != self._next:
+            self._blocks = self._blocks_from(position)
+        self._next = None  # if there is an error
         block = next(self._blocks)
-        self._next_place = block.after
+        self._next = None if block.after == START else block.after
         return block
 
-    def _blocks_from(self, place: Place) -> Iterator[Block]:
+    def _blocks_from(self, position: RowPosition) -> Iterator[Block]:
         """Yield the blocks up to the last row."""
         data = self._stream.data
         documents, missing = list[list[int]](), data.stream
-        for batch in read_from(place, data, self._stream.encoder, min(data.stream, _BATCH_ROWS)):
+        for batch in read_from(position, data, self._stream.encoder):
             if self._ended.is_set():
                 return
             documents += batch.documents
@@ -110,24 +100,30 @@ class _SharedBlocks:
         self._engine = engine
         self._reader = _Reader(stream) if engine.is_main else None
 
-    def start(self, place: Place) -> None:
-        """Start to read the block at ``place``."""
+    def start(self, position: RowPosition) -> None:
+        """Start to read the block at ``position``."""
         if self._reader is not None:
-            self._reader.start(place)
+            self._reader.start(position)
 
-    def block(self, place: Place) -> Block:
-        """Return the block at ``place``. A collective.
+    def block(self, position: RowPosition) -> Block:
+        """Wait for the block at ``position``. A collective.
 
         Raises:
             ConfigError: on all ranks: it cannot be read, or has tokens that are not in the vocabulary.
         """
-        found: Block | str = ""
-        if self._reader is not None:
-            try:
-                found = self._reader.block(place)
-            except ConfigError as error:
-                found = str(error)
+        future = None if self._reader is None else self._reader.start(position)
+        while not self._engine.broadcast(future is not None and bool(wait([future], WAIT_S).done)):
+            if self._engine.is_main:
+                _log.info("data: training waits for rows of '%s'", self._stream.data.corpus)
+        error = None if future is None else future.exception()
+        found: Block | str = "" if future is None or error is not None else future.result()
+        if isinstance(error, ConfigError):
+            found = str(error)
+        elif error is not None:
+            found = f"data.corpus: rank 0 cannot read the documents: {type(error).__name__}: {error}; see its error"
         found = self._engine.broadcast(found)
+        if error is not None:
+            raise error
         if isinstance(found, str):
             raise ConfigError(found)
         found.tokens.check_vocabulary(self._stream.vocabulary)
@@ -139,17 +135,17 @@ class _SharedBlocks:
 
 
 @dataclass
-class _Position:
+class StreamPosition:
     """The position in a stream.
 
     Attributes:
-        number: blocks before this one, in all passes over the rows.
-        place: where this block begins.
-        used: samples of this block that have been trained on.
+        number: the number of earlier blocks, in all passes over the rows.
+        block: where this block begins.
+        used: the number of this block's samples that have been trained on.
     """
 
     number: int
-    place: Place
+    block: RowPosition
     used: int
 
 
@@ -165,9 +161,9 @@ class StreamedCorpus:
         self._after_first = first.after
         self.held_out = self._first.held_out
         self.digest = f"{self._first.digest} {data.stream}"
-        self._samples: Samples  # of the block at self._position
-        self._position: _Position | None = None
-        self._after: Place
+        self._position: StreamPosition | None = None  # None: training has not begun
+        self._samples: Samples  # of the block at the position
+        self._after: RowPosition
 
     def batch(self, step: int, total: int) -> list[Sample]:
         """Return the next ``total`` samples. A collective where a block ends."""
@@ -175,7 +171,7 @@ class StreamedCorpus:
         chosen = list[Sample]()
         while len(chosen) < total:
             while position.used == self._samples.num:
-                position = self._enter(_Position(position.number + 1, self._after, 0))
+                position = self._enter(StreamPosition(position.number + 1, self._after, 0))
             index = shuffled(self._data.seed, position.number, self._samples.num)[position.used]
             chosen.append(Sample(self._samples, int(index)))
             position.used += 1
@@ -189,24 +185,24 @@ class StreamedCorpus:
             "out"
         )
 
-    def _resumed(self) -> _Position:
+    def _resumed(self) -> StreamPosition:
         """Return the position that a checkpoint has restored, or the beginning, after reading the block there."""
         stored = self._engine.extra.get(POSITION)
         if stored is None:
-            return self._enter(_Position(0, START, 0))
-        position = self._enter(_Position(stored["number"], Place(**stored["place"]), stored["used"]))
+            return self._enter(StreamPosition(0, START, 0))
+        position = self._enter(StreamPosition(stored["number"], RowPosition(**stored["block"]), stored["used"]))
         position.used = min(position.used, self._samples.num)  # the rows or the sizes may have changed
         return position
 
-    def _enter(self, position: _Position) -> _Position:
+    def _enter(self, position: StreamPosition) -> StreamPosition:
         """Pack the block at a position, and start to read the one after it. A collective."""
-        if position.place == START:
-            if position.number:
+        if position.block == START:
+            if position.number and self._engine.is_main:
                 _log.info("data: all rows of '%s' have been read; they are read again", self._data.corpus)
             self._samples = self._first.train
             self._after = self._after_first
         else:
-            block = self._blocks.block(position.place)
+            block = self._blocks.block(position.block)
             self._samples = pack(block.tokens, np.arange(len(block.tokens.ends)), self._data)
             self._after = block.after
         if self._after != START:

@@ -22,7 +22,7 @@ from partita.train.job import DataSection
 from partita.train.rows import no_documents, read_documents, source_identity
 from partita.train.tokens import DocumentTokens
 
-_VERSION = 1
+_VERSION = 2
 _TOKENS, _ENDS, _FACTS = "tokens.bin", "ends.bin", "facts.json"
 _FLUSH_TOKENS = 2**20
 

@@ -81,8 +81,8 @@ byte-pair tokenizer of {VOCABULARY} tokens; samples of {SEQUENCE} tokens, packed
 *tokens per second*: tokens of documents in batches of {BATCH} samples that one process draws and does nothing with.
 *datasets and TRL*: `load_dataset(streaming=True)`, `map` with the tokenizer, `trl.pack_dataset` (`bfd_split`), and a
 `DataLoader` with one worker, in which the tokenizer uses all cores, as in partita. *ms per step*: the mean step of
-`partita train` on 2 processes under ZeRO-3; a block of {FULL.trained_block} rows lasts about 5 steps. All runs in turn; ratios
-are medians over the repetitions of ratios within one."""
+`partita train` on 2 processes under ZeRO-3; a block of {FULL.trained_block} rows lasts about 5 steps. All runs in turn;
+ratios are medians over the repetitions of ratios within one."""
 
 
 def _rates(report: Report, folder: Path, sizes: Sizes, options: Any) -> Iterator[list[str]]:

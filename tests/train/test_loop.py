@@ -88,11 +88,11 @@ def test_exported_weights_give_the_loss_that_was_measured(tmp_path: Path) -> Non
     outcome, _ = run(job)
     ready = build_model(ModelSection(layers=1, width=32, heads=2, seed=99), DataSection())
     read_decoder_files(outcome.out / "model", ready.module, tied=False)
-    engine = loop.initialize(ready.module, {"batch": {"micro": 8}})
-    with engine:
-        again = loop._Run(
-            tiny(tmp_path, ["train.overwrite=true"]), ready, load_corpus(job.data), engine, Console(quiet=True)
-        )
+    with (
+        loop.initialize(ready.module, {"batch": {"micro": 8}}) as engine,
+        loop.open_batches(load_corpus(job.data), job.data, engine) as batches,
+    ):
+        again = loop._Run(tiny(tmp_path, ["train.overwrite=true"]), ready, batches, engine, Console(quiet=True))
         again._evaluate(0)
         again._writer.close()  # type: ignore[union-attr]
     assert again._last_held_out == pytest.approx(outcome.held_out_loss, rel=1e-5)

@@ -27,6 +27,8 @@ from partita.comm.collective_log import CollectiveLog
 from partita.comm.node.forks import connections_kept_from_children
 
 POLL_S, ANSWER_S, STORE_TIMEOUT_S = 0.5, 2.0, 2.0
+# Seconds for which close waits for the thread: several requests to the store, each of which may time out.
+END_S = 30.0
 MOST_FAILURES = 5
 # Number of innermost frames of a stack in a message.
 NUM_FRAMES = 12
@@ -243,7 +245,7 @@ class Watchdog:
         self._closed.set()
         atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
-            self._thread.join(STORE_TIMEOUT_S)
+            self._thread.join(END_S)
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
         for later in _hooked:  # engines may be closed in any order

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import partita
 from partita import PartitaError
 from partita.comm import stall
-from partita.comm.watchdog import Position
+from partita.comm.watchdog import STORE_TIMEOUT_S, Position
 from partita.sharding import runtime, unshard_order
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import sampled
@@ -135,6 +136,29 @@ def ends_when_asked() -> str:
 def test_a_rank_that_ends_in_place_of_answering() -> None:
     own = on_ranks(2, ends_when_asked)[0].splitlines()[1]
     assert re.fullmatch(r"rank 1, after 0 micro-batches, has .*, ended with ValueError: the data of step 1", own)
+
+
+def closes_during_a_request() -> bool:
+    """A watchdog closes while a request to the store takes longer than one may."""
+    with partita.initialize(Stack(2), {}) as engine:
+        watchdog = engine.mesh.watchdog
+        assert watchdog is not None
+        asked, real = threading.Event(), watchdog._get
+
+        def slow(key: str) -> str:
+            asked.set()
+            time.sleep(STORE_TIMEOUT_S + 1)
+            return real(key)
+
+        with mock.patch.object(watchdog, "_get", slow):
+            assert asked.wait(60)
+            watchdog.close()
+        return watchdog._thread.is_alive()
+
+
+def test_a_closed_watchdog_has_no_thread() -> None:
+    """A process that exits while the thread is in a request would abort."""
+    assert on_ranks(2, closes_during_a_request) == [False, False]
 
 
 def raises_in_a_stage(way: str, in_backward: bool) -> tuple[str, str]:

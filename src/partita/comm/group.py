@@ -160,7 +160,11 @@ class Group:
         return received
 
     def gather(self, part: Tensor, shapes: Sequence[Sequence[int]], purpose: str) -> list[Tensor]:
-        """Return every rank's ``part``, in rank order. ``shapes`` are those of all ranks, and equal on all ranks."""
+        """Return every rank's ``part``, in rank order.
+
+        Args:
+            shapes: the shape of each rank's part, in rank order; the same list on all ranks.
+        """
         if self.size == 1:
             return [part]
         part = part.contiguous()

@@ -24,8 +24,9 @@ class Requests:
         self._asked[index, request.numel()] = request.clone()
 
     def find(self, index: int, num_arguments: int) -> Tensor | None:
-        """Return a rank's request for a call with ``num_arguments`` arguments. For a rank that was not simulated yet
-        (it also has an earlier stage), return that of any other rank.
+        """Return a rank's request for a call with ``num_arguments`` arguments.
+
+        A rank that also has an earlier stage may not have been simulated yet. Then this is another rank's request.
         """
         others = (request for (_, num), request in self._asked.items() if num == num_arguments)
         found = self._asked.get((index, num_arguments))

@@ -200,7 +200,7 @@ class Watchdog:
         return {rank: tuple(json.loads(text)) for rank, text in found if text}
 
     def ask(self) -> int:
-        """Ask every rank what it is doing, and return the number of the question, without waiting for answers.
+        """Ask every rank what it is doing. Return the number of the question at once.
 
         Raises:
             RuntimeError: the store is slow.

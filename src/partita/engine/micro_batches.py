@@ -259,7 +259,7 @@ class MicroBatches:
             deferred.run()
 
     def _begin_forward(self, action: Action) -> None:
-        """Select the random numbers of a stage's forward, which are those of the forward without pipeline stages."""
+        """Select the random numbers of a stage's forward: the same ones as without pipeline stages."""
         step = self._parts.updater.steps
         if self._parts.pipeline.is_cut:
             self._parts.parallel.begin_micro_batch(step, BEFORE_ALL)

@@ -167,11 +167,12 @@ class Gathered:
             )
 
     def _check_no_backward(self, had_gradients: bool) -> None:
-        """Drop gradients of a backward that ran inside on all of a model that is split into stages: those of other
-        stages' parameters are lost.
+        """Refuse a backward of the full model inside the block if the model is split into pipeline stages.
+
+        The gradients of other stages' parameters would be lost. Those of this stage are dropped.
 
         Raises:
-            PartitaError: there are such gradients.
+            PartitaError: a backward has run.
         """
         in_pipeline = self._runtime.collectives.mesh.shape.size("pipeline") > 1
         if in_pipeline and not had_gradients and self._runtime.reducer.holds_batch:

@@ -32,7 +32,7 @@ from partita.sharding.squared_norm import square
 
 @dataclass
 class _Queued:
-    """The queued updates of one bucket's units.
+    """Updates of the units in one bucket, which wait in a queue.
 
     When ``measured`` has passed, ``squared_norms`` are those of each segment's gradient over all ranks.
     """

@@ -239,7 +239,11 @@ class StepUpdater(Updater):
         self._updates.run(used, factor, self._guard)
 
     def _skip(self, scale: float) -> None:
-        """Skip an update: find the parameter, lower the loss scale if it is that of the gradients, and drop these."""
+        """Skip an update: find the parameter, lower the loss scale, and drop the gradients.
+
+        Args:
+            scale: the loss scale of the gradients. The current one is lowered only if it is the same.
+        """
         self.culprit = self._find_culprit()
         before = self.scale.value
         self._reducer.zero()

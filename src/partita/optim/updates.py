@@ -102,9 +102,10 @@ class SegmentUpdate:
         return self._writes_param and not self.gathers and where(self._result.tier) == where(at_rest)
 
     def choose(self, members: Sequence[Member], used: AbstractSet[int], factor: float) -> None:
-        """Choose those of the ``members`` to update that are ``used`` (by id), train now, and are in the segment.
+        """Choose the members to update: those that are used, trainable, and in the segment.
 
         Args:
+            used: ids of the members that have a gradient.
             factor: the factor that their gradients are multiplied by.
         """
         self._factor = factor
@@ -392,7 +393,7 @@ class Updates:
         return updates
 
     def _place(self, update: Update) -> int:
-        """Return the position of a unit's update in the queue: the order in which the next forward needs the units.
+        """Return the position of a unit's update in the queue: the order in which forward uses the units.
 
         Units that are gathered after their update must have the same order on all ranks: that of the model, with the
         root unit first, which contains all others.

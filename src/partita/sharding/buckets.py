@@ -59,7 +59,7 @@ class Arrivals:
         return id(member) in self.buffered
 
     def note(self, member: Member, *, in_pass: bool) -> None:
-        """Record a gradient. ``in_pass``: it is reduced with those of this backward."""
+        """Record a gradient. ``in_pass``: it is reduced in the current reduce pass."""
         self.used.add(id(member))
         if in_pass:
             self.fresh.add(id(member))
@@ -202,7 +202,7 @@ class Bucket:
         return self.syncs[0 if self._is_warming_up else -1]
 
     def warm_up(self, is_warming_up: bool) -> None:
-        """Use the sync of the warm-up, or that of later steps."""
+        """Select the sync: the one for the warm-up, or the one for later steps."""
         self._is_warming_up = is_warming_up
 
     @property
@@ -225,7 +225,7 @@ class Bucket:
         self.buffer.allocate(memory)
 
     def note(self, member: Member, *, in_pass: bool) -> None:
-        """Record a member's gradient. ``in_pass``: it is reduced with those of this backward."""
+        """Record a member's gradient. ``in_pass``: it is reduced in the current reduce pass."""
         self.arrivals.note(member, in_pass=in_pass)
         self.buffer.note(member)
 

@@ -60,7 +60,7 @@ class Publisher:
         self._is_warming_up = False
 
     def warm_up(self, is_warming_up: bool) -> None:
-        """Use the publish strategy of the warm-up, or that of later steps, from the next update."""
+        """Select the publish strategy for the next updates: the one for the warm-up, or the one for later steps."""
         self._is_warming_up = is_warming_up
 
     def publish(self, units: Sequence[Unit], *, ahead: bool = False) -> None:

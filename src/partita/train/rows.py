@@ -134,7 +134,7 @@ def no_documents(data: DataSection) -> ConfigError:
 def _batches(
     name: str, open_rows: Callable[[], Any], begin: RowPosition, data: DataSection
 ) -> Iterator[tuple[Mapping[str, Sequence[Any]], dict[str, Any] | None]]:
-    """Yield the rows after a position in batches: the values by field, and the state after them if there is one.
+    """Yield the rows after a position in batches: the values by field, and in a stream, the state after them.
 
     Errors of ``datasets`` are raised as the user's errors.
     """
@@ -143,7 +143,7 @@ def _batches(
         if begin.state is not None:
             rows.load_state_dict(begin.state)
         for batch in rows.iter(batch_size=begin.batch_rows):
-            yield batch, rows.state_dict() if hasattr(rows, "state_dict") else None
+            yield batch, rows.state_dict() if data.stream else None
     except ConfigError:
         raise
     except Exception as error:  # datasets raises its own errors, and those of pyarrow and pandas

@@ -115,15 +115,9 @@ class _SharedBlocks:
         while not self._engine.broadcast(future is not None and bool(wait([future], WAIT_S).done)):
             if self._engine.is_main:
                 _log.info("data: training waits for rows of '%s'", self._stream.data.corpus)
-        error = None if future is None else future.exception()
-        found: Block | str = "" if future is None or error is not None else future.result()
-        if isinstance(error, ConfigError):
-            found = str(error)
-        elif error is not None:
-            found = f"data.corpus: rank 0 cannot read the documents: {type(error).__name__}: {error}; see its error"
-        found = self._engine.broadcast(found)
-        if error is not None:
-            raise error
+        found: Block | str = self._engine.broadcast(None if future is None else _outcome(future))
+        if future is not None:
+            found = future.result()  # raises the error of the reading thread
         if isinstance(found, str):
             raise ConfigError(found)
         found.tokens.check_vocabulary(self._stream.vocabulary)
@@ -132,6 +126,16 @@ class _SharedBlocks:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+def _outcome(future: Future[Block]) -> Block | str:
+    """Return the block that was read, or, after an error, the message for the other ranks."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"data.corpus: rank 0 cannot read the documents: {type(error).__name__}: {error}; see its error"
 
 
 @dataclass

@@ -164,7 +164,7 @@ class StreamedCorpus:
         self._first = pack_documents(first.tokens, data)
         self._after_first = first.after
         self.held_out = self._first.held_out
-        self.digest = f"{self._first.digest} {data.stream}"
+        self.digest = self._first.digest
         self._position: StreamPosition | None = None  # None: training has not begun
         self._samples: Samples  # of the block at the position
         self._after: RowPosition

@@ -5,17 +5,22 @@ streams, log and watchdog, so every rank must run their operations in the same o
 process groups.
 """
 
+import atexit
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 
+from partita.comm import world
 from partita.comm.collective_log import CollectiveLog
 from partita.comm.connections import Connections
 from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
-from partita.memory.streams import Stream
+from partita.memory.streams import Stream, finish_all_jobs
 from partita.table.mesh_shape import MeshShape, expand
 from partita.table.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
 
@@ -50,6 +55,7 @@ class Mesh:
         self.watchdog: Watchdog | None = None
         self._device_mesh: DeviceMesh | None = None
         self._closed = False
+        _open.add(self)
         try:
             if connections.num_ranks != shape.num_ranks:
                 raise PartitaError(
@@ -172,3 +178,22 @@ class Mesh:
             self.watchdog.close()
         self._device_mesh = None
         self._connections.close()
+
+
+# The meshes of this process that may not be closed yet.
+_open = WeakSet[Mesh]()
+os.register_at_fork(after_in_child=_open.clear)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close the meshes that are open at exit, and destroy the default group, which ends gloo's threads.
+
+    Such a thread takes Python's lock to release the tensors of its last operation. If the interpreter shuts down while
+    it waits for the lock, it aborts the process. After an exception, or with an operation that makes no progress,
+    nothing is closed: that could wait for ranks that have ended. The same holds for accelerators' backends.
+    """
+    if getattr(sys, "last_value", None) is None and world.is_on_host() and finish_all_jobs():
+        for mesh in list(_open):
+            mesh.close()
+        world.end()

@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from torch import Tensor
 
 from partita.comm.node.handshake import find_node_peers

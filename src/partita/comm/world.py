@@ -2,6 +2,7 @@
 process share the latter, and the last one destroys it.
 """
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,18 @@ def leave(world: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]) 
         dist.destroy_process_group(group)
 
 
+def end() -> None:
+    """Destroy the default group, whoever has started it; not that of a parent process."""
+    world = dist.group.WORLD
+    if world is not None and not any(world is parents for parents, _ in _inherited):
+        dist.destroy_process_group()
+
+
+def is_on_host() -> bool:
+    """Return True if the default group exchanges tensors of the host only, or if there is none."""
+    return not dist.is_initialized() or dist.get_backend() == dist.Backend.GLOO
+
+
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """Make torch use ``name`` for a group that its members create in this block.
@@ -171,6 +184,17 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
     _here.num_users = 0
 
 
+def _import_without_default_group() -> None:
+    """Import a module of torch whose functions keep the group that is the default during the import, as the default of
+    an argument. The group's threads would run until the process exits.
+    """
+    own, distributed_c10d._world.default_pg = distributed_c10d._world.default_pg, None
+    try:
+        importlib.import_module("torch.distributed.nn.functional")
+    finally:
+        distributed_c10d._world.default_pg = own
+
+
 def _in_child() -> None:
     global _here
     _inherited.append((dist.group.WORLD, _here))
@@ -178,3 +202,4 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+_import_without_default_group()

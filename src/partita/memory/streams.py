@@ -313,8 +313,9 @@ _STARTED = weakref.WeakSet[Workers]()
 
 
 @atexit.register
-def _finish() -> None:
-    all(workers.finish_jobs() for workers in list(_STARTED))
+def finish_all_jobs() -> bool:
+    """Wait for the jobs of all pools of this process; return False as soon as they make no progress."""
+    return all(workers.finish_jobs() for workers in list(_STARTED))
 
 
 def _end_after(jobs: list[_Job], end: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
-"""One script a question; each prints its answer, and has a `--quick` form."""
+"""Benchmarks: each script answers one question, prints the answer, and has a `--quick` form."""
 
 import os
 
-# The random numbers of the models that benchmarks and tests share are the same in every run, and in both of two.
+# Models shared with the tests have the same random numbers in every run, so that two runs can be compared.
 os.environ.setdefault("PARTITA_TEST_SEED", "0")

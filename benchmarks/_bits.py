@@ -1,4 +1,4 @@
-"""One rank of one checkout: trains all runs and writes digests of the results, as JSON.
+"""One rank of one checkout: train all runs and write digests of the results as JSON.
 
     python -m benchmarks._bits SCOPE FOLDER CHECKPOINTS
 
@@ -38,10 +38,10 @@ LANGUAGE = ("decoder", "gpt2", "llama", "mixtral")  # models that all parallel a
 
 @dataclass(frozen=True)
 class Plan:
-    """A config, and how it is trained."""
+    """A config with its training settings."""
 
     config: Mapping[str, Any]
-    nodes: int = 1  # emulated: the ranks are spread over them
+    nodes: int = 1  # number of emulated nodes, over which the ranks are spread
     worlds: tuple[int, ...] = (1, 2, 4)
     cases: tuple[str, ...] = tuple(CASES)
     loop: str = "steps"  # or "batches" (engine.train_batch), "no_sync", "unfreezing"
@@ -131,7 +131,7 @@ QUICK_PLANS = ("1", "2 bf16 lean", "3", "3 on disk", "3 in backward", "3 accumul
 
 
 def plans_of(case: str, world: int, names: Sequence[str] = tuple(PLANS)) -> tuple[str, ...]:
-    """Return the names of the plans under which a case is trained on so many ranks."""
+    """Return the names of the plans under which a case is trained on ``world`` ranks."""
     return tuple(name for name in names if world in PLANS[name].worlds and case in PLANS[name].cases)
 
 

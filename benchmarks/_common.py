@@ -22,7 +22,7 @@ from partita.memory.capacity import usable_cores
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 600
-# Modes train the same, but sum in different orders.
+# Modes compute the same losses, except for the order of sums.
 LOSS_TOLERANCE = 1e-4
 
 
@@ -51,12 +51,12 @@ class Run:
 
     @property
     def work_bytes(self) -> int:
-        """The same, without the memory of the imports."""
+        """The peak without the memory of the imports."""
         return max(int(rank["peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
 
     @property
     def steady_work_bytes(self) -> int:
-        """The same over the measured steps."""
+        """The peak over the measured steps, without the memory of the imports."""
         return max(int(rank["steady_peak_bytes"] - rank["imported_bytes"]) for rank in self.ranks)
 
     def total(self, key: str) -> float:
@@ -76,11 +76,11 @@ def run(
     """Train in one mode, in new processes, on a private loopback network if that is allowed.
 
     Args:
+        folder: the folder of the disk tier and of the files to start from; None: the system's temporary folder.
         hosts: the hosts over which the ranks are spread, instead of the private network.
-        folder: the folder of the disk tier and of the files to start from; None: the system's for temporary files.
 
     Raises:
-        RuntimeError: a rank failed, or the time was up; with the last output of the ranks that failed.
+        RuntimeError: a rank failed, or the time was up; the message has the last output of the ranks that failed.
     """
     network = [] if hosts else private_network()
     environment = os.environ | {
@@ -201,9 +201,7 @@ def opened(title: str, worlds: Sequence[int] = (), *, reps: int) -> tuple[Report
 
 
 def in_turn(modes: Iterable[str], num_reps: int) -> Iterator[tuple[int, str]]:
-    """Yield (repetition, mode). Every other repetition has the opposite order, so that no mode has an advantage from
-    coming first.
-    """
+    """Yield (repetition, mode). Every other repetition has the opposite order, so that no mode always comes first."""
     listed = list(modes)
     for rep in range(num_reps):
         for mode in listed[::-1] if rep % 2 else listed:

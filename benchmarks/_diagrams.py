@@ -1,4 +1,4 @@
-"""Diagrams of what the package computes: states by stage, meshes, pipeline schedules, the timeline of a step."""
+"""Diagrams computed with the package: states by stage, meshes, pipeline schedules, the timeline of a step."""
 
 import json
 import tempfile
@@ -56,7 +56,7 @@ PHASES = ("between\nsteps", "forward and\nbackward", "between\nmicro-batches", "
 
 
 def stage_phases(stage: int, path: Path) -> None:
-    """Draw what each of four ranks stores of each state in each phase of a step, at one stage."""
+    """Draw the part of each state that each of four ranks stores in each phase of a step, at one stage."""
     row = preset(("ddp", "zero1", "zero2", "zero3")[stage])
     states: dict[str, tuple[str, Sequence[Residence | None]]] = {
         "parameters": (BLUE, (row.param_stored, row.param_compute, row.param_stored, row.param_stored)),
@@ -153,7 +153,7 @@ WORK = {
 
 
 def schedules(path: Path) -> None:
-    """Draw the four pipeline schedules on four ranks, as the simulation of their order times them."""
+    """Draw the four pipeline schedules on four ranks, with the times of the simulation."""
     from matplotlib.patches import Patch
 
     drawing, panels = figure(5.6, 1, rows=4, sharex=True)

@@ -1,4 +1,4 @@
-"""Parts of all charts: colors, figures, bars, tables of saved reports, and SVG files."""
+"""Shared parts of the charts: colors, figures, bars, tables of saved reports, and SVG files."""
 
 from collections.abc import Sequence
 from pathlib import Path

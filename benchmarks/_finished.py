@@ -15,9 +15,9 @@ Described = Mapping[str, Any]
 
 @dataclass
 class Finished:
-    """Results of runs by their description: one line of JSON each in ``path`` (None: in no file).
+    """Results of runs by description, stored in ``path`` as one line of JSON each (None: not stored).
 
-    No further run begins after ``seconds``.
+    No run starts after ``seconds``.
     """
 
     path: Path | None = None
@@ -36,7 +36,7 @@ class Finished:
         return self._found.get(_key(described))
 
     def complete(self, every: Iterable[Described], run: Callable[[Described], dict[str, Any]]) -> None:
-        """Run all that are not finished, in order, until the time is up."""
+        """Run all unfinished runs in order, until the time is up."""
         for described in every:
             if self.of(described) is not None:
                 continue

@@ -67,8 +67,8 @@ class Run:
 def learn(described: Mapping[str, Any]) -> dict[str, Any]:
     """Train on processes of this machine, and return the results.
 
-    They are: ``loss`` (nats) on samples that were not trained on, and the ``megabytes`` that a rank sends in the
-    complete run, warm-up and control messages included.
+    The results are the ``loss`` (nats) on held-out samples, and the ``megabytes`` that a rank sends in the complete
+    run, warm-up and control messages included.
 
     Raises:
         RuntimeError: a rank failed.
@@ -109,7 +109,7 @@ def _config(described: Mapping[str, Any], common: dict[str, Any]) -> dict[str, A
 
 @contextmanager
 def _text(described: Mapping[str, Any]) -> Iterator[Any]:
-    """Run the job of `make train`, with samples and weights drawn from the seed."""
+    """Build the job of `make train`, with samples and weights drawn from the seed."""
     job = load_job(JOB, [f"model.seed={described['seed']}"])
     ready, corpus = build_model(job.model, job.data), load_corpus(job.data)
     common = job.engine.model_dump(mode="json", exclude_unset=True)
@@ -125,7 +125,7 @@ def _text(described: Mapping[str, Any]) -> Iterator[Any]:
 
 @contextmanager
 def _digits(described: Mapping[str, Any]) -> Iterator[Any]:
-    """Train on scikit-learn's images of digits, each shifted by up to a pixel."""
+    """Build a task on scikit-learn's images of digits, each batch shifted by up to a pixel."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

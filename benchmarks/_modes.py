@@ -39,7 +39,7 @@ class Trainer:
 
 
 def plain(build: Build) -> Trainer:
-    """One process of plain PyTorch."""
+    """Plain PyTorch in one process."""
     model = build("cpu")
     return _with_optimizer(model, _adamw(model))
 
@@ -87,7 +87,7 @@ def ddp_with_sharded_optimizer(build: Build) -> Trainer:
 
 
 def fsdp2(build: Build, *, kept: bool = False, device: str = "cpu") -> Trainer:
-    """``fully_shard`` of every block and of the remaining parameters; a model on ``meta`` is filled shard by shard."""
+    """FSDP2: ``fully_shard`` on every block and on the remaining parameters; a ``meta`` model is filled by shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -187,7 +187,7 @@ def deepspeed(build: Build, stage: int) -> Trainer:
 
 
 def _stepped(engine: Any) -> Trainer:
-    """An engine with ``backward`` and ``step``: partita's or DeepSpeed's."""
+    """Return a trainer for an engine with ``backward`` and ``step``: partita's or DeepSpeed's."""
 
     def take_step(tokens: Tensor, targets: Tensor) -> float:
         loss = engine(tokens, targets)

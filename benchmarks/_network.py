@@ -1,5 +1,6 @@
-"""Networks for the ranks of a run: a private loopback interface, or hosts (network namespaces) joined by lines of a
-given rate. Also counts the bytes that an interface has sent.
+"""Networks for the ranks of a run, and counts of sent bytes.
+
+A network is a private loopback interface, or hosts (network namespaces) joined by lines of a given rate.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ _UP = 0x1
 LOOPBACK = "lo"
 # Bytes that a line may send in a burst above its rate, and how long a packet may wait, as on a switch.
 BURST, LATENCY = "512kb", "200ms"
-# Linux's default, whatever this machine uses: other algorithms probe the line now and then, and steps differ by 10 %.
+# Linux's default, whatever this machine uses: other algorithms sometimes probe the line, and steps then vary by 10 %.
 CONGESTION_CONTROL = "cubic"
 
 
@@ -28,9 +29,11 @@ CONGESTION_CONTROL = "cubic"
 class Network:
     """The network of a run.
 
-    ``hosts``: per host, the command that runs another command there. ``address``: the first host's. ``interface``: the
-    name of the interface that joins the hosts. A host has successive ranks; if ``is_dealt``, successive ranks are on
-    successive hosts.
+    Attributes:
+        hosts: for each host, the prefix that runs a command on it.
+        address: the address of the first host.
+        interface: the name of the interface that joins the hosts.
+        is_dealt: successive ranks are on successive hosts; otherwise each host has successive ranks.
     """
 
     hosts: tuple[tuple[str, ...], ...] = ((),)
@@ -46,8 +49,9 @@ class Network:
 
 @contextmanager
 def joined_hosts(num: int, rate: str | None) -> Iterator[Network]:
-    """Create ``num`` hosts on a switch, each with a line that sends at ``rate`` (in ``tc``'s notation: ``100mbit``;
-    None: unlimited).
+    """Create ``num`` hosts on a switch, each with a line of ``rate``.
+
+    The rate is in ``tc``'s notation, e.g. ``100mbit``; None is unlimited.
 
     Raises:
         RuntimeError: the system does not permit it (root and iproute2 are needed).

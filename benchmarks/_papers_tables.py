@@ -1,4 +1,4 @@
-"""Well-known figures of the ZeRO papers, compared with those of the state table and the search."""
+"""Figures of the ZeRO papers, compared with those of the state table and the search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Row:
 def state_bytes(num_params: float, data: int, name: str, encodings: Encodings) -> int:
     """Return the bytes of model states on the fullest of ``data`` ranks under the preset called ``name``."""
     mesh = MeshShape(data=data)
-    size = 2**16  # elements of a row: few, so that padding is small
+    size = 2**16  # elements per row: few, so that padding is small
     layouts = build_layout([Entry("weight", (int(num_params) // size, size), encodings.compute, True)], data)
     unit = PlannedUnit("", tuple(PlannedSegment(layout, preset(name, encodings), mesh) for layout in layouts))
     return sum(model_state_bytes([unit], 0).values())
@@ -63,7 +63,7 @@ def state_rows() -> Iterator[Row]:
                 )
 
 
-# (preset, GPUs, claim, setting of the states in the claim, or "" for the fastest exact one, why our result differs)
+# (preset, GPUs, claim, state setting of the claim or "" for the fastest exact one, reason for a different result here)
 _KERNELS = "attention keeps no scores, and activations may be recomputed"
 REACH = (
     ("gpt-1.4b", 1, "data parallelism: out of memory", "stage 1, fp16 gradients", f"16P are 22.7 GB; {_KERNELS}"),

@@ -36,7 +36,7 @@ def partita(build: Build, **config: Any) -> Trainer:
 
 
 class Part(nn.Module):
-    """Some of a decoder's blocks; the first part has the embedding, the last one norm and head."""
+    """Consecutive blocks of a decoder; the first part also has the embedding, the last one norm and head."""
 
     def __init__(self, model: Decoder, start: int, stop: int) -> None:
         super().__init__()
@@ -55,9 +55,7 @@ class Part(nn.Module):
 
 
 def torch_pipeline(build: Build, stages: int, degree: int = 1) -> Trainer:
-    """1F1B of ``torch.distributed.pipelining``, with FSDP2 along data and tensor parallelism of ``degree`` in each
-    stage.
-    """
+    """1F1B of ``torch.distributed.pipelining``, with FSDP2 along data and ``degree`` tensor ranks in each stage."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -122,7 +120,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class ByHeads(nn.Module):
-    """A block's attention with a matrix for each projection; each of ``degree`` ranks has as many of the heads."""
+    """A block's attention with a matrix for each projection; its heads are divided among ``degree`` ranks."""
 
     def __init__(self, block: Block, degree: int) -> None:
         super().__init__()
@@ -181,9 +179,7 @@ def torch_tensor(build: Build, degree: int) -> Trainer:
 
 
 def _split(model: nn.Module, blocks: nn.ModuleList, mesh: Any) -> list[torch.optim.Optimizer]:
-    """Split the blocks over tensor ranks and shard everything over data ranks, if there are several; return the
-    optimizers.
-    """
+    """Split the blocks over tensor ranks and shard everything over data ranks; return the optimizers."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -235,8 +231,9 @@ def torch_context(build: Build) -> Trainer:
 
 
 def _axes(stage: int, *, once: bool = False, **parallel: int) -> Callable[[Build], Trainer]:
-    """Return a mode of partita. ``once``: gather parameters and reduce gradients once a batch, as FSDP2 does in torch's
-    pipelines.
+    """Return a mode of partita.
+
+    ``once``: gather parameters and reduce gradients once per batch, as FSDP2 does in torch's pipelines.
     """
     kept = {"keep_gathered": True, "keep_gradients": True} if once else {}
     return partial(partita, parallel=parallel, zero={"stage": stage, **kept})

@@ -108,9 +108,7 @@ class Residual(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of images ``[batch, 3, 32, 32]``. Its loss is the mean square of ten scores: it can be minimized,
-    but is not useful.
-    """
+    """A classifier of images ``[batch, 3, 32, 32]``. Its loss is the mean square of ten scores, without labels."""
 
     def __init__(self) -> None:
         super().__init__()

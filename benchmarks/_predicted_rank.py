@@ -1,7 +1,7 @@
 """One rank of the predicted cases: `python -m benchmarks._predicted_rank CASES FILE STEPS`.
 
-CASES is a JSON list of :class:`benchmarks._predicted_cases.Case`. For each, FILE gets a line of JSON with its
-measurements, as soon as they are known. STEPS: the number of timed steps (0: measure bytes instead).
+CASES is a JSON list of :class:`benchmarks._predicted_cases.Case`. After each case, a line of JSON with its measurements
+is appended to FILE. STEPS is the number of timed steps (0: measure bytes instead).
 """
 
 import json
@@ -79,7 +79,8 @@ def _plain(count: Any) -> tuple[int, int]:
 
 def main(listed: Sequence[Case], file: Path, num_steps: int) -> None:
     for case in listed:
-        # As many threads as the machine is measured with; one for bytes, because some kernels have buffers per thread.
+        # Times: the number of threads with which the machine is measured. Bytes: one, as some kernels have a buffer per
+        # thread.
         torch.set_num_threads(max(1, usable_cores() // case.ranks) if num_steps else 1)
         found = measure(case, num_steps)
         with file.open("a") as out:

@@ -1,4 +1,4 @@
-"""One rank of one run: trains in one mode and writes its measurements, as JSON.
+"""One rank of one run: train in one mode and write the measurements as JSON.
 
     python -m benchmarks._rank MODE WORK FOLDER
 
@@ -113,7 +113,7 @@ class Rank:
 
 
 def _finish_updates(trainer: Trainer) -> None:
-    """Wait for updates that run in the background, so that the measurement includes none at its beginning and end."""
+    """Wait for updates that run in the background, so that none runs when the measurement begins or ends."""
     if trainer.engine is not None:
         trainer.engine.zero_grad()
 
@@ -126,7 +126,7 @@ def _reset_peak() -> None:
         return
 
 
-# A run that takes longer is considered hanging: it is ended, with the stack of every thread in the rank's log.
+# A longer run is assumed to hang: it is killed, and the stack of every thread is written to the rank's log.
 LIMIT_S = 900
 
 

@@ -1,6 +1,6 @@
 """Start the ranks of one run and wait for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
 
-It is a separate process, so that it can run in its own network namespace. NETWORK is a JSON object of
+This is a separate process, so that it can run in its own network namespace. NETWORK is a JSON object of
 :class:`benchmarks._network.Network`; the ranks are spread evenly over its hosts. If a rank fails, the others are
 killed, and its output is printed.
 """
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], folder: str) -> int:
-    """Wait for all ranks, or for the first that fails."""
+    """Wait for all ranks; kill all when one fails. Return the exit status."""
     while True:
         failed = [rank for rank, process in enumerate(ranks) if process.poll()]
         if failed:

@@ -8,8 +8,9 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A compression scheme. ``forgets``: discard the error of compressed gradients after each step, which no config
-    does; for a control run.
+    """A compression scheme.
+
+    ``forgets``: discard the error-feedback residuals after each step, for a control run; no config does this.
     """
 
     sections: dict[str, Any] = field(default_factory=dict)
@@ -17,7 +18,7 @@ class Scheme:
 
 
 def schemes(steps: int) -> dict[str, Scheme]:
-    """Return all schemes, for runs of so many steps on 4 ranks; the first is the reference."""
+    """Return all schemes for runs of ``steps`` steps on 4 ranks; the first is the reference."""
 
     def both(codec: str, warm_up: float = 0.0) -> dict[str, Any]:
         given = {"warmup_steps": int(warm_up * steps)} if warm_up else {}

@@ -1,4 +1,4 @@
-"""One rank of one checkout: measures steps, saving and loading, as JSON.
+"""One rank of one checkout: measure steps, saving and loading, and write the times as JSON.
 
     python -m benchmarks._speed_rank WORK CONFIG FOLDER
 

@@ -1,4 +1,4 @@
-"""Ranks on this machine, run with a given Python interpreter and the partita that it has installed."""
+"""Start ranks on this machine with a given Python interpreter, and so with the partita installed for it."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def started(
     python: Path = Path(sys.executable),
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run ``python -m module arguments`` as every rank, and return what each has written to ``folder/RANK.json``.
+    """Run ``python -m module arguments`` as every rank, and return the contents of each ``folder/RANK.json``.
 
     Raises:
         RuntimeError: a rank failed; its output is printed.

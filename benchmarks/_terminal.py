@@ -1,7 +1,7 @@
 """Recordings of terminals (asciicast version 2 files) and pictures of them.
 
-A recording has the output of a command on a terminal, with times. Its picture is one SVG file, in which the lines
-appear in order and stay; a viewer without animations shows the last screen.
+A recording has a command's terminal output, with times. Its picture is one SVG file, in which the lines appear in
+order and remain; a viewer without animations shows the last screen.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ CHAR, LINE, FONT, MARGIN, BAR = 6.6, 16.5, 11.0, 14.0, 30.0  # pixels
 
 @dataclass(frozen=True)
 class Recording:
-    """Output of a command: ``(seconds since the start, text)`` pairs, and the command as a user types it."""
+    """A command as a user types it, and its output as pairs of (seconds since the start, text)."""
 
     command: str
     columns: int
@@ -96,8 +96,9 @@ class ScreenLine:
 
 
 def screen(recording: Recording) -> list[ScreenLine]:
-    """Return the lines that remain, each from its newline on. A line that is redrawn, such as a progress bar, has its
-    last content.
+    """Return the lines of the final screen, each with the time of its newline.
+
+    A line that is redrawn, such as a progress bar, has its last content.
     """
     lines: list[ScreenLine] = []
     line = ""

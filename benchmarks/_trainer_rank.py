@@ -58,7 +58,7 @@ class Options:
 
 
 def bare(options: Options, folder: Path) -> list[float]:
-    """Return the seconds of each step of a loop on the engine."""
+    """Return the seconds of each step of a training loop with the engine."""
     set_seed(0)
     model = LlamaForCausalLM(options.config()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -117,7 +117,7 @@ def in_trainer(options: Options, folder: Path) -> list[float]:
 
 
 def steps(options: Options, folder: Path) -> dict[str, list[list[float]]]:
-    """Return the measured steps of both, in turn; every other repetition has the opposite order."""
+    """Return the measured steps of the engine and of the Trainer; every other repetition has the opposite order."""
     found: dict[str, list[list[float]]] = {"engine": [], "Trainer": []}
     ways: list[tuple[str, Callable[[Options, Path], list[float]]]] = [("engine", bare), ("Trainer", in_trainer)]
     for repetition in range(options.repetitions):
@@ -127,7 +127,7 @@ def steps(options: Options, folder: Path) -> dict[str, list[list[float]]]:
 
 
 def load(options: Options, folder: Path) -> dict[str, float]:
-    """Load the model from the folder and shard it; mark the beginning and the end."""
+    """Load the model from the folder and shard it; files mark the beginning and the end for the watching process."""
     accelerator = Accelerator(cpu=True, partita_config={"zero": {"stage": options.stage}})
     (folder / f"began-{os.getpid()}").touch()
     dist.barrier()

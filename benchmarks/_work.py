@@ -1,4 +1,4 @@
-"""The work of every mode: the same decoder, batches and optimizer."""
+"""The decoder, batches and optimizer that all modes share."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gradients of a small model in fp32 and under autocast, the engine, accelerate and the Trainer, for comparison."""
+"""Comparison of a small model's gradients in fp32 with those under autocast, the engine, accelerate and the Trainer."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ import partita
 from benchmarks._zoo_plain import PLAIN, Case
 from partita.sharding.pytree import map_tensors, tensors_in
 
-# Limit of our gradients' distance from fp32 (1 - cosine), in units of autocast's.
+# Limit of partita's distance from fp32 (1 - cosine of the gradients), in units of autocast's distance.
 FACTOR, SLACK = 1.5, 1e-6
 # The device of models and batches.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,9 +34,9 @@ class Found:
 
 
 def models() -> dict[str, Callable[[], Case]]:
-    """Return all models by name. Those of transformers are left out if it is not installed."""
+    """Return all models by name, without those of transformers if it is not installed."""
     try:
-        from benchmarks._zoo_transformers import TRANSFORMERS  # not every machine has it
+        from benchmarks._zoo_transformers import TRANSFORMERS
     except ModuleNotFoundError:
         return dict(PLAIN)
     return {**PLAIN, **TRANSFORMERS}
@@ -63,10 +63,10 @@ def autocast_of(name: str, *, rounded: bool = False) -> Found:
 
 
 def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") -> Found:
-    """Compute the gradients by the engine. All ranks have the same batch.
+    """Compute the gradients with the engine. All ranks have the same batch.
 
     Args:
-        axis: the axis of the mesh that has all ranks.
+        axis: the mesh axis along which all ranks are.
     """
     case = _made(name)
 
@@ -78,13 +78,13 @@ def engine_of(name: str, stage: int, mode: str = "mixed", axis: str = "data") ->
             engine.backward(_loss_of(case, _run(case, engine)))
             return {name: grad for name in _trained(case) if (grad := engine.gradient(name)) is not None}
 
-    watches = mode != "cast" and axis == "data"  # other modes cast arguments, or give each rank a slice of them
+    watches = mode != "cast" and axis == "data"  # mode "cast" casts the arguments, and other axes slice them
     return _judged(name, gradients, Probe(case) if watches else None)
 
 
 def _reset_accelerate() -> None:
-    """Forget what accelerate keeps for the process: it may be of a run on another number of ranks."""
-    from accelerate.state import AcceleratorState, GradientState  # not every machine has it
+    """Reset accelerate's global state, which may be from a run on another number of ranks."""
+    from accelerate.state import AcceleratorState, GradientState  # optional dependency
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -92,7 +92,7 @@ def _reset_accelerate() -> None:
 
 def accelerate_of(name: str, stage: int) -> Found:
     """Compute the gradients through accelerate."""
-    from partita.integrations.huggingface import Accelerator  # not every machine has it
+    from partita.integrations.huggingface import Accelerator  # needs an optional dependency
 
     _reset_accelerate()
     case = _made(name)
@@ -114,7 +114,7 @@ def accelerate_of(name: str, stage: int) -> Found:
 
 def trainer_of(name: str, stage: int) -> Found:
     """Compute the gradients through the Trainer, for models that return a loss."""
-    from transformers import TrainerCallback, TrainingArguments  # not every machine has it
+    from transformers import TrainerCallback, TrainingArguments  # optional dependency
 
     from partita.integrations.huggingface import Trainer
 
@@ -159,7 +159,7 @@ def is_close(found: Found, autocast: Found, factor: float = FACTOR) -> bool:
 
 
 def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
-    """Return the models whose gradients are farther from fp32 than autocast's with and without rounding.
+    """Return the models whose gradients are farther from fp32 than autocast's, with and without rounded parameters.
 
     Args:
         way: a key of :data:`WAYS`.
@@ -175,7 +175,7 @@ def failures(names: Iterable[str], way: str, stage: int) -> list[str]:
 
 
 class Probe:
-    """Recorder of the inputs and outputs of a model's forward, inside all wrappers."""
+    """Check, inside all wrappers, that a model's forward receives its arguments with unchanged dtypes and values."""
 
     def __init__(self, case: Case) -> None:
         self._given = [tensor.clone() for tensor in tensors_in((case.args, case.kwargs))]
@@ -237,7 +237,7 @@ def _judged(name: str, gradients: Callable[[], Gradients], probe: Probe | None) 
     try:
         with _quietly():
             found = gradients()
-    except Exception as error:  # any error of the model's forward is recorded
+    except Exception as error:  # record any error of the model
         return Found(2.0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:150]}")
     mine, theirs = (torch.cat([grads[key].double().flatten() for key in sorted(true)]) for grads in (found, true))
     distance = 1 - F.cosine_similarity(mine, theirs, 0).item()

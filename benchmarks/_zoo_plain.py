@@ -1,7 +1,7 @@
-"""Small models of many fields in plain PyTorch, each with a batch and a loss: models that users train in 16 bits.
+"""Small models of many fields in plain PyTorch, each with a batch and a loss, as users train them in 16 bits.
 
-Each is written as such models usually are: with fp32 values made in forward, buffers, parameters that are read
-directly, targets as arguments, and losses inside and outside of the model.
+The models are written as is usual in their fields: with fp32 values created in forward, buffers, parameters that are
+read directly, targets as arguments, and losses inside and outside of the model.
 """
 
 import math

@@ -34,7 +34,7 @@ IMAGES = {**ENCODER, "image_size": 16, "patch_size": 4, "num_labels": 3}
 
 
 def _model(name: str, settings: dict[str, Any]) -> torch.nn.Module:
-    """Build a model of the class ``name`` without dropout, from a config with those of the settings that it has."""
+    """Build a model of the class ``name`` without dropout, with these settings and the usual ones its config has."""
     kind = getattr(transformers, name)
     known = kind.config_class()
     usual = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **NO_DROPOUT}

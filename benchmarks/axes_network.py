@@ -23,19 +23,21 @@ HOSTS, RANKS = 2, 4
 ELEMENT_BYTES = 4
 WORK = Work(layers=8, width=240, heads=8, ffn_width=640, sequence=60)
 QUICK_WORK = Work(layers=2, width=96, heads=4, ffn_width=256, sequence=24)
-LINES = {"1 Gbit/s": ("1gbit", 1e9, 9), "100 Mbit/s": ("100mbit", 100e6, 4)}  # tc's name, bits a second, steps
-# Tokens of each of two replicas, in widths: below and above the number at which tensor sends as much as data.
+LINES = {"1 Gbit/s": ("1gbit", 1e9, 9), "100 Mbit/s": ("100mbit", 100e6, 4)}  # tc's name, bits per second, steps
+# Tokens per replica (of two), in units of the width: below and above the number at which tensor sends as much as data.
 BELOW, ABOVE = 1, 6
 BYTES_TOLERANCE = 0.15  # embedding, head, norms, control messages and headers are not predicted
-FAR = 1.5  # a mesh that sends so many times more must take longer
+FAR = 1.5  # a mesh that sends this many times more bytes must take longer
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh: ``mode`` with ``axis`` between the hosts; ``shared``: the number of ranks on a host that share a layer's
-    parameters.
+    """A mesh whose ``axis`` is between the hosts.
 
-    ``is_dealt``: consecutive ranks are on different hosts, so that the innermost axis crosses.
+    Attributes:
+        mode: the training mode.
+        shared: the number of ranks on a host that share a layer's parameters.
+        is_dealt: consecutive ranks are on different hosts, so that the innermost axis is between the hosts.
     """
 
     mode: str
@@ -44,7 +46,7 @@ class Cut:
     is_dealt: bool = False
 
     def host_bytes(self, work: Work, tokens: int) -> float:
-        """Return the bytes that a host sends in a step for the layers, with so many tokens in each of two replicas."""
+        """Return the bytes that a host sends in a step for the layers, with ``tokens`` in each of two replicas."""
         layers = 1 if self.axis == "pipeline" else work.layers
         elements = sent_elements(self.axis, HOSTS, tokens, work.width) * layers / self.shared
         # One host sends activations forward over the edge, the other one gradients back.

@@ -41,8 +41,8 @@ SMALLER_LAYERS = 4
 TARGET_PEAK_BYTES, TARGET_SHARE = 6e9, 0.9
 # A parameter, its gradient and two moments in fp32.
 STATE_BYTES = 16
-# Bytes per parameter and step. Read: parameters for forward, backward and update, gradients and moments for the update.
-# Written: gradients after backward, parameters and moments after the update.
+# Bytes per parameter and step. Read: parameters for forward, backward and update; gradients and moments for the update.
+# Written: gradients after backward; parameters and moments after the update.
 READ_BYTES, WRITTEN_BYTES = 24, 16
 TIMEOUT_S = 880
 BARE_REPS = 5
@@ -111,7 +111,7 @@ Speeds = dict[str, float]
 
 
 def _bare_speeds(folder: Path, num_bytes: int) -> Speeds:
-    """Return the bytes per second of bare requests: the median over a few turns."""
+    """Return the bytes per second of bare requests, the median of a few repetitions."""
     memory = [allocate(num_bytes, torch.uint8, torch.device("cpu")).random_(0, 256) for _ in range(2)]
     bare = Bare(folder, memory)
     moved = {"read": num_bytes, "write": num_bytes, "read beside write": 2 * num_bytes}
@@ -126,8 +126,9 @@ def _bare_speeds(folder: Path, num_bytes: int) -> Speeds:
 
 
 def _bare_seconds(bare: Sequence[Speeds], num_read: float, num_written: float) -> float:
-    """Return the time of bare requests for the same bytes: each write at the same time as a read, and the remaining
-    reads alone.
+    """Return the time of bare requests for the same bytes.
+
+    Writes run at the same time as reads; the remaining requests run alone.
     """
     mean = {what: statistics.mean(speeds[what] for speeds in bare) for what in bare[0]}
     both = min(num_read, num_written)

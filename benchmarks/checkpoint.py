@@ -98,7 +98,7 @@ def _rows(found: dict[str, Row], quick: bool) -> Iterator[list[str]]:
 
 
 def worst(fn: Callable[[str, Work], Row], folder: str, work: Work) -> Row:
-    """Return the figures of the rank that is slower, or uses more."""
+    """Return, for each figure, the maximum over ranks."""
     by_rank = on_ranks(RANKS, fn, folder, work, timeout=600)
     close_pool()
     return {key: max(of_rank[key] for of_rank in by_rank) for key in by_rank[0]}

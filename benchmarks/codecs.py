@@ -4,10 +4,10 @@
     python -m benchmarks.codecs --quick    # does it run?
     python -m benchmarks.codecs --save     # into benchmarks/results/codecs.md
 
-The floor is reading the values and writing the codes, or the reverse, at the bandwidth of torch's copies in the same
-run. The values are processed in slices of four million, one after the other, so that each slice is in memory and not in
-a cache when its turn comes; the shortest time of a slice counts. It ends with status 1 if 8 or 4 bits take more than
-twice the floor.
+The floor is the time of reading the values and writing the codes, or the reverse, at the bandwidth of torch's copies in
+the same run. The values are processed in slices of four million, one after the other, so that no slice is in a cache
+when it is processed; the shortest time of a slice counts. It ends with status 1 if 8 or 4 bits take more than twice the
+floor.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def runs_of(codec: Codec, pairs: list[tuple[Tensor, Tensor]], threads: int) -> t
 
 
 def measure(runs: Runs, reps: int) -> float:
-    """Return ns per value."""
+    """Return the nanoseconds per value, from each slice's shortest repetition."""
     best = [math.inf] * len(runs)
     for _ in range(reps):
         for place, run in enumerate(runs):

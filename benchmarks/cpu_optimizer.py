@@ -7,9 +7,9 @@ memory.
 
 The floor of a mode is the bytes that its in-place update must move, divided by the bandwidth of torch's in-place
 additions (two arrays read, one of them written) in the same run. The parameters are updated in slices of four million,
-one after the other, so that each slice is in memory and not in a cache when its turn comes again. Modes take turns, and
-a mode's time is the sum of each slice's shortest time, because other processes disturb only some repetitions of a
-slice. It ends with status 1 if a target is missed.
+one after the other, so that no slice is in a cache when it is updated again. Modes take turns, and a mode's time is the
+sum of each slice's shortest time, because other processes disturb only some repetitions of a slice. It ends with status
+1 if a target is missed.
 """
 
 import argparse
@@ -44,9 +44,12 @@ Run = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to update: a function that takes a number of threads, for each slice.
+    """A way to update parameters.
 
-    ``bytes``: the bytes per parameter that an update in place must read and write.
+    Attributes:
+        bytes: the bytes per parameter that an update in place must read and write.
+        runs: for each slice, a function that updates it with the given number of threads.
+        target: the maximum time in units of the floor.
     """
 
     bytes: int
@@ -131,7 +134,7 @@ def filled(num: int, dtype: torch.dtype, spread: float = 1.0) -> list[Tensor]:
 
 
 def ours(num: int) -> dict[str, Mode]:
-    """Return partita's kernels, and the additions that measure the bandwidth."""
+    """Return the modes of partita's kernels, and the additions that measure the bandwidth."""
     masters, grads, half_grads = filled(num, torch.float32), filled(num, torch.float32), filled(num, torch.bfloat16)
     params, lows = filled(num, torch.bfloat16), filled(num, torch.int16, 1e4)
     classic = [
@@ -192,7 +195,7 @@ def with_casts(optimizers: Sequence[torch.optim.Optimizer], params: Sequence[tor
 
 
 def theirs(num: int) -> dict[str, Mode]:
-    """Return torch's optimizers."""
+    """Return the modes of torch's optimizers."""
     params = parameters(num)
     fused = [torch.optim.AdamW([p], **HYPER, fused=True) for p in params]
     foreach = [torch.optim.AdamW([p], **HYPER, foreach=True) for p in params]
@@ -204,7 +207,7 @@ def theirs(num: int) -> dict[str, Mode]:
 
 
 def deepspeed(num: int) -> dict[str, Mode]:
-    """Return DeepSpeed's optimizer, if it is installed."""
+    """Return the modes of DeepSpeed's optimizer, if it is installed."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:

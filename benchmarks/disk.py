@@ -81,7 +81,7 @@ def _rows(report: Report, folder: Path, sizes: Sequence[int], reps: int, quick: 
 
 
 def _turn(bare: "Bare", tier: "Tier", what: str, first: bool) -> tuple[float, float]:
-    """Return the seconds of both; ``first`` alternates."""
+    """Return the seconds of the bare requests and of the tier; the bare requests run first if ``first`` is true."""
     seconds = {}
     for one in (bare, tier) if first else (tier, bare):
         start = time.perf_counter()
@@ -113,7 +113,7 @@ class Tier:
 
 
 class Bare:
-    """The same transfers by system calls only, without the bytes after the last full page."""
+    """The same transfers with system calls only, without the bytes after the last full page."""
 
     def __init__(self, folder: Path, memory: Sequence[Tensor]) -> None:
         self._size = memory[0].nbytes // mmap.PAGESIZE * mmap.PAGESIZE

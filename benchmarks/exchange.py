@@ -44,8 +44,13 @@ NUM_MESSAGES = 19
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a rank's part, exchanges per measurement, concurrent matrix products ``[256, width] x [width, width]``,
-    and repetitions.
+    """Sizes of a measurement.
+
+    Attributes:
+        part_bytes: bytes of a rank's part.
+        num: exchanges per measurement.
+        num_products: concurrent matrix products ``[256, width] x [width, width]``.
+        reps: repetitions.
     """
 
     part_bytes: int = 48 << 20
@@ -69,7 +74,7 @@ class Cost:
 
 
 class Rank:
-    """One rank: all methods, measured in turn."""
+    """One rank, which measures all methods in turn."""
 
     def __init__(self, rank: int, num_ranks: int, size: Size) -> None:
         self.rank, self.num_ranks, self.size = rank, num_ranks, size
@@ -143,7 +148,7 @@ class Rank:
                 times = self._timed(lambda way=way: self._repeat(way))
                 beside = self._timed(lambda way=way: self._beside_products(way))
                 idle = self._timed(self._products)
-                if repetition:  # the first opens connections
+                if repetition:  # the first repetition opens connections
                     alone[name] = torch.minimum(alone.get(name, times), times)
                     both[name] = torch.minimum(both.get(name, beside), beside)
                     products = idle if products is None else torch.minimum(products, idle)
@@ -163,7 +168,7 @@ class Rank:
         done.wait()
 
     def _timed(self, work: Callable[[], object]) -> Tensor:
-        """Return the seconds, and the seconds of processor time of all threads: the mean over the ranks."""
+        """Return the seconds of wall time and the seconds of processor time of all threads, as means over the ranks."""
         dist.barrier()
         begin = time.perf_counter(), time.process_time()
         work()

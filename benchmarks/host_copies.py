@@ -1,5 +1,5 @@
-"""Copies on the host: the ranks of a node together store each state once, not once per rank, at the start and while
-they train.
+"""Copies on the host: the ranks of a node together store each state once, not once per rank, at startup and during
+training.
 
     python -m benchmarks.host_copies            # 200M parameters on 1, 2 and 4 ranks: 6 GB must be free
     python -m benchmarks.host_copies --quick    # 1 and 2 ranks, a small model, no target

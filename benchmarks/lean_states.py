@@ -15,7 +15,7 @@ from benchmarks._common import ROOT, Report, parser
 from benchmarks._job import JOB, run_job
 
 TARGET = 0.01
-# By compute dtype; the first one is the reference.
+# States by compute dtype; the first ones are the reference.
 STATES: dict[str, dict[str, dict[str, str]]] = {
     "fp32": {
         "classic": {},

@@ -1,7 +1,7 @@
 """The longest sequence that trains in 4 GB of memory, by what forward stores for backward; and the bytes per position.
 
     python -m benchmarks.longest_sequence            # a decoder of 4 layers, 32768 classes: 12 minutes
-    python -m benchmarks.longest_sequence --quick    # a small one in 100 MB: no targets
+    python -m benchmarks.longest_sequence --quick    # a small one in 300 MB: no targets
     python -m benchmarks.longest_sequence --save     # into benchmarks/results/longest_sequence.md
 
 Each length is trained in a new process, on one sample of that length after a short one. Lengths double until the
@@ -48,8 +48,14 @@ LENGTH_TARGET, SLOPE_TARGET = 10, 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """A decoder, the bytes that it may use, and the lengths: the first one, and the last ones for dense attention,
-    whose time grows with their square, and for sparse attention.
+    """Sizes of the benchmark.
+
+    Attributes:
+        work: the decoder.
+        limit: the bytes that training may use.
+        first: the first length.
+        last_dense: the last length for dense attention, whose time grows with the square of the length.
+        last: the last length for sparse attention.
     """
 
     work: Work
@@ -185,7 +191,7 @@ def _rows(report: Report, scale: Scale, has_targets: bool) -> Iterator[list[str]
         longest = max(peaks, default=0)
         of_pytorch = of_pytorch or longest
         slope = (peaks[longest] - peaks[longest // 2]) / (longest // 2) if longest // 2 in peaks else 0.0
-        # Not between short lengths: their peak is at another place in the step.
+        # Short lengths are not used: their peak is at another point of the step.
         top = max(min(longest, scale.last_dense), 2 * scale.first)
         counted = counted_slope(mode, scale.work, (top // 2, top))
         target = []

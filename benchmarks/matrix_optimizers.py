@@ -1,4 +1,4 @@
-"""Muon, and optimizers that need full parameters: bytes and time of a step, beside DeepSpeed's Muon.
+"""Muon, and optimizers that need full parameters: bytes and time of a step, compared with DeepSpeed's Muon.
 
     python -m benchmarks.matrix_optimizers            # 2 and 4 ranks
     python -m benchmarks.matrix_optimizers --quick    # 2 ranks, a small model

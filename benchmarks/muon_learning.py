@@ -1,10 +1,10 @@
-"""Learning with Muon beside AdamW: held-out loss and time of the job of `make train` at equal steps, on three seeds.
+"""Muon compared with AdamW: held-out loss and time of the job of `make train` with equal steps, for three seeds.
 
     python -m benchmarks.muon_learning            # about 20 minutes on two cores
     python -m benchmarks.muon_learning --quick    # 20 steps
     python -m benchmarks.muon_learning --save     # into benchmarks/results/muon_learning.md
 
-The learning rate of each optimizer is the best of some on the first seed.
+The learning rate of each optimizer is the one with the lowest loss on the first seed, of several that are tried.
 """
 
 import statistics
@@ -68,7 +68,7 @@ def _rows(rates: Sequence[float], quick: bool, means: list[str]) -> Iterator[lis
 
 
 def learn(name: str, rate: float, seed: int, quick: bool) -> Learned:
-    """Run the job with an optimizer."""
+    """Run the job with an optimizer, and return its losses and the time of a step."""
     changes = {"engine.optimizer.name": name, "engine.optimizer.lr": rate, "model.seed": seed, "data.seed": seed}
     steps, evaluations = run_job([f"{key}={value}" for key, value in changes.items()], quick=quick)
     at_half = next(each for each in evaluations if each.step >= evaluations[-1].step / 2)

@@ -58,16 +58,16 @@ QUICK_WORKS = {"2M": Work(layers=4, width=192, heads=4, ffn_width=512)}
 QUICK_MODES = ("DDP", "partita 1", "partita 3")
 CODED = [mode for mode in LOSSY if mode.startswith("partita")]
 
-# Computation only: one process of plain PyTorch per host.
+# The mode that only computes: one process of plain PyTorch per host.
 ALONE = "plain"
-# Target of compressed modes, in units of (computing + bytes / rate).
+# Target of compressed modes, in units of the time of computation plus (bytes / rate).
 OVER_FLOOR = 1.15
 # Targets in units of DDP's step.
 BETWEEN_HOSTS = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.50}
 WITHIN_HOST = {"partita 1": 1.00, "partita 2": 1.00, "partita 3, kept": 1.00, "partita 3": 1.10}
 
-# On the slowest line: the scheme with DDP's held-out loss to 1 % and the fewest bytes (results/wires.md), and torch's
-# own compression.
+# Modes that are compared on the slowest line: the scheme with DDP's held-out loss to 1 % and the fewest bytes
+# (results/wires.md), and torch's own compression.
 AT_EQUAL_LOSS, TORCHS_OWN, OF_DDP = "partita 1, ternary, onebit_adam", "DDP + PowerSGD", 0.20
 
 

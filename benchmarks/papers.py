@@ -1,6 +1,6 @@
 """Results of the ZeRO papers on clusters, predicted: throughput per GPU over the number of GPUs, ZeRO-2 compared with
-tensor parallelism across nodes, and the largest models. For these, the engine itself trains a step without values as
-every distinct role of a rank.
+tensor parallelism across nodes, and the largest models. For the largest models, the engine itself trains a step in
+every distinct role of a rank, on tensors without values.
 
     python -m benchmarks.papers --save    # into benchmarks/results/papers.md: 15 minutes
     python -m benchmarks.papers --quick   # two numbers of GPUs, one model, no steps
@@ -32,7 +32,7 @@ from partita.prediction.simulate.rank import SimulatedModel
 from partita.table.residence import Tier
 
 SCALED, WORLDS = "gpt-60b", (64, 96, 128, 192, 256, 400)
-# The papers' largest models: GPUs, and a config.
+# The papers' largest models: name, number of GPUs, and config.
 _MIXED = {"compute": "fp16", "gradients": "fp16"}
 _ONE = {"activations": {"checkpoint": "units", "partition": True}, "batch": {"micro": 1, "accumulate": 2}}
 LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -63,7 +63,7 @@ LARGEST: tuple[tuple[str, int, dict[str, Any]], ...] = (
         },
     ),
 )
-# A model, and the number of ranks that it needs with tensor parallelism alone.
+# Models, and the number of ranks that each needs with tensor parallelism alone.
 COMPARED = (("gpt-8b", 16), ("gpt-40b", 32), ("gpt-60b", 64), ("gpt-100b", 64), ("gpt-170b", 64))
 NUM_GPUS = 384
 LARGEST_MICRO, CELLS = 64, 40
@@ -178,8 +178,9 @@ def _compared(report: Report, machine: Machine, models: tuple[tuple[str, int], .
 
 
 def fastest(source: ModelSource, machine: Machine, num_gpus: int, sections: Sections) -> tuple[float, int] | None:
-    """Return the TFLOP/s per GPU and the micro-batch of the fastest configuration, with recomputed blocks; None if no
-    micro-batch fits.
+    """Return (TFLOP/s per GPU, micro-batch) of the fastest configuration with recomputed blocks.
+
+    Return None if no micro-batch fits.
     """
     found, micro = list[tuple[float, int]](), 1
     precision = {"compute": "fp16", "gradients": "fp16"}

@@ -19,7 +19,7 @@ from benchmarks._work import Work
 WORK = Work(layers=8, width=512, heads=8, ffn_width=1376, batch=8, sequence=128, steps=8, warmup=3)
 QUICK_WORK = Work(layers=2, width=64, heads=2, ffn_width=96, batch=8, sequence=32, steps=3, warmup=1)
 
-# By number of ranks: each mode of partita, and the peers that do the same (none if torch has none).
+# Modes of partita by number of ranks, and the equivalent modes of other libraries (if there are any).
 PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "partita tensor 2": ("torch tensor 2",),
@@ -35,8 +35,8 @@ PAIRS: dict[int, dict[str, tuple[str, ...]]] = {
         "partita tensor 2 x pipeline 2": ("torch tensor 2 x pipeline 2",),
     },
 }
-TARGET = 1.00  # no slower than the peer
-OURS, DDP, CONTEXT = "partita", "DDP", "torch context 2"  # the loss of the last one is of other positions
+TARGET = 1.00  # at most as slow as the peer
+OURS, DDP, CONTEXT = "partita", "DDP", "torch context 2"  # the loss of CONTEXT is that of a rank's own positions
 
 
 def main() -> int:

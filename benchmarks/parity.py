@@ -4,7 +4,7 @@
     python -m benchmarks.parity --quick    # one model, 1 and 2 ranks
     python -m benchmarks.parity --save     # the whole matrix, into benchmarks/results/parity.md
 
-It ends with status 1 if a target is missed. The runs, and the checks of them, are those of tests/features/parity.py.
+It ends with status 1 if a target is missed. tests/features/parity.py has the runs and their checks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ HIERARCHICAL_WORLD = 4  # two nodes of two ranks
 
 @dataclass(frozen=True)
 class Scope:
-    """The part of the matrix that is run."""
+    """The part of the matrix to run."""
 
     names: Sequence[str]
     worlds: Sequence[int]
@@ -89,7 +89,7 @@ first stage, for the worst of all curves."""
 
 
 def _digits(report: Report, amount: float, what: str, allowed: float = TOLERANCE) -> str:
-    """Return how many digits agree; a difference of more than ``allowed`` is a missed target."""
+    """Return the number of digits that agree; a difference of more than ``allowed`` is a missed target."""
     report.expect(amount <= allowed, f"{what}: {amount:.1e} apart, {allowed:g} allowed")
     if amount == 0:
         return "all"
@@ -97,7 +97,7 @@ def _digits(report: Report, amount: float, what: str, allowed: float = TOLERANCE
 
 
 def _bits(report: Report, unequal: dict[str, float], what: str) -> str:
-    """Return '=' if two runs are bitwise equal, else the digits that agree."""
+    """Return '=' if two runs are bitwise equal, else the number of digits that agree."""
     if not unequal:
         return "="
     worst = max(unequal, key=lambda name: unequal[name])

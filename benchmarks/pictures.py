@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.pictures`` draws all of them.
 
-Every chart is read from a saved report, so a picture shows the figures of its report. Terminal pictures replay
-recordings, which ``--record`` makes anew. All pictures are SVG files in ``docs/images/``.
+Every chart is drawn from a saved report and shows its figures. Terminal pictures replay recordings; ``--record`` makes
+new ones. All pictures are SVG files in ``docs/images/``.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def compression(path: Path) -> None:
 
 
 def longest_sequence(path: Path) -> None:
-    """Draw the longest sequence that trains in 4 GB, by what is stored of the forward."""
+    """Draw the longest sequence that trains in 4 GB, by what forward stores."""
     found = rows("longest_sequence.md", with_columns=["kept of the forward", "longest"])
     labels = {
         "PyTorch": "PyTorch",
@@ -140,7 +140,7 @@ def loss(path: Path) -> None:
     held_out = {
         int(step): float(loss) for step, loss in re.findall(r"step +(\d+)/\d+ +held-out loss ([\d.]+)", printed)
     }
-    means = dict[float, int]()  # each printed mean stays until the next one: the first step that shows it
+    means = dict[float, int]()  # by printed mean, the first step that shows it: it is shown until the next one
     for step, mean in re.findall(r"step +(\d+)/\d+ [^\r\n]*? loss ([\d.]+) ", printed):
         means.setdefault(float(mean), int(step))
     drawing, axes = figure(3.4)

@@ -1,13 +1,13 @@
-"""Idle time of pipelines by schedule, and the cost of blocks for a stage that runs none of them.
+"""Idle time of pipelines by schedule, and the cost of off-stage blocks.
 
     python -m benchmarks.pipeline            # 2 and 4 ranks, about ten minutes
     python -m benchmarks.pipeline --quick    # short sleeps, few shapes, once: no targets
     python -m benchmarks.pipeline --save     # into benchmarks/results/pipeline.md
 
-Stages sleep instead of computing, so that more of them than the machine has cores can work at the same time. Each
-schedule runs with short and with long sleeps. The time that the batch gains consists of its sleeps and its bubble,
-because everything else takes as long as before. It ends with status 1 if a stage idles over 5 % more or less than its
-simulated schedule, or an off-stage block takes more than 30 microseconds of a micro-batch.
+Stages sleep instead of computing, so that more stages than the machine has cores can work at the same time. Each
+schedule runs with short and with long sleeps. The additional time of the batch with long sleeps consists of sleeps and
+bubble, because everything else takes the same time. It ends with status 1 if a stage idles over 5 % more or less than
+in its simulated schedule, or if an off-stage block takes more than 30 microseconds of a micro-batch.
 """
 
 import gc
@@ -39,17 +39,23 @@ from partita.train.decoder import Decoder, DecoderShape
 TIMEOUT_S = 600
 TOLERANCE, MOST_US = 0.05, 30.0
 IDLE, OFF_STAGE = "idle", "off_stage"  # for --only
-# What `naps` returns.
+# The result of `naps`.
 _Napped = tuple[float, float, float, float]
-# Name and stages of a rank.
+# (name of the schedule, stages per rank)
 ORDERS = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 LENGTH, VOCAB, WIDTH = 16, 64, 32
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the measurement. ``forward_s``: of all stages of a rank, for one micro-batch, short and long; backward
-    takes twice as long, half of it for the weights. ``depths``: numbers of off-stage blocks.
+    """Sizes of the measurement.
+
+    Attributes:
+        forward_s: short and long sleep of all stages of a rank in the forward of a micro-batch; backward takes twice as
+            long, half of it for the weights.
+        micros: numbers of micro-batches.
+        depths: numbers of off-stage blocks.
+        num_measured: micro-batches over which the cost of off-stage blocks is measured.
     """
 
     forward_s: tuple[float, float] = (0.1, 0.4)
@@ -66,10 +72,12 @@ QUICK = Size(forward_s=(0.004, 0.008), micros=(4,), depths=(4, 8), num_measured=
 
 @dataclass
 class Clock:
-    """The sleep of this rank: seconds in total, the beginning of the first sleep, and the end of the last one, by the
-    machine's clock.
+    """The sleeps of this rank.
 
-    ``awake``: do not sleep.
+    Attributes:
+        awake: if True, do not sleep.
+        slept: seconds of all sleeps.
+        first, last: the beginning of the first sleep and the end of the last one, on the machine's monotonic clock.
     """
 
     awake: bool = True
@@ -101,7 +109,7 @@ class _Nap(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A block that sleeps equally long in forward, for the gradient of its input, and for that of its weight."""
+    """A block that sleeps equally long in forward, for its input's gradient, and for its weight's gradient."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
@@ -114,8 +122,8 @@ class Sleeping(nn.Module):
 
 
 def naps(order: str, chunks: int, micros: int, forward_s: float) -> _Napped:
-    """Return, for a batch, the seconds that the stages of this rank sleep, the times at which their sleeps begin and
-    end, and the seconds of the complete batch.
+    """Train a batch; return the seconds that this rank's stages sleep, the times at which their first sleep begins and
+    their last one ends, and the seconds of the complete batch.
     """
     clock, ranks = Clock(), dist.get_world_size()
     model = nn.Sequential(*(Sleeping(clock, forward_s / chunks) for _ in range(ranks * chunks)))
@@ -126,9 +134,9 @@ def naps(order: str, chunks: int, micros: int, forward_s: float) -> _Napped:
     }
     batches = [torch.randn(2, 4)] * micros
     with partita.initialize(model, config, loss_fn=lambda output, _: output.square().mean()) as engine:
-        for _ in range(2):  # shapes are exchanged, samples compared
+        for _ in range(2):  # the first batches also exchange shapes and compare samples
             engine.train_batch(batches)
-        gc.collect()  # otherwise a rank collects during the batch, for 140 ms
+        gc.collect()  # otherwise garbage is collected during the batch, which takes 140 ms
         dist.barrier()
         clock.awake, begin = False, time.monotonic()
         engine.train_batch(batches)
@@ -139,7 +147,7 @@ def naps(order: str, chunks: int, micros: int, forward_s: float) -> _Napped:
 
 
 def llama(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """Return a model of transformers, its last block, and a batch."""
+    """Return a model of transformers, the name of its last block, and a batch."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_attention_heads": 2, "vocab_size": VOCAB}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_blocks, **sizes))
     tokens = torch.randint(VOCAB, (2, LENGTH))
@@ -148,7 +156,7 @@ def llama(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
 
 
 def decoder(num_blocks: int) -> tuple[nn.Module, str, dict[str, Tensor]]:
-    """Return partita's own decoder, likewise."""
+    """Return partita's own decoder, the name of its last block, and a batch."""
     model = Decoder(DecoderShape(num_blocks, WIDTH, heads=2, kv_heads=2, ffn_width=WIDTH, vocab=VOCAB))
     tokens = torch.randint(VOCAB, (2, LENGTH))
     return model, f"blocks.{num_blocks - 1}", {"tokens": tokens, "targets": tokens}
@@ -158,8 +166,8 @@ MODELS = {"LlamaForCausalLM of transformers": llama, "partita's Decoder": decode
 
 
 def until_received(model: str, num_off_stage: int, size: Size) -> float:
-    """Return the seconds from the beginning of the last stage's forward, which runs one block, until it waits for the
-    input of that block: the median over micro-batches.
+    """Return the seconds from the beginning of the last stage's forward until it waits for the input of its only block,
+    as the median over micro-batches.
     """
     module, last, batch = MODELS[model](num_off_stage + 1)
     config = {"parallel": {"pipeline": 2, "cut": [last]}, "batch": {"micro": 2, "accumulate": size.num_measured}}
@@ -194,7 +202,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """Call ``work`` with each of the arguments on so many processes; return the results, by call and rank."""
+    """Call ``work`` with each tuple of arguments on ``num_ranks`` processes; return the results by call and rank."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -294,8 +302,13 @@ def _idle(report: Report, options: Namespace, size: Size) -> Iterator[list[str]]
 
 @dataclass(frozen=True)
 class Idle:
-    """Shares of the time that longer sleeps add to a batch, by rank; seconds that do not depend on the sleeps; the mean
-    share of the batch with long sleeps; and seconds outside of its time.
+    """Idle time of a schedule.
+
+    Attributes:
+        shares: for each rank, the idle share of the time that longer sleeps add to a batch.
+        beside_s: seconds of a batch that do not depend on the sleeps.
+        as_it_is: the mean idle share of the batch with long sleeps.
+        around_s: seconds before the first sleep and after the last one.
     """
 
     shares: tuple[float, ...]
@@ -313,7 +326,7 @@ class Idle:
 
 
 def _spans(by_rank: Sequence[_Napped]) -> tuple[tuple[float, ...], float, float]:
-    """Return the seconds that each rank slept, those between the first and last sleep, and those before and after."""
+    """Return each rank's seconds of sleep, the seconds from the first to the last sleep, and those before and after."""
     slept, first, last, whole = zip(*by_rank, strict=True)
     lasted = max(last) - min(first)
     return slept, lasted, max(whole) - lasted

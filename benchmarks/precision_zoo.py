@@ -1,6 +1,6 @@
 """Compare gradients in 16 bits with those of fp32, for small models of many fields, under autocast and the engine.
 
-    python -m benchmarks.precision_zoo            # every model, in each mode: some minutes
+    python -m benchmarks.precision_zoo            # every model in each mode: a few minutes
     python -m benchmarks.precision_zoo --quick    # every 20th model
     python -m benchmarks.precision_zoo --save     # into benchmarks/results/precision_zoo.md
 

@@ -1,18 +1,19 @@
 """Bytes and seconds of a step, predicted and measured, over models x stages x offload x precision x ranks x axes.
 
-    python -m benchmarks.predicted --only bytes --seconds 280     # as many cases as fit; again for the others
+    python -m benchmarks.predicted --only bytes --seconds 280     # as many cases as fit; repeat it for the others
     python -m benchmarks.predicted --only time --seconds 280      # on an idle machine
     python -m benchmarks.predicted --only report --save           # the table, into benchmarks/results/predicted.md
-    python -m benchmarks.predicted --quick                        # four cases, a table, nothing kept
+    python -m benchmarks.predicted --quick                        # four cases, a table, nothing stored
 
 Results are stored in `benchmarks/results/predicted.json`, case by case, and are not measured again.
 
-Bytes by state and bytes sent must equal the plan and the simulation exactly. A peak is the sum of the ledger's (states
-and buffers of the engine, each kind at its peak) and of the peak of torch's CPU allocator outside the ledger in a step,
-as torch's profiler reports every allocation: memory of autograd and operators, temporaries within kernels included. It
-is not resident memory, which excludes pages that were never touched and includes holes in malloc's heap. Simulated
-peaks are those of the real engine on tensors without values (`partita simulate`); planned ones (`partita plan`) are
-computed without the engine. Seconds are the plan's on this machine as `partita machine` measures it.
+Bytes by state and bytes sent must equal the plan and the simulation exactly. A peak is the sum of two peaks: that of
+the ledger (states and buffers of the engine, each kind at its peak), and that of torch's CPU allocator outside the
+ledger in a step, from the allocations that torch's profiler reports (memory of autograd and operators, temporaries
+within kernels included). It is not resident memory, which excludes pages that were never touched and includes holes in
+malloc's heap. Simulated peaks are from the real engine on tensors without values (`partita simulate`); planned peaks
+(`partita plan`) are computed without the engine. Predicted seconds are the plan's for this machine, as measured by
+`partita machine`.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def _missing(listed: Sequence[Case], kept: Kept, what: str) -> list[Case]:
 
 
 def _keep(kept: Kept) -> None:
-    """Add the results to the file, which another run may have changed in the meantime."""
+    """Merge the results into the file, which another run may have changed in the meantime."""
     there: Kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     kept = {name: there.get(name, {}) | kept.get(name, {}) for name in {*there, *kept}}
     lines = (f"{json.dumps(name)}: {json.dumps(found, sort_keys=True)}" for name, found in sorted(kept.items()))
@@ -100,9 +101,7 @@ def _keep(kept: Kept) -> None:
 
 
 def predicted(case: Case) -> dict[str, Any]:
-    """Return each rank's figures from the simulation and the closed forms; ``planned_peak`` is of the rank that holds
-    most.
-    """
+    """Return each rank's figures from the simulation and the closed forms, and the largest planned peak of a rank."""
     source = read_source(case.model)
     simulated_model = SimulatedModel(
         lambda: read_source(case.model).model, lambda samples: source.batch(samples, accelerator.SIMULATED)
@@ -136,7 +135,7 @@ def _plain(rank: RankReport) -> dict[str, Any]:
 
 
 def _run(listed: Sequence[Case], what: str, deadline: float) -> Iterator[tuple[str, Any]]:
-    """Measure as many cases as the time allows, a few at a time, on processes that run one case after the other."""
+    """Measure as many cases as the time allows; each set of processes runs a few cases, one after the other."""
     for num_ranks in sorted({case.ranks for case in listed}):
         of_ranks = [case for case in listed if case.ranks == num_ranks]
         for at in range(0, len(of_ranks), TOGETHER):
@@ -147,7 +146,7 @@ def _run(listed: Sequence[Case], what: str, deadline: float) -> Iterator[tuple[s
 
 
 def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (case, the measurements of each rank): seconds of so many steps, or bytes if that is 0."""
+    """Yield (case, measurements of each rank): the seconds of ``num_steps`` steps, or bytes if it is 0."""
     num_ranks = listed[0].ranks
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as listener:
@@ -184,7 +183,7 @@ def measured(listed: Sequence[Case], num_steps: int) -> Iterator[tuple[str, list
 
 
 def machine_of(num_ranks: int) -> Machine:
-    """Return the measurement of this machine with so many ranks, measured once and stored."""
+    """Return the measurement of this machine with ``num_ranks`` ranks; measure and store it if there is none."""
     path = RESULTS / f"machine-{num_ranks}.yaml"
     if not path.exists():
         write_machine(measure_machine(num_ranks, path.stem), path)

@@ -38,7 +38,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     TORCHS_OFFLOAD: {},
 }
 MODES = tuple(SETTINGS)
-# Targets in units of the step without recomputation: one more forward pass in three, except head and update.
+# Targets in units of the step without recomputation: forward and backward cost three forward passes, and recomputation
+# adds one, except for head and update.
 TARGETS = {"units": 1.36, "selective": 1.36}
 
 
@@ -98,7 +99,7 @@ def _rows(report: Report, work: Work, num_reps: int, targets: dict[str, float]) 
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for rep, mode in in_turn(MODES, num_reps + 1):
         step_s = trained[mode].step_s(rep)
-        if rep:  # the first one warms up
+        if rep:  # the first repetition is a warm-up
             times[mode].append(step_s)
     kept = {mode: one.kept_bytes() for mode, one in trained.items()}
     for mode in MODES:

@@ -1,6 +1,6 @@
 """Comparison of two checkouts: they must compute the same bits, send the same messages and write the same files.
 
-    python -m benchmarks.same_bits BEFORE AFTER           # the interpreters of the two, each with its partita installed
+    python -m benchmarks.same_bits BEFORE AFTER           # two Python interpreters, each with its partita installed
     python -m benchmarks.same_bits BEFORE AFTER --quick   # one model, few plans, 1 and 2 ranks
     python -m benchmarks.same_bits BEFORE AFTER --save    # everything, into benchmarks/results/same_bits.md
     python -m benchmarks.same_bits BEFORE AFTER --ranks 2 # every model and plan, on 2 ranks
@@ -68,7 +68,7 @@ def _rows(report: Report, options: argparse.Namespace, world: int, cases: Sequen
 
 
 def _pairs(found: Any, expected: Any, where: str) -> Iterator[tuple[str, object, object]]:
-    """Yield (where, one, other) for every leaf of two nested results; a key that one of them lacks is a leaf."""
+    """Yield (path, found, expected) for every leaf of two nested results; a key that is missing in one is a leaf."""
     if not (isinstance(found, Mapping) and isinstance(expected, Mapping)):
         yield where, found, expected
         return

@@ -1,6 +1,6 @@
 """Comparison of two checkouts: time of a step, a save and a load, and memory.
 
-    python -m benchmarks.same_speed BEFORE AFTER          # the interpreters of the two, each with its partita installed
+    python -m benchmarks.same_speed BEFORE AFTER          # two Python interpreters, each with its partita installed
     python -m benchmarks.same_speed BEFORE AFTER --quick  # a small model, one plan: no targets
     python -m benchmarks.same_speed BEFORE AFTER --save   # into benchmarks/results/same_speed.md
 

@@ -28,7 +28,7 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (512, 1024)
 HEADS, WIDTH, WINDOW = 2, 64, 1024
 DENSE = "dense"
-# Targets of this mode: its speed-up divided by how many times fewer pairs it computes, and its speed-up over dense.
+# The mode with targets, the target of its speed-up divided by the reduction of pairs, and that of its speed-up.
 CHOSEN, SHARE_TARGET, SPEED_TARGET = "longformer, blocks of 256", 0.7, 6.0
 
 
@@ -80,7 +80,7 @@ def _rows(
         times: dict[str, list[float]] = {name: [] for name in calls}
         for rep, name in in_turn(calls, num_reps + 1):
             seconds = _timed(calls[name], given, weights)
-            if rep:  # the first one warms up
+            if rep:  # the first repetition is a warm-up
                 times[name].append(seconds)
         sizes = Sizes(1, length, length)
         yield [str(length), DENSE, "", f"{statistics.median(times[DENSE]) * 1e3:.0f}", "", "", ""]

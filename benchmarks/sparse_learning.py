@@ -4,14 +4,13 @@
     python -m benchmarks.sparse_learning --short     # copies within 512 bytes, text at 512 bytes: 20 minutes
     python -m benchmarks.sparse_learning --quick     # copies within 256 bytes, text at 256, a few steps: no targets
     python -m benchmarks.sparse_learning --save      # into benchmarks/results/sparse_learning.md
-    python -m benchmarks.sparse_learning --hours 2   # in parts: what has run is kept, and begins no more after 2 hours
+    python -m benchmarks.sparse_learning --hours 2   # in parts: finished runs are stored, and none starts after 2 hours
 
 There are two tasks. For each, all patterns train the same decoder on the same samples in the same order; only the
-config differs. One task is copying: the second half of a sample repeats the first, so a model must see half a sample
-back (as the layout written for it does, which includes the blocks there; a window passes on only a few bytes per
-layer). The other is the standard library's text. It ends with status 1 if a target is missed: the share of correct
-copies, and the loss of the text. The short form has the same tasks with fewer symbols and bytes: it shows whether the
-patterns learn, not how far they see.
+config differs. One task is copying: the second half of a sample repeats the first, so a model must attend half a sample
+back. A layout written for this task includes those blocks; a window passes on only a few bytes per layer. The other
+task is the standard library's text. It ends with status 1 if a target is missed: the share of correct copies, and the
+loss of the text. The short form has shorter samples: it shows whether the patterns learn, not how far they attend.
 """
 
 import sys
@@ -40,8 +39,14 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a task: bytes per sample, samples per step, steps, the patterns' window and block, and the number of
-    copied symbols (None: text).
+    """Sizes of a task.
+
+    Attributes:
+        length: bytes per sample.
+        batch: samples per step.
+        steps: optimizer steps.
+        window, block: of the patterns.
+        symbols: the number of different symbols to copy; None for the text task.
     """
 
     length: int
@@ -64,7 +69,7 @@ class Scale:
         return {DENSE: {}, "user": {"pattern": "user", "block": self.block, "layout": self.far()}}
 
     def far(self) -> list[str]:
-        """Rows of a layout: the window, and the blocks half a sample before."""
+        """Return the rows of a layout with the window and the blocks half a sample before."""
         num, back = self.length // self.block, self.length // 2 // self.block
         near, around = self.window // self.block, (back - 1, back, back + 1)
         return ["".join("1" if 0 <= q - k <= near or q - k in around else "0" for k in range(num)) for q in range(num)]
@@ -110,7 +115,7 @@ whose most likely prediction is correct (of copies: in the second half). The los
 
 
 def copies(scale: Scale, step: int) -> Batch:
-    """Return tokens and targets [batch, length - 1], without the first half's targets. Negative steps are held out."""
+    """Return tokens and targets [batch, length - 1]; only the second half has targets. Negative steps are held out."""
     half = torch.randint(
         scale.symbols or 256, (scale.batch, scale.length // 2), generator=torch.Generator().manual_seed(step % 2**32)
     )

@@ -48,7 +48,14 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows that are written and read, rows of a block that is only read and of one that is trained on, and steps."""
+    """Sizes of the benchmark.
+
+    Attributes:
+        rows: rows of the file.
+        block: rows per block when batches are only drawn.
+        trained_block: rows per block in training.
+        steps: training steps.
+    """
 
     rows: int
     block: int
@@ -109,19 +116,19 @@ def _compared(found: dict[str, list[float]], form: str, target: str) -> tuple[fl
 
 
 def _in_fresh_process(call: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in a process of its own: a tokenizer uses one core in a fork of a process that has used it."""
+    """Call a function in a new process: a tokenizer uses only one core in a fork of a process that has used it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
 
 
 def _rate(draw: Callable[[Path, Sizes], int], folder: Path, sizes: Sizes) -> float:
-    """Return the tokens per second."""
+    """Return the tokens per second of a function that draws documents and returns their tokens."""
     started = time.perf_counter()
     return draw(folder, sizes) / (time.perf_counter() - started)
 
 
 def _draw_own(folder: Path, sizes: Sizes) -> int:
-    """Draw the training documents of a pass; return their tokens."""
+    """Draw the training documents once with partita; return the number of tokens."""
     data = DataSection(
         format="jsonl", corpus=str(folder / "rows.jsonl"), sequence=SEQUENCE, stream=sizes.block, held_out=0.001
     )
@@ -142,7 +149,7 @@ def _draw_own(folder: Path, sizes: Sizes) -> int:
 
 
 def _draw_peer(folder: Path, sizes: Sizes) -> int:
-    """Draw the documents; return their tokens."""
+    """Draw the documents once with datasets and TRL; return the number of tokens."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     rows = load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", streaming=True)
 
@@ -159,7 +166,7 @@ def _draw_peer(folder: Path, sizes: Sizes) -> int:
 
 
 def _collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Return a batch as ``partita.train.packing`` makes it: tokens, labels and positions."""
+    """Return a batch in the form of ``partita.train.packing``: tokens, labels and positions."""
     shape = (len(samples), SEQUENCE)
     batch = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "position_ids")}
     batch["labels"] = torch.full(shape, -100)
@@ -216,7 +223,7 @@ def _write_rows(path: Path, num: int) -> None:
 
 
 def _rows() -> Iterator[str]:
-    """Yield sources in parts, again and again."""
+    """Yield parts of Python's standard library, repeating it forever."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     while True:
         for file in files:
@@ -225,7 +232,7 @@ def _rows() -> Iterator[str]:
 
 
 def _write_model(folder: Path) -> None:
-    """Write a tokenizer, and the config of a Llama."""
+    """Write a tokenizer and the config of a Llama."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

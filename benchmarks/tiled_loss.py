@@ -73,7 +73,7 @@ repetitions of the time and of its ratio in the same repetition."""
 
 
 def _steps(size: Size) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """Return forward and backward of each mode."""
+    """Yield each mode, with a function that runs its forward and backward."""
     torch.manual_seed(0)
     for mode, tiled in ((WHOLE, "none"), ("tiled: auto", "auto"), ("tiled: 4MiB", "4MiB")):
         engine = partita.initialize(HeadOnly(size), {"loss": {"tiled": tiled}})
@@ -108,7 +108,7 @@ def _rows(report: Report, size: Size, num_reps: int, targets: dict[str, float]) 
     for rep, mode in in_turn(steps, num_reps + 1):
         start = time.perf_counter()
         steps[mode](rep)
-        if rep:  # the first one warms up
+        if rep:  # the first repetition is a warm-up
             times[mode].append(time.perf_counter() - start)
     for mode in steps:
         times_whole, target = ratio(times[mode], times[WHOLE]), targets.get(mode)

@@ -1,4 +1,4 @@
-"""Bytes sent in a step: counted, expected by the plan, and seen by the operating system, compared with torch's.
+"""Bytes sent in a step: as counted, as planned and as seen by the operating system, compared with torch's.
 
     python -m benchmarks.traffic            # 2 and 4 ranks
     python -m benchmarks.traffic --quick    # 2 ranks, a small model
@@ -76,12 +76,12 @@ def _rows(report: Report, world: int, work: Work, modes: tuple[str, ...]) -> Ite
 
 
 def _seen(result: Run) -> float:
-    """Return the bytes of the interface, which all ranks share: the reading of rank 0 between two barriers."""
+    """Return the bytes of the interface, which all ranks share, as read by rank 0 between two barriers."""
     return float(result.ranks[0]["interface_bytes_a_step"])
 
 
 def _run_alone(mode: str, world: int, work: Work) -> Run:
-    """Run in a private network, or in a shared one, until no other traffic occurs around a run.
+    """Run in a private network; in a shared one, repeat the run until there is no other traffic before and after it.
 
     Raises:
         RuntimeError: there was other traffic around every run.

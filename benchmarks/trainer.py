@@ -95,7 +95,7 @@ def _loading(report: Report, world: int, options: Options, quick: bool) -> Itera
             del model
             with _Watch(folder) as watch:
                 ranks = _run("load", world, Options(**(asdict(options) | {"stage": stage})), folder)
-        # Below stage 3 every rank keeps the full model: reading must not add to it.
+        # Below stage 3 every rank stores the full model: reading must not add to it.
         kept = 4 * num_params * (1 if stage == 3 else world)
         ratio = watch.peak / kept
         report.expect(quick or ratio <= MEMORY_TARGET, f"loading at stage {stage}: {ratio:.2f} x the ranks' states")
@@ -112,8 +112,10 @@ def _loading(report: Report, world: int, options: Options, quick: bool) -> Itera
 
 
 class _Watch:
-    """The private memory of the processes that have marked in a folder that they have begun, and not yet that they have
-    ended: its ``peak`` above the memory at the beginning.
+    """Watcher of the private memory of the processes that load a model.
+
+    Processes mark their beginning and end by files in a folder. ``peak`` is the maximum in between, above the memory at
+    the beginning.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,7 +151,7 @@ def _private_bytes(pid: str) -> int:
 
 
 def _run(way: str, world: int, options: Options, folder: Path) -> list[dict[str, Any]]:
-    """Return the measurements of the ranks."""
+    """Run the ranks with torchrun, and return their measurements."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command = [*launch, "-m", "benchmarks._trainer_rank", way, json.dumps(asdict(options)), str(folder)]
     own = {"OMP_NUM_THREADS": str(max(1, usable_cores() // world)), "GLOO_SOCKET_IFNAME": "lo"}

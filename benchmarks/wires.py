@@ -1,15 +1,15 @@
 """Loss with compressed communication, compared with uncompressed communication after equal steps.
 
     python -m benchmarks.wires                 # all schemes on 4 ranks, some of them longer: many hours
-    python -m benchmarks.wires --hours 2       # in parts: what has run is kept, and begins no more after 2 hours
+    python -m benchmarks.wires --hours 2       # in parts: finished runs are stored, and none starts after 2 hours
     python -m benchmarks.wires --quick         # four schemes, 60 steps: no targets
-    python -m benchmarks.wires --save          # into benchmarks/results/wires.md, with the plot beside it
+    python -m benchmarks.wires --save          # into benchmarks/results/wires.md
 
-There are two tasks, configured by the config alone: the model and text of `make train`, to its end, and a classifier of
-scikit-learn's images of digits. Every scheme gets the same samples in the same order, and the learning rate that is
-best without compression. The schemes of the targets and their controls also learn the text for 3,000 steps. Bytes are
-those that a rank sends in the complete run, warm-up and control messages included. It ends with status 1 if no scheme
-reaches a target.
+There are two tasks: the complete job of `make train`, and a classifier of scikit-learn's images of digits. The schemes
+differ only in the config. Every scheme gets the same samples in the same order, and the learning rate that is best
+without compression. The schemes of the targets and their controls also learn the text for 3,000 steps. Bytes are those
+that a rank sends in the complete run, warm-up and control messages included. It ends with status 1 if there is a target
+that no scheme reaches.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from benchmarks._finished import Finished, add_parts, in_parts
 from benchmarks._learning import Run, learn
 from benchmarks._schemes import FULL, schemes
 
-# (How many times fewer bytes than without compression, and the largest loss in units of the uncompressed one.)
+# (reduction of bytes compared with no compression, maximum loss in units of the uncompressed one)
 TARGETS = ((5.0, 1.01), (12.0, 1.02), (100.0, 1.05))
 RATES = {"text": (7.5e-4, 1.5e-3, 3e-3, 6e-3), "digits": (1e-3, 3e-3, 1e-2, 3e-2)}
-# For `make train`, and for digits.
+# Optimizer steps of `make train` and of the digits.
 STEPS = {"text": 1200, "digits": 600}
 LONGER_STEPS = 3000
 IN_LONGER = (
@@ -43,8 +43,13 @@ IN_QUICK = (FULL, "int4 both ways", "onebit_adam at stage 1, ternary after 5 %",
 
 @dataclass(frozen=True)
 class Learned:
-    """The result of a scheme on a task: ``losses`` by seed, ``above`` (its loss in units of the uncompressed one, over
-    the seeds that both have), and the megabytes that a rank sends.
+    """The result of a scheme on a task.
+
+    Attributes:
+        losses: held-out loss by seed.
+        above: the loss in units of the uncompressed one, over the seeds that both have.
+        megabytes: megabytes that a rank sends.
+        fewer: the reduction of bytes compared with no compression.
     """
 
     scheme: str
@@ -56,7 +61,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Study:
-    """All runs of one task; ``names``: the schemes."""
+    """All runs of one task with the schemes in ``names``."""
 
     task: str
     steps: int
@@ -66,14 +71,14 @@ class Study:
     finished: Finished
 
     def rates(self) -> dict[float, float]:
-        """The uncompressed loss by learning rate, of the first seed."""
+        """Return the uncompressed loss with the first seed, by learning rate."""
         runs = {lr: self._run(FULL, self.seeds[0], lr).described() for lr in RATES[self.task]}
         self.finished.complete(runs.values(), learn)
         found = {lr: self.finished.of(run) for lr, run in runs.items()}
         return {lr: one["loss"] for lr, one in found.items() if one is not None}
 
     def learned(self, lr: float) -> Iterator[Learned]:
-        """Return the result of each scheme that has run, the uncompressed one first."""
+        """Yield the result of each scheme that has run, the uncompressed one first."""
         every = [self._run(name, seed, lr) for seed in self.seeds for name in self.names]
         self.finished.complete((run.described() for run in every), learn)
         full = self._found(FULL, lr)
@@ -141,7 +146,7 @@ def _section(report: Report, title: str, study: Study) -> list[Learned]:
 
 
 def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
-    """Report the rank correlation of the schemes between two seeds of a task, and between the tasks."""
+    """Return a sentence with the rank correlations of the schemes between two seeds of a task and between the tasks."""
     of_digits = {one.scheme: one.losses for one in digits}
     both = [
         (one.losses, of_digits[one.scheme])
@@ -160,7 +165,7 @@ def _orders(text: Sequence[Learned], digits: Sequence[Learned]) -> str:
 
 
 def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Spearman's rank correlation, without ties."""
+    """Return Spearman's rank correlation of values without ties."""
     places = [[sorted(values).index(value) for value in values] for values in (first, second)]
     return statistics.correlation(*places)
 

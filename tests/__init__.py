@@ -1,1 +1,1 @@
-"""Tests of partita: a folder for each package, `features/` for several packages at once, and the `kit` that all use."""
+"""Tests of partita: one folder per package, `features/` for tests across packages, and shared helpers in `kit`."""

@@ -1,4 +1,4 @@
-"""For every test: leave no processes, threads or environment variables behind."""
+"""Pytest configuration: slow tests are marked, and a test must not leak processes, threads or environment variables."""
 
 import gc
 import os
@@ -13,25 +13,25 @@ from tests.kit import seeds
 from tests.kit.hygiene import Snapshot
 from tests.kit.ranks import own_processes
 
-# No test measures time; what is tried is random while developing, and always the same in continuous integration.
+# No deadline: a busy machine is slow. Examples are random during development, and the same in every run of CI.
 hypothesis.settings.register_profile("partita", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("partita")
 
 seeds.chosen()
 
-# torch asks for the name of each address that it connects to, 127.0.0.1 too. Where no name server answers, a test waits
-# for a second rather than five, and once.
+# torch resolves the host name of every address that it connects to, including 127.0.0.1. If no name server answers,
+# a test waits once for a second instead of five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-# Tests that take five seconds or more, by id or by function: `make test` leaves them to `make test-all`, except those
-# that are the only ones of a file or a feature.
+# Lists tests that take five seconds or more, by test id or by function. `make test` skips them and `make test-all` runs
+# them. The only tests of a file or of a feature are not listed.
 SLOW = Path(__file__).with_name("slow.txt")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that are named as slow as thorough."""
+    """Mark the tests listed in ``SLOW`` as thorough."""
     slow = set(SLOW.read_text().splitlines())
     for item in items:
         if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
@@ -39,19 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported until now stays: no collection of garbage need look at it again."""
+    """Exclude everything imported so far from garbage collection."""
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which random numbers were drawn."""
+    """Print the seed of this run."""
     seed = f"{seeds.VARIABLE}={seeds.chosen()}"
     terminalreporter.write_line(f"seed: {seeds.chosen()} ({seed} in the environment draws the same numbers again)")
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """A test that leaves child processes, non-daemon threads or environment variables behind fails."""
+    """Fail a test that leaves child processes, non-daemon threads or environment variables behind."""
     before = Snapshot.take()
     yield
     leaks = before.leaks(exempt=own_processes)
@@ -61,7 +61,10 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB of memory as a disk. (Where mounting is not permitted, the tests that replace system calls remain.)"""
+    """Mount a tmpfs of 8 MiB.
+
+    Tests with this fixture are skipped if mounting is not permitted; tests that replace system calls still run.
+    """
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]

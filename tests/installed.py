@@ -1,7 +1,7 @@
-"""What an installed wheel must do, away from the repository: python tests/installed.py
+"""Check an installed wheel outside the repository: python tests/installed.py
 
-It is imported without what takes long and is seldom needed, has its kernels, loads no second OpenMP runtime beside
-torch's, and trains a few steps.
+Importing partita imports no slow, seldom used modules. The wheel has its kernels, loads no second OpenMP runtime in
+addition to torch's, and trains a few steps.
 """
 
 import sys
@@ -15,7 +15,7 @@ from partita.kernels import native
 
 
 def openmp_runtimes() -> set[str]:
-    """The files that are mapped into this process and hold an OpenMP runtime."""
+    """Return the OpenMP runtime libraries that are mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     return {path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))}

@@ -1,4 +1,7 @@
-"""The shape of src/: layers, budgets, and what only one place may do. Each check is also shown what breaks it."""
+"""Rules for src/: layers, size limits, and operations that only one file or package may use.
+
+Each check is also tested on code that breaks it.
+"""
 
 import ast
 import re
@@ -12,7 +15,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "partita"
 
-# A file imports only from its own layer and from those before it. "" is the package root, which re-exports.
+# A file imports only from its own layer and from earlier layers. "" is the package root, which re-exports names.
 LAYERS = (
     *("errors", "table", "config", "layout", "memory", "comm", "kernels", "transforms", "sharding", "parallel"),
     *(
@@ -28,10 +31,10 @@ LAYERS = (
     ),
     *("train", "prediction", "integrations", "", "cli"),
 )
-# Without these the core works: tests/test_hidden.py.
+# The core works without these packages: tests/test_hidden.py.
 OPTIONAL = ("compression", "attention", "prediction", "integrations")
 MAX_PARAMETERS = 8
-# Of a class in these layers: past that, an object is missing.
+# Limits for classes in these layers. A class that exceeds them should be split.
 CORE = ("table", "layout", "memory", "comm", "sharding", "optim")
 MAX_ATTRIBUTES, MAX_PROPERTIES = 20, 15
 
@@ -81,7 +84,7 @@ class Source:
 
     @property
     def module(self) -> tuple[str, ...]:
-        """Its dotted name below partita, without a package's `__init__`."""
+        """The module's name below partita, as a tuple of parts, without a package's `__init__`."""
         names = PurePosixPath(self.path).with_suffix("").parts
         return names[:-1] if names[-1] == "__init__" else names
 
@@ -90,7 +93,7 @@ class Source:
         return PurePosixPath(self.path).parts[:-1]
 
     def imports(self) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, str | None, str]]:
-        """(statement, module, name taken from it or None, the local name) for each import, relative ones resolved."""
+        """Yield (statement, module, imported name or None, local name) for each import; relative ones are resolved."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -103,7 +106,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """What each imported local name stands for, as a full dotted name."""
+        """The full dotted name of each imported local name."""
         bound: dict[str, str] = {}
         for node, module, name, local in self.imports():
             if name is not None:
@@ -114,7 +117,7 @@ class Source:
         return bound
 
     def full_name(self, node: ast.expr) -> str | None:
-        """`dist.all_reduce` as `torch.distributed.all_reduce`; None for what does not begin with an imported name."""
+        """Return `torch.distributed.all_reduce` for `dist.all_reduce`; None if the first name is not imported."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id)
         if isinstance(node, ast.Attribute) and (start := self.full_name(node.value)):
@@ -126,7 +129,7 @@ class Source:
         return None
 
     def references(self) -> Iterator[tuple[ast.AST, str]]:
-        """Every full dotted name that is imported or used."""
+        """Yield every full dotted name that is imported or used, with its node."""
         for statement, module, name, _ in self.imports():
             yield statement, module if name is None else f"{module}.{name}"
         for node in ast.walk(self.tree):
@@ -153,7 +156,7 @@ def layering(source: Source) -> Iterator[str]:
 
 
 def optional_packages(source: Source) -> Iterator[str]:
-    """What may be absent is imported by itself, by other such packages, and from the root and the command line."""
+    """Only the optional packages themselves, the package root and the command line import optional packages."""
     own = source.module[0] if source.module else ""
     if own in (*OPTIONAL, "", "cli"):
         return
@@ -175,13 +178,14 @@ def parameter_budget(source: Source) -> Iterator[str]:
         if in_class and named and named[0].arg in ("self", "cls"):
             named = named[1:]
         count = len(named) + sum(rest is not None for rest in (arguments.vararg, arguments.kwarg))
-        is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)  # takes pointers and numbers
+        # Triton kernels take pointers and sizes one by one.
+        is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
         if count > MAX_PARAMETERS and not is_kernel:
             yield source.at(node, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}")
 
 
 def one_attribute_a_line(source: Source) -> Iterator[str]:
-    """Swaps, whose values read the targets, are no packing."""
+    """One statement assigns at most one attribute. Swaps, whose values read the targets, are allowed."""
     for node in ast.walk(source.tree):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
             continue
@@ -218,7 +222,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
-    """Each function, and whether it stands directly in a class."""
+    """Yield each function, and True if it is defined directly in a class."""
     for parent in ast.walk(tree):
         for node in ast.iter_child_nodes(parent):
             if isinstance(node, Function):
@@ -289,7 +293,7 @@ def devices_known_in_one_file(source: Source) -> Iterator[str]:
 
 
 def _is_device_type(node: ast.expr) -> bool:
-    """`device.type`, of whatever is called a device, and of a tensor's."""
+    """Return True for `X.type` and `Y.X.type` if the name X ends with "device"."""
     match node:
         case ast.Attribute(ast.Name(name), "type") | ast.Attribute(ast.Attribute(_, name), "type"):
             return name.endswith("device")
@@ -297,12 +301,12 @@ def _is_device_type(node: ast.expr) -> bool:
 
 
 def _is_meta(node: ast.expr) -> bool:
-    """Where nothing has values, which is no device of a machine."""
+    """Return True for the constant "meta", which is not a device of a machine."""
     return isinstance(node, ast.Constant) and node.value == "meta"
 
 
 def tensors_are_no_default_s(source: Source) -> Iterator[str]:
-    """What torch.set_default_device and set_default_dtype say is the user's model's."""
+    """New tensors name a device and a dtype: torch.set_default_device and set_default_dtype belong to the user."""
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call) or (full := source.full_name(node.func)) not in FACTORIES:
             continue
@@ -314,7 +318,7 @@ def tensors_are_no_default_s(source: Source) -> Iterator[str]:
 
 
 def modules_changed_in_one_package(source: Source) -> Iterator[str]:
-    """Wrappers of forwards and calls are put on, suspended and undone by one mechanism."""
+    """Only the transforms package replaces a module's forward or call, so that one mechanism can undo all wrappers."""
     if source.is_one_of(TRANSFORMS):
         return
     for node in ast.walk(source.tree):
@@ -344,14 +348,14 @@ OPENERS = re.compile(r"(What|Whether|Of|Where|That|Who|Whose|Which|How|Until)\b"
 
 
 def docstring_opener(source: Source) -> Iterator[str]:
-    """Docstrings say what a thing is or does: a noun phrase, or an imperative."""
+    """Docstrings open with a noun phrase or an imperative, not with a question word."""
     for node in ast.walk(source.tree):
         has_docstring = isinstance(node, ast.Module | ast.ClassDef | Function)
         if has_docstring and (found := OPENERS.match(ast.get_docstring(node) or "")):
             yield source.at(node, f"a docstring opens with '{found.group()}'")
 
 
-# Words of an earlier dialect, for which the field has names of its own.
+# Project-specific words for which the field has established names.
 PRIVATE_WORDS = frozenset(
     """
     absent admission adopt adopts agreement alike apart aside attend attendance away beside bring coded collected
@@ -371,7 +375,7 @@ WORDS_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 def private_words(source: Source) -> Iterator[str]:
-    """Modules, classes, functions and parameters are named in words of PyTorch and of the papers."""
+    """Names of modules, classes, functions and parameters use the words of PyTorch and of the papers."""
     names: list[tuple[ast.AST, str]] = [(source.tree, name) for name in source.module]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ClassDef | Function):
@@ -407,7 +411,7 @@ CHECKS: tuple[Check, ...] = (
 
 @cache
 def sources() -> list[Source]:
-    """Each is parsed once."""
+    """Return all files of the package; the cache lets each be parsed once."""
     paths = sorted(SOURCE.rglob("*.py"))
     assert paths, f"no sources in {SOURCE}"
     return [Source(path.relative_to(SOURCE).as_posix(), path.read_text()) for path in paths]

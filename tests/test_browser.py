@@ -1,5 +1,6 @@
-"""The documentation's site in a real browser, as on a phone and on a desk: pages fit, pictures load, links resolve, and
-the search finds what people look for. The browser reaches nothing but the site.
+"""Tests of the documentation site in a real browser, at the width of a phone and of a laptop.
+
+Pages fit, pictures load, links resolve, and the search finds the expected pages. The browser can reach only the site.
 """
 
 import os
@@ -36,7 +37,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
-# The pages that explain what people search for.
+# The page that each search must find.
 SEARCHES = {
     "limitations": "limitations/",
     "EMA": "howto/evaluation/",
@@ -83,14 +84,14 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @dataclass(frozen=True)
 class Site:
-    """The folder of a site, and the address at which it is served."""
+    """A built site's folder and the address at which it is served."""
 
     folder: Path
     address: str
 
     @property
     def pages(self) -> list[str]:
-        """The paths of all pages; that of the home is empty."""
+        """The paths of all pages; the home page's path is empty."""
         found = (path.parent.relative_to(self.folder).as_posix() for path in self.folder.rglob("index.html"))
         return sorted("" if path == "." else f"{path}/" for path in found)
 
@@ -134,13 +135,13 @@ def resize(driver: Chrome, width: int) -> None:
 
 
 def too_wide(driver: Chrome, width: int) -> list[str]:
-    """Return what is wider than a window of this width, or nothing."""
+    """Return the elements that do not fit into a window of this width."""
     resize(driver, width)
     return list(driver.execute_script(WIDER))
 
 
 def problems_of(address: str, seen: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield what is wrong with what the browser saw, page by page."""
+    """Yield the problems of each page, from the browser's findings."""
     for page, found in seen.items():
         if not found["title"]:
             yield f"{page}: no title"
@@ -165,10 +166,10 @@ def _problems_of_link(address: str, link: str, seen: dict[str, dict[str, Any]]) 
         yield f"{link} is no place on that page"
 
 
-@pytest.mark.timeout(600)  # with the build of the site, on a busy machine
+@pytest.mark.timeout(600)  # includes building the site on a busy machine
 def test_every_page_fits_its_pictures_load_and_its_links_resolve(tmp_path_factory: pytest.TempPathFactory) -> None:
     with opened() as driver, served(built_site(tmp_path_factory)) as site:
-        # Reading the index of the search takes longer than opening the page, on every page.
+        # The search index is blocked: on every page, reading it would take longer than opening the page.
         driver.execute_cdp_cmd("Network.enable", {})
         driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/search_index.json"]})
         seen, wide = dict[str, dict[str, Any]](), list[str]()
@@ -196,9 +197,9 @@ return [...document.querySelectorAll(".md-search-result__item > a.md-search-resu
 
 
 def results(driver: Chrome, query: str) -> list[str]:
-    """Return the paths of the pages that the site's search finds, best first."""
+    """Return the paths of the pages that the site's search finds, best match first."""
     driver.execute_script(ASK, query)
-    # Each link repeats the words that its page contains: earlier results, of another query, lack the last word.
+    # Each link lists the query's words that its page contains: results of an earlier query lack the last word.
     last = query.lower().split()[-1]
     links = WebDriverWait(driver, 20).until(lambda _: _links_with(driver, last), f"nothing is found for {query}")
     return list(dict.fromkeys(urlsplit(link).path.removeprefix("/") for link in links))
@@ -238,7 +239,7 @@ def test_readers_choose_light_or_dark(tmp_path_factory: pytest.TempPathFactory) 
         assert {before, driver.execute_script(scheme)} == {"default", "slate"}
 
 
-# --------------------------------------------------------------------------------------------- and the checks can fail
+# ------------------------------------------------------------------------------------------------- tests of the checks
 
 BROKEN = """<!doctype html><title>broken</title><article>
 <p style="width: 500px">wide</p>

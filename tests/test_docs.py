@@ -1,5 +1,6 @@
-"""What documents, docstrings and messages name exists: files, names, config keys, commands. Each check is also shown
-what breaks it.
+"""Checks that files, names, config keys and commands exist if documents, docstrings or messages mention them.
+
+Each check is also tested on text that breaks it.
 """
 
 import ast
@@ -32,7 +33,8 @@ DOCUMENTS = (
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 )
 
-# What a run or a build leaves, what stands for others in examples, what is built, and what is another project's.
+# Names that need not exist in the repository: files of a run or a build, placeholders in examples, the compiled
+# extension, and names of other projects.
 OF_A_RUN = re.compile(
     r"(runs|folder|model|build|zero|checkpoints|weights)/.*|\w+\.(safetensors|json|jsonl|yaml|png|txt|pt|bin)"
 )
@@ -51,11 +53,11 @@ KEY_AND_VALUE = re.compile(r"([a-z_][\w.]*): (\S.*)")
 VARIABLE = re.compile(r"([A-Z][A-Z0-9_]+)(=\S*)?")
 SPAN = re.compile(r"(?<!`)(?::\w+:)?(`{1,2})(?!`)(.+?)\1(?!`)", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)(?: [^\n]*)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-WRITTEN = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)  # files that a reader of the page writes
+WRITTEN = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)  # files that the page tells its reader to write
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-# ---------------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------------------ names that exist
 
 
 @cache
@@ -75,7 +77,7 @@ def engine_names() -> frozenset[str]:
 
 @cache
 def known_words() -> frozenset[str]:
-    """Identifiers and names of files, and the words in strings (but of docstrings, and of tests)."""
+    """Return identifiers, file names, and the words of strings other than docstrings and strings in tests."""
     words = FOREIGN | PLACEHOLDERS
     for folder in ("src", "benchmarks", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -100,7 +102,7 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Those that stand for something: statements of nothing but a string are docstrings."""
+    """Yield string literals, except those that are statements of their own (docstrings)."""
     apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
@@ -111,7 +113,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 def unknown_in(span: str, folder: Path = ROOT) -> Iterator[str]:
-    """What a span of code in a text names that is not there; ``folder`` is that of the text."""
+    """Yield the names in a code span that do not exist; ``folder`` is the folder of the text with the span."""
     if OF_A_RUN.fullmatch(span) or span in PLACEHOLDERS | FOREIGN:
         return
     first = span.split()[0] if span.split() else ""
@@ -151,7 +153,7 @@ def _unknown_cli(text: str, words: list[str]) -> Iterator[str]:
     command = typer.main.get_command(app)
     for word in words:
         if command.name == "run" and (word == "-m" or word.endswith(".py")):
-            return  # what follows is the script's
+            return  # the remaining words are the script's arguments
         subcommands = getattr(command, "commands", {})
         if word.strip("[").startswith("--"):
             if word.strip("[]") not in [option for param in command.params for option in param.opts]:
@@ -178,7 +180,7 @@ def unknown_path(text: str, folder: Path) -> Iterator[str]:
 
 
 def unknown_setting(key: str, value: str) -> Iterator[str]:
-    """A key of the configuration or of a job with a value, as YAML has it."""
+    """Yield a problem if a key of the configuration or of a job does not exist or rejects this YAML value."""
     paths = [path for path in keys(Job) if f".{path}".endswith(f".{key}")]
     if not paths and key not in PLACEHOLDERS:
         yield f"{key}: there is no such key"
@@ -198,8 +200,10 @@ def _is_accepted(path: str, value: str) -> bool:
 
 
 def unknown_code(text: str) -> Iterator[str]:
-    """Names in a piece of Python: whole dotted ones from partita, torch, the engine and the configuration; of others
-    each word. What stands for an argument may have any name.
+    """Yield the unknown names in a piece of Python.
+
+    Dotted names of partita, torch, the engine and the configuration are checked as a unit, other names word by word.
+    Positional arguments may have any name.
     """
     try:
         tree = ast.parse(f"{text} pass" if text.endswith(":") else text.removeprefix("."))
@@ -244,7 +248,10 @@ def unknown_import(dotted: str) -> Iterator[str]:
 
 
 def wrong_block(language: str, text: str) -> Iterator[str]:
-    """What is wrong with a block of code: Python and YAML are whole, and name what there is; so do commands."""
+    """Yield the problems of a code block.
+
+    Python must parse and YAML must be a valid configuration; the names and commands in a block must exist.
+    """
     if language == "python":
         try:
             tree = ast.parse(text)
@@ -301,7 +308,7 @@ def wrong_in_docstrings(source: str) -> Iterator[str]:
 
 
 def wrong_in_messages(source: str) -> Iterator[str]:
-    """Names from partita, of the engine and config keys in sentences that are no docstrings."""
+    """Yield unknown names of partita and of the engine, and unknown config keys, in string literals with spaces."""
     roots = "|".join(["partita", "engine", *sections()])
     dotted = re.compile(rf"(?<![\w./])((?:{roots})(?:\.[a-z_]+)+)\b(\(?)(?![*\[{{])")
     for text in strings(ast.parse(source)):
@@ -310,7 +317,7 @@ def wrong_in_messages(source: str) -> Iterator[str]:
                 yield from unknown_name(name, is_called=bool(call))
 
 
-# -------------------------------------------------------------------------------------------------------- they hold
+# ---------------------------------------------------------------------------------------- the repository passes them
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -350,7 +357,7 @@ def test_the_layers_listed_are_those_that_are_held() -> None:
     assert layers_listed((ROOT / "CONTRIBUTING.md").read_text()) == list(LAYERS)
 
 
-# ------------------------------------------------------------------------------------------------- and they can fail
+# --------------------------------------------------------------------------------------------- tests of the checks
 
 BAD = [
     "`tests/golden`",
@@ -432,7 +439,7 @@ def test_docstrings_are_read() -> None:
 def test_messages_are_read() -> None:
     wrong = ["make one with partita.load_config", "set zero.stages to 3", "call engine.trains() first"]
     right = ["partita.random", "set zero.stage to 3", "call model.parameters() first", "in 'model.safetensors' or none"]
-    assert [len(list(wrong_in_messages(repr(text)))) for text in wrong + right] == [0] * 7  # docstrings are apart
+    assert [len(list(wrong_in_messages(repr(text)))) for text in wrong + right] == [0] * 7  # docstrings are skipped
     assert [len(list(wrong_in_messages(f"x = {text!r}"))) for text in wrong + right] == [1, 1, 1, 0, 0, 0, 0]
 
 

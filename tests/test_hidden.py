@@ -1,4 +1,4 @@
-"""The core without its optional packages: its tests pass, and keys that need a package are refused by name."""
+"""Tests of the core without its optional packages: its tests pass, and config keys that need a package are rejected."""
 
 import importlib.util
 import os
@@ -14,12 +14,12 @@ from tests.test_architecture import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/sharding/test_gathering.py", "tests/features/test_parity.py", "tests/optim/test_updaters.py")
-# Python imports it at the start. An editable install would find the hidden packages where they were.
+# A `sitecustomize` that Python imports at startup. Import hooks of an editable install would find the hidden packages.
 START = """\
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if "ditable" not in repr(each) and "Redirecting" not in repr(each)]
 """
-# Collected with the tests: pytest, too, would find the packages where they were.
+# Runs with the tests to prove that pytest's own settings of the import path do not bring the packages back.
 HIDDEN = """\
 import importlib.util
 
@@ -43,7 +43,7 @@ for config, needed in (
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process in which the optional packages are not there."""
+    """Return environment variables for a process that cannot import the optional packages."""
     core = tmp_path_factory.mktemp("core")
     shutil.copytree(ROOT / "src" / "partita", core / "partita", ignore=shutil.ignore_patterns("__pycache__"))
     if (kernels := importlib.util.find_spec("partita.kernels._native")) is not None and kernels.origin is not None:
@@ -68,7 +68,7 @@ def test_keys_of_a_hidden_package_are_refused(environment: dict[str, str]) -> No
 
 @pytest.mark.parametrize("tests", sampled(TESTS, TESTS[1]))
 def test_the_core_passes_its_tests(environment: dict[str, str], tests: str) -> None:
-    """Among them the parity of all stages with plain PyTorch."""
+    """Tests of the core pass without the optional packages, including parity of all stages with plain PyTorch."""
     core = environment["PYTHONPATH"].split(os.pathsep)[0]
     options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-c", "pyproject.toml", "--rootdir", str(ROOT))
     assert " passed" in run(environment, "-m", "pytest", *options, tests, f"{core}/test_hidden_here.py")

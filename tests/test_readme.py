@@ -23,7 +23,7 @@ INLINE = re.findall(
 COMMANDS = [
     line.partition("#")[0].strip() for language, block in BLOCKS if not language for line in block.splitlines() if line
 ] + INLINE
-# Where each command of the README runs: a file and a text in it that runs the command (benchmarks: below).
+# A file in which each command of the README is run, and the text there that runs it. Benchmarks have their own test.
 RUN_BY = {
     "make train": (".ci/run", "make train"),
     "make test": (".ci/run", "make test"),

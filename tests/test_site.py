@@ -1,5 +1,5 @@
-"""The documentation's site: it builds without a warning and without a network, fetches nothing when it is read, and has
-what its sources have.
+"""Tests of the documentation site: it builds without warnings and without a network, its pages fetch nothing from other
+hosts, and its reference pages agree with the source.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules next to the documentation, which mkdocs imports."""
+    """Import the modules in docs/ that mkdocs imports."""
     names = ("generated", "hooks")
     monkeypatch.syspath_prepend(ROOT / "docs")
     for name in names:
@@ -90,7 +90,7 @@ def test_the_index_by_task_is_the_home_and_leads_to_every_written_page(site: Pat
     home = page_of(site, ".")
     article = home[home.index("<article") : home.index("</article>")]
     linked = {href.split("#")[0].strip("/") for href in re.findall(r'href="([^"]+)"', article)}
-    # These are reached from results, contributing and DeepSpeed.
+    # The one page that is reached from other pages only.
     assert written_pages() - {"index"} - linked == {"deepspeed"}
     assert "architecture" in linked
 

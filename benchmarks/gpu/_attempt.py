@@ -1,6 +1,7 @@
-"""One attempt, in its own process: python -m benchmarks.gpu._attempt JOB RESULT
+"""Run one attempt in its own process: python -m benchmarks.gpu._attempt JOB RESULT
 
-RESULT gets a line for each number of tokens, and one with the reason why the attempt stopped (empty if it completed).
+A line for each number of tokens is written to RESULT, then one with the reason why the attempt stopped (empty if it
+completed).
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ from benchmarks.gpu._modes import LONG_MODES, MODES, Setting, TakeStep
 from partita.errors import PartitaError
 from partita.memory import accelerator
 
-# Texts of errors, by the resource that was exhausted.
+# Texts of errors, and the resource that was exhausted.
 SIGNS = {
     "offload to disk": "disk",
     "cannot pin": "host",
@@ -28,8 +29,9 @@ SIGNS = {
 
 
 def batch(tokens: int, length: int, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets ``[tokens / length, length]``. Small ones are more frequent, so that there is something
-    to learn.
+    """Return tokens and targets ``[tokens / length, length]``.
+
+    Small tokens are more frequent than large ones, so that there is something to learn.
     """
     generator = torch.Generator().manual_seed(step)
     rows = torch.rand(max(1, tokens // length), length + 1, generator=generator).square()

@@ -28,8 +28,9 @@ SMALL = DecoderShape(layers=2, width=64, heads=2, kv_heads=1, ffn_width=128)
 
 
 def decoder(layers: int, width: int, ffn_width: int) -> DecoderShape:
-    """Return a decoder with heads of 128 and 8 key and value heads. Its vocabulary is small, so nearly all weights are
-    in blocks.
+    """Return a decoder with heads of width 128, and 8 key and value heads.
+
+    Its vocabulary is small, so that nearly all weights are in blocks.
     """
     return DecoderShape(layers, width, width // 128, 8, ffn_width)
 
@@ -58,8 +59,15 @@ def model_flops(shape: DecoderShape, tokens: int, length: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt: a mode of :mod:`benchmarks.gpu._modes`, a decoder, and the tokens of its steps, in turn.
-    ``simulated``: on the simulated accelerator.
+    """One attempt to train.
+
+    Attributes:
+        mode: a mode of :mod:`benchmarks.gpu._modes`.
+        shape: the decoder.
+        tokens: the numbers of tokens per step to try, in order.
+        length: the maximum length of a sequence.
+        path: the folder of the disk tier.
+        simulated: use the simulated accelerator.
     """
 
     mode: str
@@ -82,7 +90,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """The outcome of an attempt. ``stopped`` is empty, or: device, host, disk, time, absent, error."""
+    """The outcome of an attempt. ``stopped`` is empty or one of: device, host, disk, time, absent, error."""
 
     stopped: str
     seconds: float
@@ -98,7 +106,7 @@ class Outcome:
 
 
 def attempt(job: Job, seconds: float, host_bytes: int) -> Outcome:
-    """Run a job in a separate process, and end it before it uses more of the host than allowed."""
+    """Run a job in a separate process, and kill it if it uses too much time or host memory."""
     begin, stopped, peak = time.monotonic(), "", 0
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         result = Path(folder, "result.jsonl")
@@ -141,7 +149,7 @@ def _resident(pid: int) -> int:
 
 
 class Clock:
-    """The remaining time of a command."""
+    """Countdown of the time that a command has."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

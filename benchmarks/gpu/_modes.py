@@ -1,7 +1,7 @@
-"""Training modes for a decoder larger than the device: each builds it and returns a function that takes a step.
+"""Training modes for a decoder larger than the device: each builds the decoder and returns a function for one step.
 
-Weights are created where they will be stored, seeded, without passing through the disk. Every block is recomputed in
-backward.
+Weights are created where they will be stored, from a seed, without passing through the disk. Every block is recomputed
+in backward.
 """
 
 import os
@@ -30,7 +30,7 @@ TakeStep = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """The device and folder of an attempt; ``path`` is that of the disk tier."""
+    """The decoder and the device of an attempt, and the folder of the disk tier (``path``)."""
 
     shape: DecoderShape
     device: torch.device
@@ -39,8 +39,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode. ``device`` and ``host``: bytes per parameter of its states there, for the search's first guess.
-    ``simulates``: it runs on the simulated accelerator, too.
+    """A training mode.
+
+    Attributes:
+        device, host, disk: bytes per parameter that its states take there, for the first guess of a search.
+        needs: a package that must be installed.
+        simulates: True if it also runs on the simulated accelerator.
+        config: settings of partita's modes.
     """
 
     start: Callable[[Setting], TakeStep]
@@ -55,7 +60,7 @@ class Mode:
 def build(
     shape: DecoderShape, device: torch.device | str, dtype: torch.dtype = torch.float32, *, recomputed: bool = True
 ) -> Decoder:
-    """Return the decoder, seeded; torch's checkpoint recomputes its blocks."""
+    """Return the decoder with seeded weights; if ``recomputed``, torch's checkpoint recomputes its blocks."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -70,7 +75,7 @@ def build(
 
 
 def plain(setting: Setting) -> TakeStep:
-    """Return plain PyTorch: fp32 weights, bf16 autocast, torch's fused AdamW."""
+    """Return a step of plain PyTorch: fp32 weights, bf16 autocast, torch's fused AdamW."""
     model = build(setting.shape, setting.device)
     step = _with_optimizer(model)
 
@@ -82,8 +87,9 @@ def plain(setting: Setting) -> TakeStep:
 
 
 def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
-    """Return ``fully_shard`` with bf16 compute on fp32 weights; with ``offload`` they are on the host
-    (``CPUOffloadPolicy``).
+    """Return a step of FSDP2 (``fully_shard``): bf16 compute, fp32 weights.
+
+    With ``offload``, weights are on the host (``CPUOffloadPolicy``).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -92,7 +98,7 @@ def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
     mesh = init_device_mesh(setting.device.type, (1,))
     model = build(setting.shape, "meta")
     policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
-    if offload and accelerator.has_streams(setting.device):  # it pins memory
+    if offload and accelerator.has_streams(setting.device):  # the policy pins memory
         policies["offload_policy"] = CPUOffloadPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **policies)
@@ -104,14 +110,14 @@ def fsdp2(setting: Setting, *, offload: bool) -> TakeStep:
 
 
 def _fill(values: Tensor, device: torch.device) -> None:
-    """Fill with random values drawn on the device, because the host takes minutes for a few billion."""
+    """Fill a tensor with random values drawn on the device, because the host takes minutes for a few billion."""
     with torch.no_grad():
         fresh = torch.empty(values.shape, device=device)
         values.copy_(fresh.normal_(std=0.02) if values.dim() > 1 else fresh.fill_(1.0))
 
 
 def deepspeed(setting: Setting, stage: int) -> TakeStep:
-    """Return ZeRO-Offload: at stage 2 optimizer states on the host, at stage 3 parameters, too."""
+    """Return a step of ZeRO-Offload: optimizer states are on the host, at stage 3 also parameters."""
     import deepspeed
 
     _one_rank(setting.device)
@@ -164,7 +170,7 @@ def partita_step(setting: Setting, offload: dict[str, str], precision: dict[str,
 
 
 def long_step(setting: Setting, kept: dict[str, Any]) -> TakeStep:
-    """Return a mode with lean states on the host; ``kept`` sets activations, loss and attention."""
+    """Return a step with lean states on the host; ``kept`` has the settings of activations, loss and attention."""
     import partita
 
     path = {"path": setting.path} if setting.path else {}

@@ -4,9 +4,9 @@
     python -m benchmarks.gpu.all speed --seconds 580 --save      # compared with plain PyTorch and FSDP2, one at a time
     python -m benchmarks.gpu.all offload --seconds 580 --save    # models beyond the card, one at a time
 
-Without a part it runs all three in turn. A script that fails or misses a target does not stop the others.
-`--logs FOLDER` keeps what each script prints. `--quick` runs each in its quick form, on the CPU if there is no GPU;
-`--simulated` on the simulated accelerator, so that every line runs where there is no GPU.
+Without a part, all three run in turn. A script that fails or misses a target does not stop the others.
+`--logs FOLDER` stores the output of each script. `--quick` runs each script in its quick form, on the CPU if there is
+no GPU; `--simulated` runs each on the simulated accelerator, so that every line runs without a GPU.
 If partita is not installed, run `make kernels PYTHON=python3` and set `PYTHONPATH=src` first.
 """
 
@@ -30,10 +30,10 @@ class Script:
     options: tuple[str, ...] = ()
     share: float = 1.0
     saves: bool = True
-    keeps_time: bool = True  # it has --seconds
+    keeps_time: bool = True  # has the option --seconds
 
     def command(self, seconds: float, *, tiny: str, save: bool) -> list[str]:
-        """Return the command. ``tiny``: the option of a tiny model, or empty."""
+        """Return the command. ``tiny`` is the option for a tiny model, or empty."""
         options = [tiny] if tiny else list(self.options)
         if self.keeps_time:
             options += ["--seconds", f"{seconds * self.share:.0f}"]
@@ -82,7 +82,7 @@ def main() -> int:
         logs = arguments.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         for part in chosen(arguments.part, list(PARTS)):
-            # Figures of speed need the card to themselves; checks do not.
+            # Measurements of speed need the GPU for themselves; checks do not.
             scripts = [one for one in PARTS[part] if not arguments.simulated or one.module.startswith("gpu.")]
             groups = [scripts] if part == "correct" and not tiny else [[one] for one in scripts]
             for group in groups:
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def run(scripts: list[Script], end: float, tiny: str, save: bool, logs: Path) -> list[str]:
-    """Run scripts side by side until ``end``, print the last lines of each, and return those that failed."""
+    """Run scripts in parallel until ``end``, print the last lines of each, and return those that failed."""
     logs.mkdir(exist_ok=True)
     running, failed = [], []
     for script in scripts:

@@ -87,7 +87,7 @@ def check_stages(device: torch.device, width: int, layers: int) -> None:
     print(f"\n| precision | {' | '.join(PLANS)} |\n|---|{'---|' * len(PLANS)}")
     for compute, tolerance in TOLERANCE.items():
         if device.type == "cpu" and compute != "fp32":
-            continue  # 16 bits are slow there
+            continue  # 16-bit arithmetic is slow on the CPU
         cells, first = [], None
         for zero in PLANS.values():
             config = {"zero": zero, "precision": {"compute": compute}, "optimizer": {"lr": 1e-3}}
@@ -106,9 +106,7 @@ def check_stages(device: torch.device, width: int, layers: int) -> None:
 
 
 def time_steps(device: torch.device, width: int, layers: int, repeats: int, length: int) -> None:
-    """Measure the milliseconds of a step (median, by events) and peak memory: plain PyTorch in bf16, then each stage
-    on one GPU.
-    """
+    """Print the time of a step (median, by events) and the peak memory of plain PyTorch and of each stage."""
     rows = tokens(device, 8, length, 0)
 
     def measure(step: Callable[[], None]) -> tuple[float, float]:
@@ -131,7 +129,7 @@ def time_steps(device: torch.device, width: int, layers: int, repeats: int, leng
 
     table = [("plain PyTorch, autocast", *measure(plain_step()))]
     for name, zero in PLANS.items():
-        gc.collect()  # the previous engine
+        gc.collect()  # frees the previous engine
         accelerator.reclaim(device)
         with partita.initialize(build(width, layers), {"zero": zero}) as engine:
 

@@ -1,7 +1,7 @@
 """The Triton kernels of updates on one GPU: python -m benchmarks.gpu.kernels --save
 
-For each form of the states: whether three updates on the device are bitwise equal to the reference on the CPU; and the
-time of AdamW compared with the bytes that it must move (each state read once and written once) and with plain torch.
+For each form of the states, three updates on the device must be bitwise equal to the reference on the CPU. The time of
+AdamW is compared with the bytes that it must move (each state read once and written once) and with plain torch.
 
 `--quick` compares only the bits, on the CPU if there is no GPU.
 """
@@ -38,7 +38,7 @@ def has_same_bits(form: str, int8: bool, num: int, device: torch.device) -> bool
 
 
 def bytes_moved(weights: Weights, moments: Moments, grad: Tensor) -> int:
-    """Return the bytes of the gradient and of all states, read and written (a parameter with a master: written)."""
+    """Return the bytes of the gradient and of all states, read and written; a parameter with a master is not read."""
     only_written = weights.param.nbytes if weights.param is not None and weights.master is not None else 0
     held = [value for state in (weights, moments) for value in vars(state).values() if value is not None]
     return grad.nbytes + 2 * sum(value.nbytes for value in held) - only_written

@@ -1,9 +1,9 @@
 """The largest decoder that trains real steps on this card and host: python -m benchmarks.gpu.largest_model --save
 
-For each mode, by bisection over the number of layers of one width. Every attempt is a separate process, which is ended
-before it exhausts the host's memory. The first guess follows from the bytes per parameter (predicted in the table), so
-that few attempts are needed. Give `--mode` and `--seconds` to fit into a short command, and `--layers` to try only one
-size.
+For each mode, the number of layers of one width is found by bisection. Every attempt is a separate process, which is
+killed before it exhausts the host's memory. The first guess follows from the bytes per parameter (predicted in the
+table), so that few attempts are needed. Give `--mode` and `--seconds` to fit into a short command, and `--layers` to
+try only one size.
 """
 
 import math
@@ -34,7 +34,8 @@ from partita.train.decoder import DecoderShape
 
 # 271 million parameters per layer.
 WIDE = decoder(1, 5120, 13824)
-# Two steps, because the second one has all states. Sequences are short, so that states decide, not activations.
+# One warm-up step and one step, because the second one has all states. Sequences are short, so that states and not
+# activations limit the size.
 TOKENS, LENGTH, STEPS = 2048, 1024, 1
 RESOLUTION = 0.05
 QUICK = ["plain PyTorch", "FSDP2, CPUOffloadPolicy", "everything on host", "lean, optimizer on disk", "lean, auto"]
@@ -43,7 +44,7 @@ DEVICE_MARGIN = 3 * 2**30
 
 @dataclass
 class Search:
-    """Bisection over layers: ``fits`` is known to train, ``fails`` not to (None: unknown)."""
+    """Bisection over the number of layers: ``fits`` is known to train, ``fails`` is known not to (None: unknown)."""
 
     mode: str
     shape: DecoderShape
@@ -92,7 +93,7 @@ class Search:
 
 
 def guess(mode: Mode, shape: DecoderShape, device: torch.device, host: int) -> int:
-    """Return the number of layers that fits according to the bytes per parameter."""
+    """Return the number of layers that should fit, from the bytes per parameter."""
     free = max(0, accelerator.free_bytes(device) - DEVICE_MARGIN)
     room = min(free / mode.device, host / mode.host if mode.host else math.inf)
     return max(1, int(room / num_params(shape)))

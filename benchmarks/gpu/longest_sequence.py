@@ -1,8 +1,9 @@
-"""The longest sequence with which a decoder of 8 billion parameters trains on this card, by what forward stores: python
--m benchmarks.gpu.longest_sequence --save
+"""The longest sequence with which a decoder of 8 billion parameters trains on this card, by what forward stores:
 
-One sample; its length doubles until memory or time runs out. The leanest states are used, on the host, so that the
-device's memory holds only activations. TFLOP/s count dense attention's arithmetic for every mode.
+    python -m benchmarks.gpu.longest_sequence --save
+
+The batch is one sample, whose length doubles until memory or time runs out. The leanest states are used, on the host,
+so that the device's memory holds only activations. TFLOP/s count dense attention's arithmetic for every mode.
 """
 
 import sys

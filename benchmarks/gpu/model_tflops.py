@@ -1,8 +1,8 @@
 """Model-TFLOP/s of decoders from 1B to 40B at 4k to 32k tokens a step: python -m benchmarks.gpu.model_tflops --save
 
-The count is 6 operations per parameter and token, and those of causal attention, without recomputation in backward (of
-every block, with torch's checkpointing, in all modes). The figure is of the best step after the first; updates that
-overlap with a forward are in the next step's time.
+The count is 6 operations per parameter and token plus those of causal attention. The recomputation of every block in
+backward (torch's checkpointing, in all modes) is not counted. The figure is of the best step after the first; updates
+that overlap with a forward are in the next step's time.
 
 Predicted floor: a step takes at least its operations at the rate of the matrix units, counted 4/3 times because of
 recomputation. With states on the host, its backward takes at least the gradients' bytes over the link, and its forward
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def of_attempt(outcome: Outcome, size: str, mode: str, base: dict[int, float]) -> Iterator[list[str]]:
-    """Yield a row for each number of tokens; ``base`` are the rates of the first mode that ran."""
+    """Yield a row for each number of tokens; ``base`` has the rates of the first mode that ran."""
     for step in outcome.steps:
         num, rate = step["tokens"], step["tflops"]
         ratio = f"{rate / base.setdefault(num, rate):.2f}"

@@ -56,7 +56,7 @@ FORMS = ("fp32", "bf16 + fp32", "split")
 
 
 def states(form: str, int8: bool, num: int, seed: int) -> tuple[Weights, Moments, Tensor]:
-    """Return random weights in a form, their moments before the first update, and a gradient."""
+    """Return random weights in the given form, their moments before the first update, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     master, grad = (torch.randn(num, generator=generator) for _ in range(2))
     weights = Weights(master=master)
@@ -82,7 +82,7 @@ def tensors(*groups: Weights | Moments) -> list[Tensor]:
 
 
 def check_kernels(report: Report, device: torch.device, num: int) -> None:
-    """Compare three updates by the definition on the device with those on the host."""
+    """Compare three updates by the reference in plain torch on the device with those by the kernels on the host."""
     report.write(f"Kernels on the host: {', '.join(native.levels()) or 'NONE'} (`make kernels` builds them).")
     report.write()
     report.expect(bool(native.levels()), "the compiled kernels are here")
@@ -112,10 +112,10 @@ def check_kernels(report: Report, device: torch.device, num: int) -> None:
 
 
 def check_copies(report: Report, device: torch.device, *, tiny: bool) -> None:
-    """Check pinned memory, its bandwidth, and how much of a copy overlaps with a matrix product.
+    """Check that host memory is pinned, measure its bandwidth, and check that copies overlap with matrix products.
 
     Args:
-        tiny: at a size at which nothing can overlap, so that it is not checked.
+        tiny: use a size at which nothing can overlap, and do not check the overlap.
     """
     if not accelerator.has_streams(device):
         report.write("Pinned memory and copies: not without a GPU.")
@@ -201,8 +201,9 @@ def train(device: torch.device, stage: int, offload: dict[str, str], precision: 
 
 
 def arithmetic(offload: dict[str, str], precision: dict[str, str], device: torch.device) -> tuple[object, ...]:
-    """Return the key that runs with bitwise equal losses have in common: the device of the update, and the kernel. The
-    form of a master does not matter.
+    """Return a key that is equal for runs that must have bitwise equal losses.
+
+    It has the precision, the device of the update, and the kernel. The form of a master does not matter.
     """
     on_host = offload["optimizer"] != "none" or device.type == "cpu"
     ours = precision["compute"] == "bf16" and (on_host or precision.get("master") == "split")
@@ -240,7 +241,7 @@ def check_tiers(report: Report, device: torch.device, quick: bool) -> None:
 
 
 def check_storages(report: Report, device: torch.device) -> None:
-    """Check the ways to free and restore storages: swapping (if this torch has it), and resizing."""
+    """Check both ways to free and restore storages: swapping (if this torch supports it) and resizing."""
     expected, offload = None, {"parameters": "host", "optimizer": "host"}
     for swap in (True, False):
         patched = (

@@ -25,7 +25,7 @@ from partita.train.decoder import Decoder, DecoderShape
 SHAPE = DecoderShape(layers=4, width=128, heads=4, kv_heads=2, ffn_width=256)
 TINY = DecoderShape(layers=2, width=32, heads=2, kv_heads=2, ffn_width=64)
 STEPS, SAMPLES, LENGTH = 4, 2, 64
-# Of a loss, compared with the CPU's.
+# Maximum relative error of a loss compared with the CPU's.
 TOLERANCE = 1e-4
 ON_HOST = {"parameters": "host", "optimizer": "host"}
 
@@ -49,13 +49,13 @@ RANKS = {
     2: DATA,
     4: {"stage 3": DATA["stage 3"], **{name: config | {"batch": {"accumulate": 2}} for name, config in AXES.items()}},
 }
-# Configs with the bits of stage 0: the same sums in the same order, and the same update.
+# Configs that are bitwise equal to stage 0: the same sums in the same order, and the same update.
 SAME_BITS = ("stage 1", "stage 2", "stage 3", "stage 3, kept")
 TIMEOUT_S = 300
 
 
 def train(config: dict[str, Any], shape: DecoderShape, device: torch.device, *, through_host: bool) -> list[float]:
-    """Return the losses of some steps, the mean of all ranks."""
+    """Return the loss of each step, as the mean over all ranks."""
     torch.manual_seed(0)
     whole = {
         **config,
@@ -77,7 +77,7 @@ def train(config: dict[str, Any], shape: DecoderShape, device: torch.device, *, 
 
 
 def run_rank(out: str, num_ranks: int, where: str, shape: DecoderShape) -> None:
-    """Train every config of this number of ranks on one of them; rank 0 writes the losses."""
+    """Train every config for this number of ranks, as one of the ranks; rank 0 writes the losses."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ["LOCAL_RANK"] = "0"  # the only device of every rank
     device = torch.device("cpu") if where == "cpu" else find_device(simulated=where == "simulated")
@@ -93,7 +93,8 @@ def losses_of(num_ranks: int, where: str, *, tiny: bool) -> dict[str, list[float
     """Train on new processes, and return the losses of each config.
 
     Raises:
-        RuntimeError: a rank failed, or the time was up; with the last output.
+        RuntimeError: a rank failed; the message has the last output.
+        subprocess.TimeoutExpired: the time was up.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "losses.json")

@@ -36,7 +36,7 @@ Span = tuple[float, float]  # microseconds
 
 
 class Watch:
-    """Spans on this process's clock, by kind."""
+    """Time spans on this process's clock, by kind."""
 
     def __init__(self) -> None:
         self.spans: dict[str, list[Span]] = {}
@@ -168,7 +168,7 @@ def save(trace: dict[str, Any], mode: str) -> Path:
 
 
 def shares(report: Report, setting: Setting, mode: str, sizes: tuple[int, int], keep: bool) -> list[list[str]]:
-    """Return a row for each kind of work that could be hidden."""
+    """Return a table row for each kind of work that can overlap with computation, and one for computation."""
     watch, trace, shift = record(setting, mode, *sizes)
     own = {kind: merged([(b + shift, e + shift) for b, e in spans]) for kind, spans in watch.spans.items()}
     for kind, spans in own.items():

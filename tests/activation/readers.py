@@ -1,4 +1,4 @@
-"""Losses that read logits [samples, positions, classes] in ways that PyTorch does not announce to a tensor's class."""
+"""Losses that read logits [samples, positions, classes] in ways of which PyTorch does not notify subclasses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class OwnLoss(torch.autograd.Function):
-    """Computes its gradient by hand, as fused losses do; PyTorch does not tell a subclass that it is read."""
+    """Loss with a hand-written gradient, like fused losses; PyTorch does not notify a subclass that it is read."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def hooked(z: Tensor, y: Tensor) -> Tensor:
 
 
 def with_penalty(z: Tensor, y: Tensor) -> Tensor:
-    """The loss, and what its gradient weighs the logits with."""
+    """Return the sum of the logits, weighted by the gradient of their loss."""
     z.retain_grad()
     loss = F.cross_entropy(z.transpose(1, 2), y)
     loss.backward(retain_graph=True)
@@ -54,7 +54,7 @@ def with_gradient(z: Tensor, y: Tensor) -> Tensor:
 
 
 def read_before(z: Tensor, y: Tensor) -> Tensor:
-    """Values that were read without gradients have none; those for a loss do."""
+    """Read the logits first without gradients, then for a loss, with gradients."""
     with torch.no_grad():
         right = z.argmax(-1) == y
     return -z.log_softmax(-1)[..., 0][~right].mean()

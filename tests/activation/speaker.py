@@ -1,4 +1,4 @@
-"""A small language model, and what plain PyTorch computes of it."""
+"""A small language model, with tokens and targets."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ VOCAB = 50
 
 
 class Speaker(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, VOCAB]."""
+    """Language model from tokens [batch, length] to logits [batch, length, VOCAB]."""
 
     def __init__(self, *, tied: bool = False, bias: bool = True) -> None:
         super().__init__()
@@ -26,13 +26,13 @@ class Speaker(nn.Module):
 
 
 def speaker(*, tied: bool = False, bias: bool = True) -> Speaker:
-    """With this run's weights."""
+    """Return a model with weights from this run's seed."""
     seeds.start()
     return Speaker(tied=tied, bias=bias)
 
 
 def tokens(number: int = 0, *shape: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, [3, 11] each (or of the given shape); some of the targets are ignored."""
+    """Return tokens and targets, [3, 11] each (or of the given shape); some of the targets are ignored."""
     generator = seeds.generator(number)
     shape = shape or (3, 11)
     targets = torch.randint(VOCAB, shape, generator=generator)

@@ -1,5 +1,5 @@
-"""Whatever is done with activations computes what is computed without: bit for bit, in tiles but for sums in
-another order; with dropout, at every stage, in every tier, on every axis.
+"""Every activation setting computes the same numbers as none, with dropout, at every stage, in every tier, on every
+axis: bit for bit, except in tiles, where sums have another order.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def courses(build: Callable[[], nn.Module], mesh: str, plan: str) -> dict[str, l
     return {way: course(build, {**fixed, **config}) for way, config in ways.items()}
 
 
-TILES = ("one", "data")  # elsewhere the loss is of split logits
+TILES = ("one", "data")  # on the other meshes, the logits are split
 
 
 @pytest.mark.thorough
@@ -58,6 +58,6 @@ def test_activations_are_exact(build: Callable[[], nn.Module], mesh: str, plan: 
     for found in on_ranks(world, courses, build, mesh, plan, timeout=400):
         for way, numbers in found.items():
             if way.startswith("tiled"):
-                assert numbers[0] == pytest.approx(found["none"][0], rel=1e-6)  # the first loss, of equal weights
+                assert numbers[0] == pytest.approx(found["none"][0], rel=1e-6)  # only the first: later weights differ
             else:
                 assert numbers == found["none"], way

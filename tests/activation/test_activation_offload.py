@@ -1,4 +1,4 @@
-"""Inputs of recomputed modules that rest on disk: the bits of those that stay, and what is in memory meanwhile."""
+"""Inputs of recomputed modules offloaded to disk: the same bits as without offload, and the memory until backward."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def _numbers(course: parity.TrainingRun) -> list[Any]:
 
 
 def run_recipes() -> None:
-    """Dropout and batch statistics, two forwards before a backward."""
+    """Check that offload changes no bits, with dropout, batch statistics, and two forwards before a backward."""
     for name, recipe in RECIPES.items():
         results = [
             train_recipe(Recipe(*recipe, config=config), {"stage": stage})
@@ -62,7 +62,7 @@ def test_dropout_statistics_and_two_forwards() -> None:
 
 
 def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
-    """Of some steps."""
+    """Train; return the losses."""
     found = []
     for step in range(num_steps):
         loss = engine(inputs(0, step)).square().mean()
@@ -73,7 +73,7 @@ def losses(engine: partita.Engine, num_steps: int = 2) -> list[float]:
 
 
 def num_rooms(engine: partita.Engine) -> tuple[int, int]:
-    """Rooms on disk, and how many of them are free."""
+    """Return the number of buffers on disk, and how many of them are free."""
     gc.collect()
     rooms = engine._parts.activations.inputs.input_memory
     free = [*rooms._free, *rooms._returned]
@@ -82,8 +82,8 @@ def num_rooms(engine: partita.Engine) -> tuple[int, int]:
 
 
 def test_the_last_inputs_stay_and_the_others_leave() -> None:
-    """first -> 8 blocks -> last: in memory are the inputs of the last blocks, of the one that is leaving, of the last
-    layer, and the output.
+    """After a forward of first -> 8 blocks -> last, memory contains the inputs of the last blocks, of the block that is
+    being offloaded, and of the last layer, and the output.
     """
     x = torch.randn(1000, WIDTH)
     with partita.initialize(Stack(8), ON_DISK) as engine, LiveBytes() as live:
@@ -93,11 +93,11 @@ def test_the_last_inputs_stay_and_the_others_leave() -> None:
         moved = engine.memory_report().disk
         assert moved is not None
         assert moved.bytes_written == (8 - NUM_STAYING) * x.nbytes
-        assert moved.bytes_read == moved.bytes_written - x.nbytes  # what was leaving when forward ended was still there
+        assert moved.bytes_read == moved.bytes_written - x.nbytes  # one was still in memory when forward ended
 
 
 def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
-    """What a block needs is asked for before the block after it is computed again."""
+    """The input of a block is fetched before the following block is recomputed."""
     model, said, numbers = Stack(6), list[str](), dict[int, int]()
     fetch = OffloadedTensor.fetch
 
@@ -116,13 +116,13 @@ def test_inputs_come_back_ahead_in_the_order_of_backward() -> None:
         said.clear()
         engine.backward(loss)
     assert said == [
-        *("compute 5", "compute 4"),  # the last ones stay, and the third is still leaving when forward ends
+        *("compute 5", "compute 4"),  # these stay, and block 3's input is still in memory when forward ends
         *("fetch 2", "compute 3", "fetch 1", "compute 2", "fetch 0", "compute 1", "compute 0"),
     ]
 
 
 def test_a_graph_that_is_kept_dropped_or_broken() -> None:
-    """Rooms are free again as soon as no graph needs them, and the next steps are those of any engine."""
+    """Buffers are free again as soon as no graph needs them, and the next steps are not affected."""
 
     class Breaking(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_a_graph_that_is_kept_dropped_or_broken() -> None:
 
 
 def test_rooms_do_not_grow_with_the_steps() -> None:
-    """Of varying lengths."""
+    """With varying lengths, the memory on disk is that of the longest input, and does not grow further."""
     with partita.initialize(Stack(6), ON_DISK) as engine:
         held = []
         for length in (40, 7, 64, 33, 64, 1, 50, 64):
@@ -165,7 +165,7 @@ def test_rooms_do_not_grow_with_the_steps() -> None:
 
 
 class Sharing(nn.Module):
-    """All blocks read one tensor beside their input."""
+    """Model in which all blocks read a shared tensor in addition to their input."""
 
     class Inner(Block):
         def forward(self, x: Tensor, *, shared: Tensor, scale: float) -> Tensor:
@@ -196,7 +196,7 @@ def test_what_several_modules_read_stays() -> None:
 
 
 def test_memory_format_is_that_of_the_input() -> None:
-    """Bitwise also where the order of the dims in memory decides which kernel is taken."""
+    """Fetched inputs have the original strides, which can decide the kernel, and so the bits."""
     seen = list[tuple[int, ...]]()
 
     class Image(nn.Module):
@@ -233,7 +233,7 @@ def test_an_input_that_is_changed_in_place() -> None:
 
 
 def no_room_on_one_rank() -> str:
-    """What each rank is told at the step; the engine trains on with less."""
+    """Return this rank's error at the step, if the last rank's disk is full; the engine then continues to train."""
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -251,7 +251,7 @@ def no_room_on_one_rank() -> str:
 
 
 def test_no_room_is_told_to_all_ranks() -> None:
-    missing = "reserving 61440 bytes failed: No space"  # a page was taken at the start
+    missing = "reserving 61440 bytes failed: No space"  # 65536 without the first page, reserved at the start
     (alone,) = on_ranks(1, no_room_on_one_rank)
     other, own = on_ranks(2, no_room_on_one_rank)
     assert missing in alone

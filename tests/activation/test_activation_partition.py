@@ -1,5 +1,5 @@
-"""Inputs of recomputed modules that tensor ranks have alike, split over them: the bits of those that stay whole, what
-is kept, and what is gathered.
+"""Inputs of recomputed modules that are equal on all tensor ranks, sharded over them: the bits of full inputs, memory,
+and traffic.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ TENSOR: dict[str, Any] = {"parallel": {"tensor": 2}}
 
 
 def gpt2() -> nn.Module:
-    """With dropout."""
+    """Return a GPT-2 model with dropout."""
     shape = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 16, "vocab_size": VOCAB}
     return GPT2LMHeadModel(GPT2Config(**shape, use_cache=False, bos_token_id=0, eos_token_id=0))
 
 
 def llama() -> nn.Module:
-    """With dropout."""
+    """Return a Llama model with dropout."""
     shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_key_value_heads": 4, "vocab_size": VOCAB}
     return FAMILIES["llama"](**shape, num_hidden_layers=LAYERS, attention_dropout=0.2)
 
@@ -51,12 +51,12 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def tokens(step: int, data: int = 0) -> torch.Tensor:
-    """[2, an odd length], other ones for each step and data rank."""
+    """Return tokens [2, odd length], which differ by step and data rank."""
     return torch.randint(VOCAB, (2, LENGTH - 1 + 2 * (step % 2)), generator=seeds.generator(100 * data + step))
 
 
 def course(build: Callable[[], nn.Module], config: dict[str, Any], num_steps: int = 3) -> list[Any]:
-    """Losses, norms, and weights at the end."""
+    """Train; return the losses and norms, and the weights at the end."""
     found: list[Any] = []
     with partita.initialize(built(build), {"seed": 5, "clip_grad_norm": 0.5, **TENSOR, **config}) as engine:
         for step in range(num_steps):
@@ -78,7 +78,7 @@ def courses(build: Callable[[], nn.Module], stages: tuple[int, ...]) -> dict[tup
 
 
 def whole_after_forward(activations: dict[str, Any]) -> int:
-    """How many tensors as large as a block's input a forward leaves."""
+    """Return the number of tensors of the size of a block's input that a forward keeps."""
     with partita.initialize(built(gpt2), {**TENSOR, "activations": activations}) as engine:
         ids = tokens(0)
         with LiveBytes() as live:
@@ -88,7 +88,9 @@ def whole_after_forward(activations: dict[str, Any]) -> int:
 
 
 def kept_and_gathered() -> None:
-    """The inputs of the last blocks stay; the one before them is still leaving when forward ends."""
+    """Check the memory and the traffic of sharded inputs. The inputs of the last blocks stay full; the one before them
+    is still full when forward ends.
+    """
     assert whole_after_forward(UNITS) - whole_after_forward(SPLIT) == LAYERS - NUM_STAYING - 1
     with partita.initialize(built(gpt2), {**TENSOR, "activations": SPLIT}) as engine:
         ids = tokens(0)
@@ -105,7 +107,7 @@ def kept_and_gathered() -> None:
 
 
 def split_already() -> None:
-    """What a rank's own heads and columns made is no part of the others'."""
+    """Recompute modules whose inputs are already split over the tensor ranks; a warning says that they differ."""
     config = {**TENSOR, "activations": {"checkpoint": ["*.act_fn"], "partition": True}}
     with partita.initialize(built(llama), config) as engine:
         ids = tokens(0)

@@ -1,4 +1,4 @@
-"""Activation checkpointing by torch, of both kinds, at every stage: gradients as without a sharded runtime."""
+"""PyTorch's activation checkpointing, reentrant and not, at every stage: gradients are those of plain PyTorch."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.sharding.test_visits import freeze, siamese
 
 
 class Recomputed(Stack):
-    """Each block is recomputed in backward; every one ``times`` over."""
+    """Stack whose blocks run ``times`` times each, and are recomputed in backward."""
 
     def __init__(self, reentrant: bool, times: int = 1) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Recomputed(Stack):
 
 
 class RecomputedPairs(Recomputed):
-    """Two blocks in one checkpoint."""
+    """Stack with two blocks in each checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -49,7 +49,7 @@ class RecomputedSequence(Recomputed):
 
 
 class RecomputedAll(Recomputed):
-    """One checkpoint around everything, the root's own layers included, and one inside it."""
+    """Stack with one checkpoint around everything, including the root's own layers, and one around each block in it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.everything, x, use_reentrant=self.reentrant)
@@ -67,12 +67,12 @@ def without_early_stop(model: Any, rank: int, step: int) -> Tensor:
 
 
 def from_leaf(model: Any, rank: int, step: int) -> Tensor:
-    """Reentrant checkpointing has a gradient only where an input needs one."""
+    """Return the loss of inputs that require gradients; otherwise reentrant checkpointing computes no gradients."""
     return model(inputs(rank, step).requires_grad_()).square().mean()
 
 
 def some_frozen(model: nn.Module) -> nn.Module:
-    """Blocks 0 and 3 frozen, of block 2 only the last bias trains."""
+    """Freeze blocks 0 and 3, and all of block 2 except the last bias."""
     return freeze(
         model, lambda name: not name.startswith(("blocks.0", "blocks.3", "blocks.2")) or name == "blocks.2.down.bias"
     )
@@ -88,7 +88,7 @@ LOSSES = {"one": from_leaf, "two": siamese}
 
 
 def run_model(name: str, reentrant: bool, plan: str) -> None:
-    ignored = "None of the inputs have requires_grad" if name == "all" else ""  # torch's, of a checkpoint in another
+    ignored = "None of the inputs have requires_grad" if name == "all" else ""  # torch's warning for nested checkpoints
     compared = {other: ZERO[other] for other in ("0", plan)}
     check(Recipe(lambda: MODELS[name](reentrant), from_leaf, ignored=ignored), compared)
 
@@ -98,7 +98,7 @@ def run_shared(reentrant: bool) -> None:
 
 
 def run_frozen(reentrant: bool) -> None:
-    """Frozen, partly frozen and trained blocks, two forwards before a backward, recomputed."""
+    """Check recomputed blocks (frozen, partly frozen and trained), with two forwards before a backward."""
     check(Recipe(lambda: some_frozen(Recomputed(reentrant)), siamese))
 
 
@@ -107,7 +107,7 @@ def run_without_early_stop() -> None:
 
 
 def recomputes_once() -> None:
-    """A reentrant block is gathered for its recomputation, and stays whole for its backward."""
+    """Check that a reentrant block is unsharded for its recomputation, and stays unsharded for its backward."""
     import partita
 
     with partita.initialize(Recomputed(True), {"zero": {"stage": 3, "prefetch_bytes": 0}}) as engine:

@@ -1,4 +1,4 @@
-"""Recomputed forwards that read what they change: buffers, attributes, numbers."""
+"""Recomputed forwards that read state which they also change: buffers, attributes, numbers."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Parametrized(nn.Module):
 
 
 class Observer(nn.Module):
-    """Divides by a running maximum, which it keeps in one of several ways."""
+    """Block that divides by a running maximum, which it stores in one of several ways."""
 
     def __init__(self, how: str = "buffer", size: int = 1) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ KINDS = {
 
 
 def trained(kind: str, twice: bool, **config: object) -> list[float]:
-    """The losses and gradient norms of three steps, and the values that buffers and counts have at the end."""
+    """Return the losses and gradient norms of three steps, and the final values of buffers and call counts."""
     seeds.start()
     model, found = Net(KINDS[kind]), list[float]()
     model.twice = twice
@@ -129,7 +129,7 @@ def test_a_buffer_that_changes_before_backward_is_named() -> None:
 
 
 class Embedded(nn.Module):
-    """Whatever is looked up by name: an embedding, a head behind blocks, layers in them, all parametrized."""
+    """Model whose embedding, block layers and head, which an engine looks up by name, are all parametrized."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recomputed modules that are kept whole where they fit: the same bits, as many of the last ones as the bytes allow."""
+"""Skipped recomputation: as many of the last modules as fit the limit keep their activations, with the same bits."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.kit.training import Recipe, assert_same_bits, train_recipe
 
 NUM_BLOCKS, ROWS = 4, 100
 ROW = 4 * ROWS * WIDTH
-# A block's norm and its two numbers a row, the layer of twice the width, and what gelu makes of it.
+# What a block keeps: the norm's output and two statistics per row, the output of the wider layer, and that of GELU.
 BLOCK = ROW + 2 * 4 * ROWS + 2 * ROW + 2 * ROW
 
 
@@ -26,7 +26,7 @@ def keeping(num_bytes: int | str, **more: Any) -> dict[str, Any]:
 
 
 class Counted(Stack):
-    """Counts how often its blocks run."""
+    """Stack that records the runs of its blocks."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__(num_blocks)
@@ -35,7 +35,7 @@ class Counted(Stack):
             block.norm.register_forward_pre_hook(lambda *_, number=number: self.calls.append(number))
 
     def repeated(self, engine: partita.Engine, rows: int = ROWS) -> list[int]:
-        """The blocks that a step computes again."""
+        """Run a step; return the blocks that it recomputes."""
         self.calls.clear()
         loss = engine(torch.randn(rows, WIDTH)).square().mean()
         assert self.calls == list(range(len(self.blocks)))
@@ -71,7 +71,7 @@ def test_kept_bytes_are_what_is_counted() -> None:
 
 
 def test_forwards_before_a_backward_share_the_limit() -> None:
-    """The first time there are two, the second one keeps nothing; what both keep is never more than the limit."""
+    """Forwards before a backward share the limit; the first time there are two, the second one keeps nothing."""
     model = Counted()
     with partita.initialize(model, keeping(2 * BLOCK)) as engine:
         x, kept, repeated = torch.randn(ROWS, WIDTH), [], []
@@ -93,7 +93,7 @@ def test_a_forward_whose_backward_never_comes_is_forgotten_at_the_step() -> None
     model = Counted()
     with partita.initialize(model, keeping(2 * BLOCK)) as engine:
         model.repeated(engine)
-        engine(torch.randn(ROWS, WIDTH))  # in the way of the next one, which is why that keeps nothing
+        engine(torch.randn(ROWS, WIDTH))  # awaits a backward, so the next forward keeps nothing
         assert model.repeated(engine) == [0, 1, 2, 3]
         assert model.repeated(engine) == [0, 1, 2]
         assert model.repeated(engine) == [0, 1, 2]
@@ -114,13 +114,13 @@ def test_auto_is_what_the_first_step_left_free(monkeypatch: pytest.MonkeyPatch) 
         assert model.repeated(engine) == [0, 1, 2, 3]
         assert model.repeated(engine) == [0, 1, 2]
     monkeypatch.undo()
-    with partita.initialize(model, keeping("auto")) as engine:  # what is free here, is more than this model needs
+    with partita.initialize(model, keeping("auto")) as engine:  # this machine has more free memory than the model needs
         model.repeated(engine)
         assert model.repeated(engine) == []
 
 
 class Nested(Stack):
-    """Blocks in a block, both of which are recomputed."""
+    """Stack of blocks that contain blocks; both are recomputed."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Nested(Stack):
 
 
 def run_recipes() -> None:
-    """Dropout, statistics, modules in modules, two forwards before a backward, inputs on disk."""
+    """Check that ``keep_bytes`` changes no bits, with dropout, statistics, nested modules, and inputs on disk."""
     settings = ({"checkpoint": "units"}, {"checkpoint": "selective"}, {"checkpoint": "units", "offload": "disk"})
     for each in settings:
         expected = train_recipe(Recipe(NoisyStack, square_loss, config={"activations": each}), {"stage": 3})
@@ -165,7 +165,7 @@ def on_mesh(parallel: dict[str, int], activations: list[dict[str, Any]]) -> list
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}])
 def test_ranks_that_compute_together_keep_alike(parallel: dict[str, int]) -> None:
-    """Otherwise those that compute again would wait for the others."""
+    """Ranks that compute together recompute the same calls; otherwise some would wait forever for the others."""
     units = {"checkpoint": "units"}
     ways = [units, {**units, "keep_bytes": 20000}, {**units, "keep_bytes": "auto"}]
     if "tensor" in parallel:

@@ -1,4 +1,4 @@
-"""Recomputed activations: the same bits as without, from fewer kept bytes, by config alone."""
+"""Recomputed activations by config: the same bits as without recomputation, from fewer kept bytes."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ CHOICES = ("units", "selective")
 
 
 class Noisy(Block):
-    """With dropout, and with statistics of its own that each forward changes."""
+    """Block with dropout, and with running statistics that each forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class NoisyStack(Stack):
 
 
 def kept_bytes(choice: str) -> int:
-    """Bytes that a forward of four blocks leaves for backward; rows of WIDTH numbers are the unit."""
+    """Return the memory that a forward of four blocks keeps for backward, in units of the input's bytes."""
     with partita.initialize(Stack(4), {"activations": {"checkpoint": choice}}) as engine:
         x = torch.randn(1000, WIDTH)
         with LiveBytes() as live:
@@ -53,7 +53,7 @@ def kept_bytes(choice: str) -> int:
 
 
 def run_recipes(recipes: Sequence[str]) -> None:
-    """Two forwards before a backward, dropout, statistics that each forward changes, micro-batches."""
+    """Check that recomputation changes no bits, with dropout, batch statistics, and two forwards before a backward."""
     for name in recipes:
         results = {
             choice: train_recipe(Recipe(*RECIPES[name], config={"activations": {"checkpoint": choice}}), {"stage": 3})
@@ -70,7 +70,7 @@ RECIPES: dict[str, Any] = {
 
 
 def forwards_and_gathers() -> None:
-    """Each unit runs twice and is gathered once in forward, once in backward; the root unit runs once."""
+    """Check that units run twice, and are gathered once in forward and once in backward; the root unit runs once."""
     model, calls = Stack(3), list[str]()
     for name, module in (("root", model), *model.blocks.named_children()):
         module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
@@ -108,7 +108,7 @@ def _numbers(course: parity.TrainingRun) -> list[Any]:
 
 
 @matrix(
-    name=[name for name in CASES if name != "lstm"],  # which has no blocks
+    name=[name for name in CASES if name != "lstm"],  # it has no blocks
     plan=[plan for plan in parity.PLANS if plan != "hierarchical"],
     world=[1, 2],
 )
@@ -128,8 +128,8 @@ def test_units_run_twice_and_are_gathered_twice() -> None:
 
 
 def test_units_keep_their_inputs_alone() -> None:
-    """first -> 4 blocks -> last: what each block and the last layer read, and the output; of a block, selectively, the
-    results of its two layers, of twice the width and of one.
+    """A forward of first -> 4 blocks -> last keeps the inputs of each block and of the last layer, and the output; with
+    ``selective``, also the outputs of each block's two layers, with two and one times the input's width.
     """
     assert kept_bytes("units") == 4 + 1 + 1
     assert kept_bytes("selective") == 4 + 1 + 1 + 4 * (2 + 1)
@@ -145,7 +145,7 @@ def test_modules_by_class_and_by_name() -> None:
 
 
 def test_a_model_that_checkpoints_itself_is_left_to_it() -> None:
-    """The model's own checkpoint goes around the call, so a second inside it would run everything a third time."""
+    """A model with its own checkpoint around the call gets none inside, which would run everything a third time."""
     seeds.start()
     model = FAMILIES["llama"](vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2)
     model.activation_checkpointing_enable()
@@ -167,7 +167,7 @@ CACHING = {
 
 @pytest.mark.parametrize("name", CACHING)
 def test_no_cache_is_filled_twice(name: str) -> None:
-    """Models of transformers cache keys and values unless told not to, also where they train."""
+    """With recomputation, training fills no cache; transformers models fill one by default, also in training."""
     losses = []
     for choice in ("none", "units"):
         seeds.start()
@@ -202,7 +202,7 @@ def test_copies_have_their_own_forward() -> None:
 
 
 class Outspoken(Stack):
-    """Calls its blocks with keywords that torch's checkpoint has, too."""
+    """Stack that calls its blocks with keywords that torch's checkpoint also has."""
 
     class Inner(Block):
         def forward(self, x: Tensor, *, debug: Tensor, use_reentrant: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Head and loss in tiles: what unmodified loss functions get, what is never made, and what is refused."""
+"""Output layer and loss in tiles: results of unmodified loss functions, memory, and errors."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ from tests.kit import seeds
 from tests.kit.live_bytes import LiveBytes
 from tests.kit.models import WIDTH
 
-TILED = {"loss": {"tiled": 5 * 4 * VOCAB}}  # five rows, which divides no number of rows here
+TILED = {"loss": {"tiled": 5 * 4 * VOCAB}}  # five rows, which leave an incomplete last tile of 33 rows
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 IN_TILES: dict[str, Loss] = {
@@ -60,7 +60,7 @@ WHOLE: dict[str, Loss] = {
 
 
 def gradients(model: Speaker, config: dict[str, Any], loss: Loss) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The loss of the first batch, and every gradient."""
+    """Return the loss of the first batch, and every gradient."""
     inputs, targets = tokens()
     with partita.initialize(model, config) as engine:
         value = loss(engine(inputs), targets)
@@ -69,7 +69,7 @@ def gradients(model: Speaker, config: dict[str, Any], loss: Loss) -> tuple[Tenso
 
 
 def alike(one: tuple[Tensor, dict[str, Any]], other: tuple[Tensor, dict[str, Any]], tolerance: float = 1e-6) -> None:
-    """The same loss, and gradients, to a share of the largest number."""
+    """Check that losses and gradients are equal, up to ``tolerance`` relative to the largest element."""
     torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=0)
     for name, gradient in one[1].items():
         expected = other[1][name]
@@ -81,7 +81,7 @@ def alike(one: tuple[Tensor, dict[str, Any]], other: tuple[Tensor, dict[str, Any
 
 @contextmanager
 def whole_logits(asked_by: str = "") -> Iterator[None]:
-    """Logits are computed whole, of which one warning tells."""
+    """Check that all logits are computed inside the block, with exactly one warning."""
     with pytest.warns(UserWarning, match=f"all logits of 'head' are computed, because .*{asked_by}") as caught:
         yield
     assert len(caught) == 1
@@ -89,7 +89,7 @@ def whole_logits(asked_by: str = "") -> Iterator[None]:
 
 @contextmanager
 def counted_tiles(model: Speaker) -> Iterator[list[int]]:
-    """How many rows each product with the head's weight has that makes logits."""
+    """Yield a list of the number of rows of each product that computes logits."""
     rows, linear = list[int](), F.linear
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -215,7 +215,7 @@ def test_frozen_parameters(frozen: str) -> None:
 
 
 def test_bf16_differs_by_its_rounding_alone() -> None:
-    """Both are as far from fp32 as the numbers are coarse."""
+    """A tiled loss in bf16 differs from fp32 only by the rounding of bf16."""
     exact = gradients(speaker(), {}, IN_TILES["shifted, all dims"])
     tiled = gradients(speaker(), {**TILED, "precision": {"compute": "bf16"}}, IN_TILES["shifted, all dims"])
     alike(tiled, exact, 2e-2)
@@ -243,8 +243,8 @@ def test_the_graph_may_be_used_twice() -> None:
 
 
 def test_nothing_has_the_size_of_the_logits() -> None:
-    """What a loss leaves for backward are the gradients of the hidden states and of the weight; a tile's logits, what
-    its loss keeps of them, and their gradient are there for a while.
+    """A tiled loss keeps only the gradients of the hidden states and of the weight for backward; the logits of a tile,
+    what its loss saves of them, and their gradient are temporary.
     """
     num_rows, tile = 4000, 100
     inputs, targets = tokens(0, 1, num_rows)
@@ -259,7 +259,7 @@ def test_nothing_has_the_size_of_the_logits() -> None:
                 assert loss.requires_grad
     assert kept["none"] >= logits_bytes
     of_hidden, of_weight, scalars = 4 * num_rows * WIDTH, 4 * VOCAB * WIDTH, 1000
-    mask = num_rows  # of the targets that are not ignored, to be counted
+    mask = num_rows  # bytes of the mask that counts the targets that are not ignored
     assert of_hidden + of_weight <= kept[tile_bytes] <= of_hidden + of_weight + scalars
     assert peaks[tile_bytes] <= of_hidden + of_weight + 4 * tile_bytes + mask + scalars
     assert peaks["none"] >= 2 * logits_bytes

@@ -1,4 +1,4 @@
-"""Tiled losses and tiled modules of real models, on several ranks: the numbers of those without, and their traffic."""
+"""Tiled losses and tiled modules of real models, on several ranks: the numbers and the traffic without tiles."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from tests.kit.models import CASES, FAMILIES, VOCAB
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
 
-ROWS = {"loss": {"tiled": 7 * 4 * VOCAB}}  # that no number of rows is a multiple of
+ROWS = {"loss": {"tiled": 7 * 4 * VOCAB}}  # seven rows, which leave an incomplete last tile
 SETTINGS: dict[str, dict[str, Any]] = {"none": {}, "tiled": ROWS}
 PATTERNS = {"decoder": "FeedForward", "gpt2": "*.mlp", "llama": "LlamaMLP", "bert": "*.intermediate"}
 
@@ -42,7 +42,7 @@ MODELS: dict[str, Any] = {
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Ranks have different lengths, so different numbers of tiles; some labels are ignored."""
+    """Return this rank's batch. Lengths, and so the numbers of tiles, differ by rank; some labels are ignored."""
     tokens = torch.randint(1, VOCAB, (2, 9 + 3 * rank()), generator=seeds.generator(rank()))
     return {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
 
@@ -50,7 +50,7 @@ def batch() -> dict[str, torch.Tensor]:
 def first_gradients(
     name: str, zero: dict[str, Any], settings: dict[str, Any], num_items: int | None
 ) -> tuple[float, dict[str, Any], TrafficReport]:
-    """Of one batch: the loss, whole gradients, and what was sent."""
+    """Return the loss, the full gradients and the traffic of one batch."""
     seeds.start()
     model = MODELS[name]().eval()
     with partita.initialize(model, {"zero": zero, **settings}) as engine:
@@ -83,7 +83,7 @@ def compare_gradients(name: str, stages: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_losses(name: str) -> None:
-    """Also that nothing is gathered or reduced more often than without tiles."""
+    """Tiled losses have the same gradients as losses without tiles, and the same traffic."""
     on_ranks(2, compare_gradients, name, (0, 3) if name == "tied llama" else (3,), timeout=240)
 
 

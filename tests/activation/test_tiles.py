@@ -1,4 +1,4 @@
-"""Modules that are computed tile by tile: gradients and memory, and what is no such module."""
+"""Modules computed tile by tile: gradients, memory, and errors for modules that are not position-wise."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ RATIO = 64
 
 
 class Mlp(nn.Module):
-    """Much wider inside than outside."""
+    """MLP that is much wider inside than outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 def trained(config: dict[str, Any], *shape: int) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """The output for inputs of a shape, and every gradient."""
+    """Return the output for inputs of a shape, and every gradient."""
     seeds.start()
     model, x = Residual(Mlp()), torch.randn(*shape, WIDTH)
     with partita.initialize(model, config) as engine:
@@ -57,7 +57,7 @@ def test_outputs_and_gradients(shape: tuple[int, ...]) -> None:
 
 
 def test_what_is_inside_is_there_for_one_tile() -> None:
-    """Kept are the module's input and its output; while it runs a tile of WIDTH rows is wide, twice."""
+    """Only the module's input and output are kept; the two wide tensors inside exist for one tile of WIDTH rows."""
     x = torch.randn(1, 400, WIDTH)
     inside = 2 * WIDTH * RATIO * WIDTH * 4
     with partita.initialize(Residual(Mlp()), TILED) as engine, LiveBytes() as live:

@@ -1,4 +1,4 @@
-"""What each pattern means, said once more over all pairs of positions, and dense attention under such a mask."""
+"""Reference implementation of each pattern, as a mask over all pairs of positions, and dense attention under a mask."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from partita.attention import Layout
 
 BLOCK = 8
-# Of each pattern, in blocks of BLOCK; both causal and not.
+# The settings of each pattern, with blocks of BLOCK, for causal and bidirectional attention.
 LAYOUTS = {
     "dense": {},
     "sliding": {"window": 20},
@@ -29,7 +29,11 @@ def layout(pattern: str, causal: bool) -> Layout:
 
 
 def mask_of(layout: Layout, num_queries: int, num_keys: int, first: int | None = None) -> Tensor:
-    """Bool [queries, keys] of a document whose first query stands at ``first``; None: the last beside the last key."""
+    """Return the bool mask [queries, keys] of a document.
+
+    Args:
+        first: the position of the first query; None: the last query is at the last key.
+    """
     p = torch.arange(num_queries)[:, None] + (num_keys - num_queries if first is None else first)
     k = torch.arange(num_keys)[None]
     windows, block = layout.windows, layout.block
@@ -61,7 +65,7 @@ def mask_of(layout: Layout, num_queries: int, num_keys: int, first: int | None =
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention under a mask [samples or 1, 1, queries, keys]; where a query sees nothing, zeros."""
+    """Compute attention under a mask [samples or 1, 1, queries, keys]; the output of a query without keys is zero."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     some = mask.any(-1, keepdim=True)

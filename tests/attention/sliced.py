@@ -1,4 +1,4 @@
-"""What runs on the ranks for ``test_sliced``: attention over a layout on slices of a sequence, beside the whole."""
+"""Rank functions of ``test_sliced``: sparse attention on slices of a sequence, compared with the full sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,11 +23,11 @@ from tests.parallel.sequence import connected
 
 LENGTH, WIDTH = 61, 16
 DOCUMENTS = ((13, 1, 40, 7), (23, 38))
-PADDED = ((0, 45), (9, LENGTH))  # where the keys of each sample begin and end
+PADDED = ((0, 45), (9, LENGTH))  # the range of each sample's keys
 
 
 def batch_mask(chosen: Layout, what: str) -> tuple[dict[str, Tensor], Tensor]:
-    """What is said of a batch, and bool [samples or 1, 1, queries, keys]."""
+    """Return the arguments that describe a batch, and its bool mask [samples or 1, 1, queries, keys]."""
     if what == "whole":
         return {}, mask_of(chosen, LENGTH, LENGTH)[None, None]
     mask = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -41,7 +41,7 @@ def batch_mask(chosen: Layout, what: str) -> tuple[dict[str, Tensor], Tensor]:
         return {"documents": torch.stack(numbers)}, mask
     seen = torch.zeros(2, LENGTH, dtype=torch.bool)
     for sample, (left, stop) in enumerate(PADDED):
-        start = left if chosen.causal else 0  # otherwise what stands before the first key may see, too
+        start = left if chosen.causal else 0  # if not causal, earlier queries also see keys
         seen[sample, start:stop] = True
         mask[sample, 0, start:, start:stop] = mask_of(chosen, LENGTH - start, stop - start, first=0)
     return {"seen": seen}, mask
@@ -49,8 +49,8 @@ def batch_mask(chosen: Layout, what: str) -> tuple[dict[str, Tensor], Tensor]:
 
 @dataclass
 class Alone:
-    """How far output and gradients are from those of the whole; bytes that this rank sent in forward and backward, and
-    what the blocks that are read take.
+    """Result of attention on slices: the largest difference of output and gradients from full attention, and the bytes
+    sent in forward and backward, as counted (``sent``), of the blocks that are read (``expected``), and by the formula.
     """
 
     off: float
@@ -61,7 +61,7 @@ class Alone:
 
 @contextmanager
 def by(way: str) -> Iterator[dict[str, Any]]:
-    """Every attention goes this way; yields the sizes that were told of the last one."""
+    """Make every attention use this method; yield a dict that receives the ``sizes`` of the last one."""
     told = dict[str, Any]()
 
     def chosen(sizes: choose.Sizes, **others: Any) -> str:
@@ -99,7 +99,7 @@ def alone(pattern: str, causal: bool, heads: tuple[int, int], what: str, way: st
 
 
 def _read(mask: Tensor, slices: Slices) -> list[list[int]]:
-    """Positions of another rank (second index) in blocks of which a rank's queries (first) see some key."""
+    """Return the number of a rank's positions (second index) in blocks of which another's queries (first) see a key."""
     filled = F.pad(mask, (0, -LENGTH % BLOCK))
     found = []
     for start, stop in slices.ranges:
@@ -110,7 +110,7 @@ def _read(mask: Tensor, slices: Slices) -> list[list[int]]:
 
 
 def through_the_gpu_kernel(what: str) -> float:
-    """How far the output by FlexAttention's definition is from that of the CPU's kernel, over the same blocks."""
+    """Return the largest difference of uncompiled FlexAttention from the CPU kernel, over the same blocks."""
     chosen = Layout("variable", 48, (5, 16, 24), 1, 1)
     generator = seeds.generator(3)
     own = [torch.randn(2, count, LENGTH, WIDTH, generator=generator) for count in (4, 2, 2)]
@@ -131,7 +131,7 @@ MODELS = {"llama, packed": llama, "llama, padded": llama, "decoder": decoder, "b
 
 
 class Direct(nn.Module):
-    """Calls :func:`block_sparse` itself."""
+    """Block that calls :func:`block_sparse` itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def loss_of(name: str, engine: Any) -> Tensor:
 
 
 def trained(name: str, pattern: str, sections: dict[str, Any]) -> Trained:
-    """Two steps; the gradients are the first one's, and after each step comes what the engine explains."""
+    """Train for two steps; keep the first step's gradients, and the engine's explanation after each step."""
     config = {"attention": settings(pattern), "optimizer": {"lr": 1e-3, "eps": 1e-4}, **sections}
     if name == "direct":
         del config["attention"]
@@ -194,14 +194,14 @@ def trained(name: str, pattern: str, sections: dict[str, Any]) -> Trained:
 
 
 def dense_layers_beside() -> float:
-    """The loss where one layer alone has a pattern."""
+    """Return the loss of a model in which only one layer has a pattern."""
     config = {"attention": {**settings("sliding"), "layers": ["model.layers.1.*"]}, "parallel": {"sequence": world()}}
     with partita.initialize(built(llama), config) as engine:
         return engine.mean(loss_of("llama, padded", engine)).item()
 
 
 def refused(what: str) -> None:
-    """Ends in an error."""
+    """Call :func:`block_sparse` with unsupported arguments; raises an error."""
     chosen = layout("sliding", True)
     with connected() as collectives:
         slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)

@@ -1,5 +1,5 @@
-"""Block-sparse attention is dense attention under the same mask, in outputs and gradients, and visits no more than it
-must.
+"""Block-sparse attention equals dense attention under the same mask, in outputs and gradients, and visits only the
+blocks that it needs.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def with_gradients(out: Tensor, given: list[Tensor], weights: Tensor) -> list[Te
 
 
 def compare(pattern: Layout, given: list[Tensor], mask: Tensor, what: str, **said: Tensor) -> Tensor:
-    """Outputs and gradients against dense attention under the mask; the output."""
+    """Compare outputs and gradients with dense attention under the mask; return the output."""
     out = block_sparse(*given, pattern, **said)
     weights = torch.randn_like(out)
     mine = with_gradients(out, given, weights)
@@ -80,7 +80,7 @@ def test_padding(pattern: str, causal: bool, side: str) -> None:
 
 @pytest.mark.parametrize("pattern", LAYOUTS)
 def test_padding_before_a_sample(pattern: str) -> None:
-    """The pattern begins at the first key that is there; queries before it see nothing and give zeros."""
+    """After left padding, the pattern begins at the first real key; queries before it see nothing and give zeros."""
     chosen, length, start = layout(pattern, True), 45, 15
     seen = (torch.arange(length) >= torch.tensor([[start], [0]])).expand(2, length)
     mask = mask_of(chosen, length, length).expand(2, 1, -1, -1).clone()
@@ -128,7 +128,7 @@ def test_values_of_another_width() -> None:
 
 
 def test_dropout_is_dense_attention_with_the_same_weights_dropped() -> None:
-    """With the unit matrix for values the output is the weights: so it is seen which ones were dropped."""
+    """With the identity as values, the output is the attention weights, and shows which ones were dropped."""
     chosen, length, share = layout("longformer", True), 48, 0.4
     q, k, v = tensors(length, length, key_heads=4)
     unit = torch.eye(length).expand(2, 4, -1, -1)
@@ -163,7 +163,7 @@ def test_the_size_of_pieces_changes_nothing() -> None:
 
 @matrix(pattern=LAYOUTS, causal=(True, False), what=("whole", "documents", "rectangle"))
 def test_blocks_that_are_visited_are_those_that_are_seen(pattern: str, causal: bool, what: str) -> None:
-    """Each visited block holds a pair that is seen, each pair that is seen is in one, and whole ones are whole."""
+    """The visited blocks are exactly those with a visible pair, and blocks marked as whole are fully visible."""
     chosen = layout(pattern, causal)
     found, mask = some_visits(chosen, what)
     sizes = found.sizes
@@ -171,7 +171,7 @@ def test_blocks_that_are_visited_are_those_that_are_seen(pattern: str, causal: b
     filled[:, : sizes.queries, : sizes.keys] = mask
     grid = filled.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3).flatten(3)
     visible = grid.any(-1)
-    filled[:, sizes.queries :] = True  # what queries that are not there see is nobody's concern
+    filled[:, sizes.queries :] = True  # padded queries are ignored
     fully = filled.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3).flatten(3).all(-1)
     fully[..., sizes.keys // BLOCK :] = False
     visited, whole = torch.zeros(2, *grid.shape[:3], dtype=torch.bool)
@@ -179,12 +179,12 @@ def test_blocks_that_are_visited_are_those_that_are_seen(pattern: str, causal: b
     visited[row], whole[row] = True, found.whole
     assert torch.equal(visited, visible)
     assert (fully | ~whole).all()
-    if pattern in ("dense", "sliding"):  # of which no two ranges make a block whole together
+    if pattern in ("dense", "sliding"):  # with a single range, every full block is detected
         assert torch.equal(whole, fully)
 
 
 def some_visits(chosen: Layout, what: str) -> tuple[BlockPairs, Tensor]:
-    """With the mask [samples, queries, keys]."""
+    """Return the block pairs of a batch, and its mask [samples, queries, keys]."""
     if what != "documents":
         sizes = Sizes(1, 61 if what == "whole" else 30, 61)
         return block_pairs(chosen, sizes, whole_samples(sizes)), mask_of(chosen, sizes.queries, 61)[None]
@@ -214,7 +214,9 @@ def test_the_gpu_kernel_is_given_the_same(pattern: str, causal: bool, what: str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("what", sampled(["whole", "documents", "padded"], "documents"))
 def test_the_way_to_the_gpu_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its definition in plain torch runs here, forward alone: filled up to blocks, grouped heads, lists kept."""
+    """Uncompiled FlexAttention, forward only, equals dense attention, with lengths padded to full blocks, grouped
+    heads, and block lists that are reused.
+    """
     monkeypatch.setattr(flex, "runs_on", lambda device: True)
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
     chosen = replace(layout("variable", True), block=48)
@@ -234,7 +236,7 @@ def test_the_way_to_the_gpu_kernel(what: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_lengths_than_dynamo_compiles_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each length is compiled, up to the limit of block-sparse attention, which is an error: never run uncompiled."""
+    """Each length is compiled, up to ``MAX_KERNELS``; more lengths are an error, and never run uncompiled."""
     torch._dynamo.reset()
     kernels = CompileCounter()
     monkeypatch.setattr(flex, "runs_on", lambda device: True)
@@ -256,8 +258,8 @@ def test_more_lengths_than_dynamo_compiles_by_default(monkeypatch: pytest.Monkey
 
 
 def test_packed_documents_cost_what_they_are_and_a_window_what_it_is() -> None:
-    """Blocks visited, dense: of documents the sum of their squares, not the square of their sum; and never all pairs
-    of blocks at lengths at which that would take minutes.
+    """Packed documents visit only the blocks of each document, and a window only its own blocks. All pairs of blocks
+    are never enumerated, which would take minutes at this length.
     """
     dense_layout, length = Layout("dense", 64), 64 * 1024
     sizes = Sizes(1, length, length)

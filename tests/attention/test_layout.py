@@ -1,4 +1,4 @@
-"""Layouts: what each needs, what it refuses, and what a pattern's random blocks are."""
+"""Layouts: the settings that each pattern requires and refuses, and the blocks that it selects."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_random_blocks_are_outside_the_window_and_always_the_same(causal: bool) 
         last = row if causal else (row * 8 + 7 + 16) // 8
         others = [col for col in range(1, 40) if not first <= col <= last and (col < row or not causal)]
         if row == 0 and not causal:
-            others = []  # it sees all
+            others = []  # the first row sees all blocks
         assert len(set(cols)) == len(cols) == min(3, len(others))
         assert set(cols) <= set(others)
     assert found == layout.blocks(40, 40)

@@ -1,4 +1,4 @@
-"""Unmodified models whose attention is over a layout, by config: losses and gradients are those of dense attention."""
+"""Unmodified models with sparse attention by config: losses and gradients equal dense attention with the same mask."""
 
 import copy
 import json
@@ -72,7 +72,7 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def results(model: nn.Module, loss: Callable[[Any], Tensor], attention: dict[str, Any], **other: Any) -> list[Tensor]:
-    """The loss and all gradients."""
+    """Return the loss and all gradients."""
     with partita.initialize(model, {"attention": attention, **other}) as engine:
         value = loss(engine)
         engine.backward(value)
@@ -114,7 +114,7 @@ def test_an_encoder_with_padding(pattern: str) -> None:
 
 
 class Plain(nn.Module):
-    """A model whose attention is torch's, of a batch packed by hand or padded."""
+    """Model with ``nn.MultiheadAttention``, a padding mask, and optionally an attention mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Plain(nn.Module):
 
 
 def test_plain_models() -> None:
-    """The ready-made decoder calls torch's dot products causally, torch's own module with padding."""
+    """A pattern applies to causal ``F.scaled_dot_product_attention`` and to padded ``nn.MultiheadAttention``."""
     ids, targets = tokens(), tokens().roll(1, 1)
     pattern = Layout("longformer", BLOCK, 10, num_global=2)
     found = results(built(decoder), lambda model: model(ids, targets), LONGFORMER)
@@ -176,7 +176,7 @@ def test_packed_documents_are_as_if_each_came_alone(pattern: str) -> None:
 
 
 def test_documents_by_position_cost_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense, packed: pairs of blocks are those of each document by itself, found once for all layers."""
+    """With packed dense attention, block pairs are those of each document alone, and computed once for all layers."""
     found, made = [], batch_blocks.block_pairs
 
     def counted(*args: Any) -> Any:
@@ -235,7 +235,7 @@ def test_a_model_that_checkpoints_itself_and_a_compiled_block() -> None:
 
 
 def test_generation_sees_what_training_sees() -> None:
-    """With a cache, and samples padded before their beginning."""
+    """Generation with a cache and left-padded samples sees the same keys as training."""
     model = built(llama).eval()
     model.generation_config.eos_token_id = None
     ids = tokens(2, 20)
@@ -278,7 +278,7 @@ def test_a_closed_engine_leaves_the_models_own_attention(tmp_path: Path) -> None
 
 
 def test_evaluation_of_torchs_encoder_is_sparse_too() -> None:
-    """In evaluation its layers would call a kernel of their own."""
+    """``nn.TransformerEncoder`` uses the pattern in evaluation too, where its layers would call a fused kernel."""
     layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
     seeds.start()
     model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 40, 32)
@@ -292,7 +292,7 @@ def test_evaluation_of_torchs_encoder_is_sparse_too() -> None:
 
 
 class ByFunction(nn.Module):
-    """Calls a function that calls torch's."""
+    """Module that calls torch's attention inside another function."""
 
     def __init__(self, attend: Any) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_what_models_of_transformers_add_to_attention_is_named() -> None:
 
 
 def test_a_narrower_window_in_a_model_that_has_one_and_the_same_one() -> None:
-    """`window` counts as transformers' own does."""
+    """A window of the model's own size changes nothing: it counts positions as transformers does."""
     given = {"input_ids": tokens(), "labels": tokens(), "use_cache": False}
     loss = lambda model: model(**given).loss  # noqa: E731
     build = partial(FAMILIES["mistral"], **SIZES, sliding_window=16)

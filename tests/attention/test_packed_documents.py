@@ -1,4 +1,4 @@
-"""Packed documents of transformers' models: separated in the same way whatever the configuration."""
+"""Packed documents of transformers models: separated in the same way under every configuration."""
 
 import warnings
 from functools import partial
@@ -29,7 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def losses(name: str, config: str, **given: Any) -> list[float]:
-    """The loss on the second document, for two first documents."""
+    """Return the losses on the second document after two different first documents."""
     seeds.start()
     found = list[float]()
     model = MODELS[name]().train()

@@ -1,4 +1,4 @@
-"""A pattern on slices of a sequence: what one process computes, for the blocks that are read alone."""
+"""Sparse attention on slices of a sequence: it matches one process, and sends only the blocks that are read."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.kit.training import Trained
 def test_each_rank_is_sent_the_blocks_it_reads(
     pattern: str, causal: bool, heads: tuple[int, int], what: str, ranks: int
 ) -> None:
-    """Outputs and gradients are dense attention's under the same mask; bytes are those of the blocks, and no more."""
+    """Outputs and gradients equal dense attention under the same mask, and only the blocks that are read are sent."""
     for found in on_ranks(ranks, sliced.alone, pattern, causal, heads, what, GATHER_BLOCKS):
         assert found.off < 1e-5
         assert found.sent == found.expected == found.formula
@@ -67,7 +67,7 @@ def test_models_train_as_one_process_does(name: str, pattern: str, ranks: int) -
 @pytest.mark.parametrize("name", ["llama, packed", "llama, padded"])
 @pytest.mark.parametrize("other", ["tensor", "data"])
 def test_beside_other_axes(name: str, other: str) -> None:
-    """Data ranks are fed the same samples here."""
+    """Training with a second axis matches one process; all data ranks get the same samples."""
     (expected,) = on_ranks(1, sliced.trained, name, "longformer", {})
     config = {"parallel": {"sequence": 2, other: 2}, "zero": {"stage": 3}}
     for found in on_ranks(4, sliced.trained, name, "longformer", config, timeout=120):
@@ -93,7 +93,7 @@ def test_what_is_refused(what: str) -> None:
 
 
 def test_the_way_of_a_pattern_that_sends_less() -> None:
-    """A narrow window takes a few blocks of the rank before; all that is earlier is more than heads are."""
+    """A narrow window gathers few blocks of the previous rank; to read all earlier positions, ranks exchange heads."""
     positions = (64,) * 4
     narrow = tuple(tuple(64 if of == rank else 16 * (of + 1 == rank) for of in range(4)) for rank in range(4))
     earlier = tuple(tuple(64 * (of <= rank) for of in range(4)) for rank in range(4))

@@ -1,4 +1,4 @@
-"""Block-sparse attention beside sharded, offloaded and recomputed states: the numbers are those of whole ones."""
+"""Block-sparse attention with sharded or offloaded states and recomputed activations: the numbers of stage 0."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NAMES = ("0", "2", "3-recomputed", "3-host")
 
 
 def courses() -> dict[str, list[Any]]:
-    """Losses and norms of three steps on packed samples of other lengths on each rank and at each step."""
+    """Return each plan's losses and norms in three steps. Lengths of the packed samples differ by rank and step."""
     found: dict[str, list[Any]] = {}
     rank = torch.distributed.get_rank()
     for name in NAMES:

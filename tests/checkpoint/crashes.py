@@ -1,7 +1,7 @@
-"""Kill -9 of a random rank at a random moment of training and saving, and what is left: for a test and a benchmark.
+"""Crash test, for a test and a benchmark: ``kill -9`` of a random rank at a random moment of training and saving.
 
-The run resumes from what the last kill left, under another stage and tier each time, and every loss must be, bit by
-bit, the one of a run that nobody killed.
+Each run resumes from what the last kill left, under another stage and tier, and every loss must be bit-identical to
+that of an uninterrupted run.
 """
 
 import os
@@ -27,13 +27,13 @@ from tests.kit.training import ADAMW, rank
 
 RANKS = 2
 OFFLOADS: tuple[dict[str, str], ...] = ({}, {"optimizer": "host"}, {"optimizer": "disk", "parameters": "disk"})
-# From when all ranks run (in the first run, from the first checkpoint) until one is killed.
+# Longest time until the kill, after all ranks have started (in the first run: after its first checkpoint).
 LONGEST_S = 0.5
 
 
 @dataclass(frozen=True)
 class Killed:
-    """What a kill met and left: the rank, whether a checkpoint was being written, and the newest one afterwards."""
+    """Result of a kill: the rank, True if a checkpoint was being written, and the step of the newest one afterwards."""
 
     rank: int
     while_saving: bool
@@ -59,14 +59,14 @@ def step_of(engine: partita.Engine, step: int) -> float:
 
 
 def uninterrupted(num_steps: int) -> list[float]:
-    """This rank's losses of a run that nobody kills."""
+    """Return this rank's losses of an uninterrupted run."""
     seeds.start()
     with partita.initialize(Stack(2), config(0)) as engine:
         return [step_of(engine, step) for step in range(num_steps)]
 
 
 def train_until_killed(folder: str, number: int, expected: list[list[float]]) -> None:
-    """Resume, and train and save until something ends it (or the expected losses do)."""
+    """Resume, then train and save until the process is killed or the expected losses end."""
     seeds.start()
     with partita.initialize(Stack(2), config(number)) as engine:
         first = engine.load(folder).step if complete_checkpoints(Path(folder)) else 0
@@ -80,14 +80,14 @@ def train_until_killed(folder: str, number: int, expected: list[list[float]]) ->
 
 
 def kill_once(folder: Path, number: int, expected: list[list[float]], chance: random.Random) -> Killed:
-    """One run that is killed; raises what is wrong with what it left, or with its losses."""
+    """Start a run and kill one rank. Raise an error if its losses, or the checkpoints that it leaves, are wrong."""
     victim, delay_s, seen = chance.randrange(RANKS), chance.uniform(0, LONGEST_S), list[bool]()
     running = [folder / f"running-{rank}" for rank in range(RANKS)]
     for path in running:
         path.unlink(missing_ok=True)
 
     def kill() -> None:
-        def ready() -> bool:  # the first run is left alone until there is something that the others can resume from
+        def ready() -> bool:  # the first run is not killed before there is a checkpoint for the others
             return all(path.exists() and path.read_text() for path in running) and (
                 number > 0 or bool(complete_checkpoints(folder))
             )

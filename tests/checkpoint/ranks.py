@@ -1,4 +1,4 @@
-"""Ranks without processes: what checkpoints see of each, where parameters are parts of larger ones."""
+"""Simulated ranks, without processes, whose parameters are parts of larger ones: all that checkpoints use of a rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ from partita.table.state_plan import Encodings, Tiers, preset
 CPU = torch.device("cpu")
 STATES = ("exp_avg", "exp_avg_sq")
 SHAPES = {"rows": (6, 150), "columns": (3, 700), "images": (8, 4, 3, 3), "norm": (5,), "scale": ()}
-# The dimension along which each is cut over tensor; the others are on every rank.
+# The dimension by which each parameter is split over tensor ranks; other parameters are replicated.
 Cut = Mapping[str, int]
 BY_ROWS: Cut = {"rows": 0, "columns": 1, "images": 0}
 BY_COLUMNS: Cut = {"rows": 1, "columns": 1, "images": 1}
 
 
 def share_of(name: str, cut: Cut, index: int, num: int) -> Share:
-    """That of rank ``index`` of ``num`` along tensor: every second one of so many ranges."""
+    """Return the share of tensor rank ``index`` of ``num``: every ``num``-th of ``2 * num`` ranges."""
     shape = SHAPES[name]
     if name not in cut:
         return Share(Place(shape), averaged=("tensor",))
@@ -48,7 +48,7 @@ def share_of(name: str, cut: Cut, index: int, num: int) -> Share:
 
 @dataclass
 class Rank:
-    """What checkpoints see of a rank."""
+    """All that checkpoints use of a rank."""
 
     content: Content
     mesh: Any
@@ -56,7 +56,11 @@ class Rank:
 
 
 def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor], stage: str = "zero3") -> Rank:
-    """``values``: global parameters, and their states as ``<parameter> <state>``."""
+    """Return rank ``number`` of a mesh.
+
+    Args:
+        values: global parameters, and their optimizer states as ``<parameter> <state>``.
+    """
     shares = {name: share_of(name, cut, mesh.coordinate(number, "tensor"), mesh.tensor) for name in SHAPES}
     held = {key: shares[key.split()[0]].place.take(value) for key, value in values.items()}
     entries = [Entry(name, SHAPES[name], FP32, True, of.place, of.copies.on(mesh)) for name, of in shares.items()]
@@ -96,7 +100,7 @@ def rank_of(number: int, mesh: MeshShape, cut: Cut, values: Mapping[str, Tensor]
     runtime.runs_all = True
     runtime.members = lambda: [(unit, member) for member in members]
     runtime.reducer = SimpleNamespace(sync_states=SyncStates([], None))
-    runtime.publisher = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing looks at what rests
+    runtime.publisher = SimpleNamespace(deliver=lambda *_, **__: None)  # nothing reads the stored parameters
     updater: Any = SimpleNamespace(views=views, optimizer=optimizer, states=OptimizerStates(optimizer, views, memory))
     updater.listeners = ()
     updater.wait_for_updates = updater.take_written = lambda: None
@@ -110,7 +114,7 @@ def random_values() -> dict[str, Tensor]:
 
 
 def save(ranks: Sequence[Rank], backends: Sequence[Backend], folder: Path) -> None:
-    """As the ranks' savers do, without a background."""
+    """Save as the ranks' savers do, in the foreground."""
     request = Request(folder, step=3, keep=1, background=False, about={}, aliases={})
     drafts = [backend.draft(request, "one") for backend in backends]
     contents = [rank.content.segments() for rank in ranks]
@@ -127,7 +131,7 @@ def save(ranks: Sequence[Rank], backends: Sequence[Backend], folder: Path) -> No
 
 
 def check_loaded(rank: Rank, expected: Rank, stored: Stored) -> None:
-    """Load into a rank, and compare weights and states with those of one that has them."""
+    """Load into a rank; compare its weights and optimizer states with those of ``expected``."""
     loading = Loading(rank.content, None, stored, LoadOptions())  # type: ignore[arg-type]
     loading.check()
     assert loading.fill_segments(loading.plan()) is None

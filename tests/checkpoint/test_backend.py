@@ -1,4 +1,4 @@
-"""Saving and loading know of no files: they go through a backend, of which this is one that has none."""
+"""Saving and loading access storage only through a backend; the one here has no files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tests.checkpoint.ranks import SHAPES, check_loaded, random_values, rank_of,
 
 @dataclass
 class InMemory(Stored):
-    """Chunks whose offset is a place in ``contents``."""
+    """A checkpoint in memory. The offset of a chunk is an index into ``contents``."""
 
     contents: list[Any] = field(default_factory=list)
 
@@ -30,7 +30,7 @@ class InMemory(Stored):
 
 @dataclass
 class Store(Backend):
-    """All ranks' at once."""
+    """A backend in memory, which all ranks share."""
 
     drafts: list["Part"] = field(default_factory=list)
     checkpoints: dict[Path, InMemory] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Parameters of which each rank holds ranges of a larger one, flat-sharded again over data: what is saved are the
-global tensors, and they load under any other cut. No process group: one process is each rank in turn.
+"""Parameters split over tensor ranks and flat-sharded over data ranks are saved as global tensors, which load under
+any other split. There is no process group: one process plays each rank in turn.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_global_tensors_are_saved_and_load_under_another_cut(
 
 
 def test_whole_tensors_are_put_together() -> None:
-    """By each rank along tensor from its own, the last one first: what it sends is added to what the others have."""
+    """Full tensors are sums of the tensor ranks' parts. Rank 1 runs first; rank 0 then adds what rank 1 sent."""
     mesh, values, sent = MeshShape(data=1, tensor=2), random_values(), list[Tensor]()
     found = dict[str, Tensor]()
     for number in (1, 0):

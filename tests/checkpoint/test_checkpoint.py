@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one layout, loaded under any other; exact resume; nothing torn is ever loaded."""
+"""Checkpoints load under any layout, resume exactly, and are never loaded if incomplete or damaged."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ STEPS_BEFORE, STEPS_AFTER = 2, 5
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out."""
+    """Number of ranks, ZeRO stage, offload tier and precision of a run."""
 
     ranks: int
     stage: int
@@ -68,7 +68,7 @@ LEAN = (("master", "split"), ("moments", "int8"), ("gradients", "in_backward"))
 
 
 def losses_of(engine: partita.Engine, first: int, num_steps: int) -> list[float]:
-    """Mean losses of steps whose samples are the same however many ranks there are."""
+    """Train; return the mean losses. The samples of a step do not depend on the number of ranks."""
     losses = []
     for step in range(first, first + num_steps):
         samples = torch.randn(BATCH, WIDTH, generator=seeds.generator(step))
@@ -80,7 +80,7 @@ def losses_of(engine: partita.Engine, first: int, num_steps: int) -> list[float]
 
 
 def states_of(engine: partita.Engine, *, weights: bool = True) -> dict[str, Tensor]:
-    """Master weights and optimizer states, whole."""
+    """Return the full master weights and optimizer states on rank 0, nothing on other ranks."""
     states = dict(engine.state_dict()) if weights else {}
     for name, _ in engine.module.named_parameters():
         states |= {f"{name} {key}": value for key, value in engine.optimizer_state(name).items()}
@@ -115,7 +115,7 @@ def check_pair(folder: Path, one: Layout, other: Layout, expected: tuple[dict[st
 
 @pytest.mark.parametrize("number", sampled(range(24), 0, 1, 2))
 def test_saved_under_one_layout_and_loaded_under_another(number: int, tmp_path: Path) -> None:
-    """Each of the layouts is loaded into once over all; over the first three, each value of every axis."""
+    """All numbers together load into each layout once; the first three cover each value of every axis."""
     chosen = random.Random(number)
     one = chosen.choice(LAYOUTS[number % 3 * 24 : (number % 3 + 1) * 24])
     expected = on_ranks(one.ranks, saved, str(tmp_path), one)[0]
@@ -125,7 +125,7 @@ def test_saved_under_one_layout_and_loaded_under_another(number: int, tmp_path: 
 
 @pytest.mark.parametrize("tier", ["none", "disk"])
 def test_lean_states_are_kept_as_they_are(tier: str, tmp_path: Path) -> None:
-    """Codes, scales and split masters under other ranks, stages and tiers."""
+    """8-bit codes, scales and split master weights load unchanged under other ranks, stages and tiers."""
     one, other = Layout(2, 3, tier, "bf16", LEAN), Layout(4, 1, "host", "bf16", LEAN)
     check_pair(tmp_path, one, other, on_ranks(2, saved, str(tmp_path), one)[0])
 
@@ -150,7 +150,7 @@ def test_8_bit_moments_become_numbers_and_numbers_8_bit_moments(tmp_path: Path) 
 
 
 def recoded(folder: str) -> dict[str, Tensor]:
-    """fp32 moments, saved, into a run with 8-bit ones."""
+    """Save fp32 moments, load them into a run with 8-bit moments, and return its states."""
     with partita.initialize(Stack(1), {"optimizer": ADAMW}) as engine:
         engine.load(folder)
         engine.save(folder + "/exact")
@@ -163,7 +163,7 @@ def recoded(folder: str) -> dict[str, Tensor]:
 
 
 class Noisy(nn.Module):
-    """Dropout, a batch norm, tied weights, a convolution in channels-last order, a frozen layer, a scalar, and
+    """Module with dropout, a batch norm, tied weights, a channels-last convolution, a frozen layer, a scalar, and
     tensors without elements.
     """
 
@@ -186,7 +186,7 @@ class Noisy(nn.Module):
 
 
 def noisy_steps(engine: partita.Engine, num_steps: int) -> list[float]:
-    """Steps on samples drawn from the global generator, as a run's own."""
+    """Train on samples drawn from the global generator; return the losses."""
     losses = []
     for _ in range(num_steps):
         for _ in range(2):
@@ -263,7 +263,7 @@ def configured_anew(folder: str) -> None:
         losses_of(second, 3, 1)
         second.save(folder)
         expected = losses_of(second, 4, 2), group(second)
-    with engine(1e-3, 0.2) as third:  # as the run that saved: nothing is said, and nothing changed
+    with engine(1e-3, 0.2) as third:  # configured as the run that saved: no warning, and no change
         third.load(folder)
         assert (losses_of(third, 4, 2), group(third)) == expected
 
@@ -274,7 +274,7 @@ def test_what_is_configured_anew_holds(ranks: int, tmp_path: Path) -> None:
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps a state with strides unlike its parameter's, which it changes in place, or replaces by another."""
+    """Optimizer whose state has other strides than its parameter, and is either updated in place or replaced."""
 
     def __init__(self, params: Any, replaces: bool) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -316,7 +316,7 @@ def test_every_save_is_of_the_states_of_its_moment(ranks: int, stage: int, repla
 
 
 class Counting(Stack):
-    """Knows more than tensors, in a module of its own; has a buffer of as many elements as it is told."""
+    """Model with an extra state in a submodule, and a buffer of ``num`` elements."""
 
     class Counter(nn.Module):
         def __init__(self) -> None:
@@ -408,7 +408,7 @@ def test_saves_by_itself_and_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def starts_again(folder: str) -> None:
-    """A run in the folder of one that came further."""
+    """Start a run in the checkpoint folder of a longer one."""
     config = {"checkpoint": {"dir": folder, "every_steps": 2, "keep": 2}}
     with partita.initialize(Stack(1), config) as engine:
         losses_of(engine, 0, 8)
@@ -428,7 +428,7 @@ def test_a_run_in_the_folder_of_a_longer_one_keeps_its_own(tmp_path: Path) -> No
 
 
 def goes_back_to_the_start(folder: str, offload: dict[str, str]) -> None:
-    """A checkpoint from before the first step, when the optimizer had kept nothing."""
+    """Save before the first step, when the optimizer has no states; train, load, and train again."""
     seeds.start()
     with partita.initialize(Stack(1), {"zero": {"stage": 3, "offload": offload}}) as engine:
         engine.save(folder)
@@ -453,7 +453,7 @@ def save_one(folder: str) -> None:
 
 
 def damage_raises(folder: str, named: str) -> None:
-    """On every rank, and nothing of the engine is changed where the damage is seen at the start."""
+    """Load a damaged checkpoint: every rank raises an error that names the file, and can then load another one."""
     with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
         with pytest.raises(PartitaError, match="checkpoint") as caught:
             engine.load(folder)
@@ -488,7 +488,7 @@ def test_damage_is_named(damage: str, file: str, tmp_path: Path) -> None:
     on_ranks(2, save_one, str(tmp_path))
     DAMAGES[damage](tmp_path / "step-2" / file)
     if (damage, file) == ("missing", "manifest.json"):
-        assert list(complete_checkpoints(tmp_path)) == [1]  # it is none
+        assert list(complete_checkpoints(tmp_path)) == [1]  # it is no checkpoint
     else:
         on_ranks(2, damage_raises, str(tmp_path), file)
 
@@ -509,20 +509,20 @@ def goes_on_from_step_1(folder: str) -> None:
         engine.save(folder)
 
 
-# ------------------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
 def opened_in(folder: str) -> list[str]:
-    """The files in a folder that this process holds open, removed ones too."""
+    """Return the files in a folder that this process has open, including removed ones."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             found.append(str(link.readlink()))
     return [path for path in found if path.startswith(folder)]
 
 
 def disk_fails(folder: str, background: bool, call: str) -> None:
-    """A rank that cannot write: no rank has a checkpoint, all are told, nothing of it is left, and training goes on."""
+    """Fail a rank's writes: every rank raises, no file remains or stays open, and training and saving continue."""
     failing = mock.patch.object(checkpoint_file.os, call, side_effect=OSError(28, "No space left on device"))
     with partita.initialize(Stack(1), {"zero": {"stage": 3}, "checkpoint": {"background": background}}) as engine:
         losses_of(engine, 0, 1)
@@ -611,7 +611,7 @@ def test_checkpoints_of_other_models(tmp_path: Path) -> None:
 
 
 def not_finite(folder: str, policy: str, optimizer: str) -> None:
-    """A loss that is no number on one rank, in the fourth step."""
+    """Train with a NaN loss on one rank in the fourth step."""
     config = {
         "zero": {"stage": 3},
         "optimizer": {"name": optimizer},
@@ -645,7 +645,7 @@ def test_what_is_not_finite(policy: str, optimizer: str, tmp_path: Path) -> None
 
 
 def stays_not_finite(folder: str, gradients: str) -> None:
-    """Every fourth step, and at first before there is anything to go back to."""
+    """Repeat a NaN loss in step 4, after one in step 1, when there is no checkpoint to rewind to."""
     config = {
         "precision": {"nonfinite": "rewind", "gradients": gradients},
         "checkpoint": {"dir": folder, "every_steps": 2},
@@ -660,7 +660,7 @@ def stays_not_finite(folder: str, gradients: str) -> None:
             PartitaError, match=r"step 1: the gradient of .* is not finite.*cannot go back.*no complete"
         ):
             spoilt_step()
-        losses_of(engine, 0, 2)  # the step that was left out counts
+        losses_of(engine, 0, 2)  # the skipped step is counted
         for _ in range(2):
             for _ in range(3):
                 assert spoilt_step() == 2
@@ -686,7 +686,7 @@ def inside_a_batch(folder: str) -> None:
 
 
 def numbers_of_numpy(folder: str) -> None:
-    """Rates as half of all schedules compute them, and values that no checkpoint can give back."""
+    """Resume with NumPy scalars in hyperparameters and ``extra``; refuse values that could not be loaded again."""
 
     def engine() -> partita.Engine:
         seeds.start()
@@ -733,7 +733,7 @@ def test_the_manifest_says_what_it_is_of(tmp_path: Path) -> None:
 
 
 def extras_by_rank(folder: str, num_ranks: int) -> tuple[Any, list[str]]:
-    """What a rank finds in ``extra``, and what it is warned of, where ``num_ranks`` ranks saved."""
+    """Load what ``num_ranks`` ranks saved; return this rank's ``extra`` and warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with partita.initialize(Stack(1), {"checkpoint": {"background": False}}) as engine:
@@ -785,7 +785,7 @@ def test_a_changed_index_is_found_by_load(tmp_path: Path) -> None:
 
 
 def goes_on_with_another_optimizer(folder: str, name: str) -> list[str]:
-    """What is said of it."""
+    """Load a checkpoint of adam into a run with another optimizer; return the warnings."""
 
     def engine(name: str) -> partita.Engine:
         return partita.initialize(Stack(1), {"optimizer": {"name": name}, "checkpoint": {"background": False}})

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, converted, on which training goes on as if it had never stopped."""
+"""Training continues from converted checkpoints of other libraries as if it had never stopped."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def convert(folder: Path, out: Path) -> Result:
 
 
 class Model(nn.Module):
-    """With buffers, and a parameter that does not train."""
+    """Module with buffers and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class Model(nn.Module):
 
 
 def loss_of(model: Any, step: int) -> Tensor:
-    """The same on every rank."""
+    """Return the loss of a step, which is the same on every rank."""
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
     return (model(x) - 1.0).square().mean()
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights with decay, biases and norms without."""
+    """Return two parameter groups: weights with decay, biases and norms without."""
     params = dict(model.named_parameters())
     decayed = [param for name, param in params.items() if param.dim() > 1]
     others = [param for param in params.values() if param.dim() <= 1]
@@ -79,7 +79,7 @@ def halving(optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 class Plain:
-    """The run that is not stopped, in plain PyTorch."""
+    """An uninterrupted run in plain PyTorch."""
 
     def __init__(self, schedule: Any) -> None:
         torch.manual_seed(0)
@@ -119,7 +119,9 @@ def goes_on(folder: str, schedule: Any, stage: int, strict: bool) -> tuple[list[
 
 
 def check_goes_on(folder: Path, plain: Plain, schedule: Any, strict: bool = True) -> tuple[dict[str, Any], set[str]]:
-    """On one rank and on two, the losses are those of the plain run."""
+    """Check that training continues on one rank and on two with the losses of the plain run; return the engine's extra
+    state and the missing keys.
+    """
     expected = plain.train(NUM_AFTER)
     found = [
         rank
@@ -145,7 +147,7 @@ class ZeroStageEnum(IntEnum):
 
 @contextmanager
 def pickled_as_deepspeed() -> Iterator[None]:
-    """The classes above are pickled under the names that they have there."""
+    """Pickle the classes above under their names in DeepSpeed."""
     places = {DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler", ZeroStageEnum: "deepspeed.runtime.zero.config"}
     own = {kind: kind.__module__ for kind in places}
     modules = [place.rsplit(".", cut)[0] for place in places.values() for cut in range(place.count(".") + 1)]
@@ -161,7 +163,7 @@ def pickled_as_deepspeed() -> Iterator[None]:
 
 
 def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, Any], **client: Any) -> None:
-    """As deepspeed.checkpoint.ds_to_universal lays it out, below stage 3 and at it."""
+    """Write the files of ``deepspeed.checkpoint.ds_to_universal``, which differ at stage 3 and below it."""
     named, root = dict(plain.model.named_parameters()), folder / "zero"
     root.mkdir(parents=True)
 
@@ -172,7 +174,7 @@ def write_universal(folder: Path, plain: Plain, stage: int, schedule: dict[str, 
     for name, param in named.items():
         kept = plain.optimizer.state.get(param, {})
         if not kept and stage == 3:
-            continue  # a frozen one
+            continue  # frozen
         save(name, "fp32", param.detach().clone())
         for state in ("exp_avg", "exp_avg_sq") if kept else ():
             save(name, state, kept[state])
@@ -250,7 +252,7 @@ def converts_and_goes_on(folder: str) -> None:
     torch.manual_seed(0)
     engine = deepspeed.initialize(model=Model(), config=deepspeed_config())[0]
     native_steps(engine, 0)
-    plain = Plain(halving)  # with the weights and states that the engine has now
+    plain = Plain(halving)  # gets the engine's current weights and states
     plain.model.load_state_dict(engine.state_dict())
     plain.optimizer = AdamW(plain.model.parameters(), **SETTINGS | {"lr": engine.get_lr()[0]}, weight_decay=0.1)
     for name, param in plain.model.named_parameters():
@@ -387,7 +389,7 @@ def tied_llama() -> Any:
 
 
 def train_plainly(folder: str) -> list[float]:
-    """A Trainer that saves after :data:`NUM_BEFORE` steps; returns the losses of all of them."""
+    """Train with a Trainer that saves every :data:`NUM_BEFORE` steps; return the losses of all steps."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
@@ -435,7 +437,7 @@ def goes_on_after_the_trainer(folder: str) -> list[float]:
         return losses
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:OMP_NUM_THREADS")  # of what transformers imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:OMP_NUM_THREADS")  # from what transformers imports
 def test_trainer(tmp_path: Path) -> None:
     losses = on_ranks(1, train_plainly, str(tmp_path / "run"), with_group=False)[0]
     folder = tmp_path / "run" / f"checkpoint-{NUM_BEFORE}"

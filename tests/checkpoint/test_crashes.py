@@ -1,4 +1,4 @@
-"""A few random kills; `benchmarks/crash_test.py` has hundreds."""
+"""A few random kills; ``benchmarks/crash_test.py`` runs hundreds."""
 
 import random
 from pathlib import Path

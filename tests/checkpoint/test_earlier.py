@@ -1,7 +1,7 @@
 """Checkpoints that earlier versions wrote load, and training continues from them with the same bits.
 
-``earlier/format_1.tar.xz`` has, by name, a checkpoint that two ranks wrote after step 2, and beside it a file with its
-configuration, the model's state dict then (``saved``) and after one more step (``later``).
+``earlier/format_1.tar.xz`` has, for each name, a checkpoint that two ranks wrote after step 2, and a file with its
+configuration and the model's state dicts at that step (``saved``) and one step later (``later``).
 """
 
 import tarfile
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(where)
 
 
-@pytest.mark.parametrize("name", ["plain", "residuals", "momentum"])  # the rounding of 16 bits has changed since
+@pytest.mark.parametrize("name", ["plain", "residuals", "momentum"])  # not "lean": 16-bit rounding has changed since
 def test_training_continues_with_the_same_bits(folder: str, name: str) -> None:
     on_ranks(2, continues, folder, name, None, with_group=False)
 

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints shows, keeps and clears, whoever saves into it and wherever it is interrupted."""
+"""Checkpoints that a folder lists, keeps and removes, with several writers and after interruptions anywhere."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def content_of(checkpoint: Path) -> str:
     return str(json.loads((checkpoint / MANIFEST).read_text())["content"])
 
 
-# ------------------------------------------------------------------------------------------------- which is the newest
+# ----------------------------------------------------------------------------------------------- the newest checkpoint
 
 
 def test_newest_is_what_was_published_last(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_folder_without_a_checkpoint_and_none_are_two_errors(tmp_path: Path) -
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_what_was_just_saved_stays(keep: int, tmp_path: Path) -> None:
-    """Whatever the others say of themselves."""
+    """The checkpoint just published stays, even if its manifest has no sequence number."""
     save(tmp_path, 8, 9)
     manifest = tmp_path / "step-9" / MANIFEST
     with mock.patch("partita.checkpoint.format.folder.next_sequence", return_value=0):
@@ -125,7 +125,7 @@ def test_a_step_that_is_saved_again_is_never_missing(num_renames: int, tmp_path:
 
     with mock.patch.object(Path, "rename", rename), pytest.raises(Killed):
         end(partial, 4, keep=1, content="second")
-    for _ in range(2):  # as it was left, and after the next run has begun to save
+    for _ in range(2):  # right after the kill, and after the next run has begun to save
         (found,) = complete_checkpoints(tmp_path).values()
         assert resolve_checkpoint(tmp_path) == resolve_checkpoint(tmp_path / "step-4") == found
         assert content_of(found) in ("first", "second")
@@ -155,7 +155,7 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
     partial = begin(tmp_path, 1)
     lock = Lock(partial / "__0.lock")
     assert is_locked(partial / "__0.lock")
-    for name in (".step-7.partial", ".step-7.old", ".step-8.ab12.removed"):  # some of versions before
+    for name in (".step-7.partial", ".step-7.old", ".step-8.ab12.removed"):  # some from earlier versions
         (tmp_path / name).mkdir()
     begin(tmp_path, 2)
     assert names(tmp_path)[0] == partial.name

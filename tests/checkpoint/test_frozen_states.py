@@ -1,4 +1,4 @@
-"""Optimizer states of layers that are frozen while a run is resumed: kept, saved, and used again after unfreezing."""
+"""Optimizer states of layers that are frozen while a run is resumed are saved, and used again after unfreezing."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,10 @@ def states_of(engine: partita.Engine) -> dict[str, Tensor]:
 
 
 def resumed(folder: str, config: dict[str, Any]) -> bool:
-    """A layer is frozen at step 2; the run resumes at step 3, once with the layer frozen before initialize."""
+    """Freeze a layer at step 2; resume at steps 3 and 4 with the layer frozen before ``initialize``.
+
+    Return True if the weights are those of the uninterrupted run.
+    """
     with opened(config, frozen=False) as engine:
         steps(engine, 2, 0)
         next(engine.module.children()).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What accelerate writes of FSDP, loaded by an engine as it is."""
+"""FSDP checkpoints that accelerate writes, loaded by an engine without conversion."""
 
 import logging
 from pathlib import Path
@@ -22,13 +22,13 @@ SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
 def save_as_accelerate(folder: str, kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As ``Accelerator.save_state`` and the Trainer do under FSDP2."""
+    """Save as ``Accelerator.save_state`` and the Trainer do under FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import fsdp_utils
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind, reshard_after_forward=True)
     accelerator = SimpleNamespace(num_processes=world(), process_index=rank(), is_main_process=not rank())
-    with patch.object(fsdp_utils, "logger", logging.getLogger("accelerate")):  # its own wants a whole Accelerator
+    with patch.object(fsdp_utils, "logger", logging.getLogger("accelerate")):  # accelerate's needs a full Accelerator
         fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
         fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
 
@@ -59,7 +59,7 @@ def test_what_accelerate_has_saved(kind: str, tmp_path: Path) -> None:
 
 
 class Runs:
-    """What no checkpoint may hold."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return print, ("this ran",)

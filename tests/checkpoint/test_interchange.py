@@ -1,4 +1,4 @@
-"""Checkpoints of torch's own FSDP2 in partita, and partita's in FSDP2, by torch.distributed.checkpoint."""
+"""partita loads checkpoints of torch's FSDP2, and FSDP2 those of partita, through torch.distributed.checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ NUM_STEPS = 3
 
 
 def fsdp() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A module under FSDP2, and its optimizer."""
+    """Return a module under FSDP2, and its optimizer."""
     seeds.start()
     model = Stack(2)
     mesh = init_device_mesh("cpu", (world(),))

@@ -1,4 +1,4 @@
-"""The index of others' checkpoints: what torch.distributed.checkpoint writes is read, nothing else is looked up."""
+"""The pickled index of other libraries' checkpoints: only names that torch.distributed.checkpoint uses are allowed."""
 
 import builtins
 import json
@@ -46,7 +46,7 @@ def test_what_torch_writes_is_read(flatten: bool, tmp_path: Path) -> None:
 
 @dataclass
 class Calls:
-    """Pickles as a call."""
+    """An object that is pickled as a function call."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -76,7 +76,7 @@ def test_nothing_else_is_called(name: str, inside: bool, tmp_path: Path, monkeyp
 
 
 def test_attributes_are_not_looked_up(tmp_path: Path) -> None:
-    """A name with dots would be found from an admitted module."""
+    """Names with dots, which would reach other modules through an allowed one, are refused."""
     (tmp_path / METADATA).write_bytes(b"\x80\x04\x8c\x05torch\x8c\tos.system\x93.")
     with pytest.raises(PartitaError, match=r"names 'torch\.os\.system'"):
         open_stored(tmp_path)
@@ -108,7 +108,7 @@ PLACES = ("ctorch.distributed.checkpoint.metadata\nMetadata\n", "cpathlib\nPosix
 
 @pytest.mark.parametrize("place", PLACES)
 def test_classes_of_the_process_stay_as_they_are(place: str, tmp_path: Path) -> None:
-    """A pickle can set attributes of the classes that it names."""
+    """Reading an index leaves classes unchanged, although a pickle can set attributes of the classes that it names."""
     (tmp_path / METADATA).write_bytes(b"\x80\x04" + place.encode() + b"N}\x8c\x05addedK\x01s\x86b.")
     with pytest.raises(PartitaError, match="is damaged|holds a"):
         open_stored(tmp_path)

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are the model's, which an optimizer's, and which copy of the weights is meant."""
+"""Recognition of a checkpoint's model and optimizer keys, and the choice among copies of the weights."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def states(optimizer: str, names: Iterable[str] = WEIGHTS) -> list[str]:
 
 
 def nested(*copies: str) -> dict[str, tuple[str | int, ...]]:
-    """Where the weights are that were saved as {copy: state dict}."""
+    """Return the paths of weights saved as ``{copy: state dict}``."""
     return {f"{copy}.{name}": (copy, name) for copy in copies for name in WEIGHTS}
 
 
@@ -101,7 +101,7 @@ def test_modules_named_as_an_optimizer_names_things(optimizer: str, flat: bool) 
 
 
 def test_a_model_at_the_top_level() -> None:
-    """As transformers names things: ``model.`` is no prefix of the writer's there."""
+    """In a state dict without a prefix, ``model.`` is part of the parameters' names, as in transformers."""
     names = ("model.layers.0.weight", "lm_head.weight", "state.weight")
     there = stored(*names, *states("optim"), paths={name: (name,) for name in names})
     assert model_keys(there) == {name: name for name in names}

@@ -1,4 +1,4 @@
-"""Values as a checkpoint can give them back, and the bytes of a tensor's record."""
+"""Values that a checkpoint can store and load, and the bytes of a tensor's record."""
 
 import enum
 import io

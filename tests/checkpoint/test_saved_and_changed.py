@@ -1,4 +1,4 @@
-"""What users do between a save and a load that must not lose states in silence."""
+"""Changes by users between a save and a load, which must not silently lose states."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is configured anew holds after a load; all else is as the saved run had come to."""
+"""Settings after a load: newly configured values apply, all others are as the saved run left them."""
 
 import copy
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def rates(run: Made, num_steps: int) -> list[float]:
 
 
 def resumed(run: Made, before: list[dict[str, Any]], other: Made) -> list[str]:
-    """Take up one run's settings in another; returns what is said."""
+    """Load one run's settings into another; return the changes that are reported."""
     now = configured(other[0].param_groups)
     saved = {key: value for key, value in run[0].param_groups[0].items() if key != "params"}
     other[1].load_state_dict(copy.deepcopy(run[1].state_dict()))
@@ -84,7 +84,7 @@ def test_a_rate_keeps_its_place_on_the_curve(name: str, factor: float) -> None:
 def test_settings_that_are_no_rate() -> None:
     run = made("constant", 0.5, weight_decay=0.1, momentum=0.5)
     before = configured(run[0].param_groups)
-    run[0].param_groups[0].update(weight_decay=0.3, momentum=0.7)  # as a schedule of the user's changes them
+    run[0].param_groups[0].update(weight_decay=0.3, momentum=0.7)  # as a user's own schedule could
     other = made("constant", 0.5, weight_decay=0.2, momentum=0.5)
     assert resumed(run, before, other) == [
         "group 0: weight_decay is 0.2 as configured now "

@@ -1,4 +1,4 @@
-"""Runs the command as a user does: as a process of its own, whose descendants can be looked for afterwards."""
+"""Run the command as a user does, in a separate process, and find its workers."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ engine:
 
 
 def write_job(folder: Path) -> Path:
-    """A job of a few seconds in ``folder``; its results go to ``folder/out``."""
+    """Write a job of a few seconds into ``folder``, and return its path. Its results go to ``folder/out``."""
     text, job = folder / "text.txt", folder / "job.yaml"
     text.write_bytes(b"to be or not to be, that is the question. " * 400)
     settings = TINY_JOB.replace("data: {", f"data: {{corpus: {text}, ").replace(
@@ -33,25 +33,25 @@ def write_job(folder: Path) -> Path:
 
 
 def start(job: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Starts ``partita train`` on a job, with two processes. Temporary files go beside the job: a kill leaves some."""
+    """Start ``partita train`` on a job with two processes. Temporary files go next to the job: a kill leaves some."""
     return _start(job, [sys.executable, "-m", "partita.cli.main", "train", str(job), "--processes", "2", *arguments])
 
 
 def start_evaluation(job: Path) -> subprocess.Popen[str]:
-    """Starts ``partita eval`` on the results of a job, with two processes."""
+    """Start ``partita eval`` on the results of a job with two processes."""
     return _start(job, [sys.executable, "-m", "partita.cli.main", "eval", str(job), "--processes", "2"])
 
 
 def start_torchrun(job: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The same by torchrun, which starts the processes again once if one fails."""
+    """Start ``partita train`` with torchrun, which restarts the two processes once if one fails."""
     torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m partita.cli.main train"
     return _start(job, [sys.executable, "-m", *torchrun.split(), str(job), *arguments])
 
 
 def start_node(job: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
-    """One of one or two nodes, with a process each, that may come and go; they meet in the store at ``port``.
+    """Start a node of an elastic run of one or two nodes, with one process each; their store is at ``port``.
 
-    (torch 2.13 keeps a store from round to round that a node which joins later never learns of, unless told not to.)
+    By default, torch 2.13 keeps a store between rounds, which a node that joins later never learns of.
     """
     conf = "last_call_timeout=2,is_host=0"
     settings = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-conf {conf}"
@@ -72,7 +72,7 @@ def _start(job: Path, command: list[str], **variables: str) -> subprocess.Popen[
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 90) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error; the process is ended where it takes longer."""
+    """Return the exit code, standard output and standard error. Kill the process if it takes longer."""
     try:
         out, error = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -83,7 +83,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 90) -> tuple[int, 
 
 
 def workers_of(job: Path) -> dict[int, int]:
-    """Process ids by rank of the workers of a job (a path of a test's own folder) that are alive."""
+    """Return the process ids, by rank, of the living workers of a job (a path in a test's own folder)."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -92,7 +92,7 @@ def workers_of(job: Path) -> dict[int, int]:
                 continue
             variables = dict(line.partition(b"=")[::2] for line in (folder / "environ").read_bytes().split(b"\0"))
             found[int(variables[b"RANK"])] = int(folder.name)
-        except (OSError, KeyError):  # it has just ended
+        except (OSError, KeyError):  # the process has just ended
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""``partita checkpoint`` on checkpoints that two ranks made."""
+"""``partita checkpoint`` on checkpoints that two ranks saved."""
 
 from pathlib import Path
 

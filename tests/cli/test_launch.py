@@ -1,4 +1,4 @@
-"""``partita train --processes 2`` as real processes: it trains, fails, is interrupted, and never leaves one behind."""
+"""``partita train --processes 2`` in real processes: training, failures, interruption, and no orphans."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ from tests.cli.processes import (
     write_job,
 )
 
-# Few lines, so that the pipe of the output, which is read at the end, does not fill.
+# Few log lines: the output pipe is read only at the end, and must not fill.
 ENDLESS = ("--set", "train.steps=1000000", "--set", "train.eval_every=1000000", "--set", "train.log_every=50")
 
 
@@ -53,7 +53,7 @@ def test_two_processes_train_and_leave_everything_behind(tmp_path: Path) -> None
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (256, 32)
-    assert out.count("held-out loss") == 2  # from one rank
+    assert out.count("held-out loss") == 2  # printed by one rank only
     assert (tmp_path / "out" / "sample.txt").read_text() in out
     code, out, error = finish(start_evaluation(job))
     assert code == 0, error
@@ -157,7 +157,7 @@ def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_nodes_come_and_go(tmp_path: Path) -> None:
-    """Each time the run goes on from its newest checkpoint, on as many ranks as there are then."""
+    """When a node joins or leaves, the run resumes from its newest checkpoint on the current number of ranks."""
     job, store = write_job(tmp_path), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = ("--set", "train.steps=100000", *saving(tmp_path))
 
@@ -183,7 +183,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     finally:
         kill(*(node.pid for node in nodes), *workers_of(job).values())
     sizes = re.findall(r"^mesh: (\d) ranks", out, re.MULTILINE)
-    # torchrun may start once more on as many ranks, when it notices late that a node is gone.
+    # torchrun may restart once more on the same number of ranks if it notices late that a node is gone.
     assert [size for size, _ in groupby(sizes)] == ["1", "2", "1"], error
     assert out.count("restored model, optimizer, scheduler and random states of step ") == len(sizes) - 1
 
@@ -240,7 +240,7 @@ def test_a_worker_writes_its_error_down_and_the_launcher_tells_it(
 
 
 def failure(folder: Path, rank: int, exitcode: int, error: Exception | None = None) -> ProcessFailure:
-    """As the agent sees it; one that wrote its error down did so before the next one of a test."""
+    """Return a failure as the agent reports it. Recorded errors have times in the order of their ranks."""
     file = folder / f"error-{rank}.json"
     if error is not None:
         details = {"py_callstack": f"Traceback of rank {rank}", "timestamp": str(int(time.time()))}
@@ -280,7 +280,7 @@ def test_a_rank_that_the_agent_ended_is_not_the_cause(tmp_path: Path, capsys: py
 def test_a_rank_that_was_ended_after_its_error_failed_by_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It needed a while to exit, and the others failed meanwhile."""
+    """A rank that recorded an error first is the cause, even if it was terminated because it took long to exit."""
     failures = {0: failure(tmp_path, 0, -15, ValueError("the user's")), 1: failure(tmp_path, 1, 1, KeyError("late"))}
     code, text = told(failures, capsys)
     assert code == 1
@@ -293,7 +293,10 @@ def test_a_rank_that_was_ended_after_its_error_failed_by_that(
 
 
 def test_an_error_that_names_another_ranks_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be recorded first: the other rank closes its connections before its error reaches the launcher."""
+    """An error that reports another rank's error is not the cause, even if it was recorded first.
+
+    The other rank closes its connections before its error reaches the launcher.
+    """
     follows = PartitaError(
         "rank 0: receiving of pipeline over pipeline failed: rank 1 ended with ValueError: the user's"
     )
@@ -309,7 +312,7 @@ def test_a_closed_connection_is_not_the_cause(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_an_error_is_the_cause_also_where_its_file_is_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The agent's times are whole seconds."""
+    """A recorded error is the cause, even if its file is newer than the agent's times, which are whole seconds."""
     failures = {0: failure(tmp_path, 0, -15), 1: failure(tmp_path, 1, 1, ValueError("the user's"))}
     os.utime(tmp_path / "error-1.json", (time.time() + 1, time.time() + 1))
     assert "error: rank 1 (process 101) failed: ValueError: the user's" in told(failures, capsys)[1]

@@ -1,4 +1,4 @@
-"""`import partita`, help and schema do not import torch; the names and helps of commands are those of their modules."""
+"""`import partita`, help and schema do not import torch; listed help texts of commands are those of their modules."""
 
 import inspect
 import subprocess

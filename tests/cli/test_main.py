@@ -1,4 +1,4 @@
-"""The command in this process: what it says about mistakes, and what doctor shows."""
+"""The command in this process: its errors and warnings, and the output of doctor."""
 
 import errno
 import gzip
@@ -28,7 +28,7 @@ from tests.cli.processes import write_job
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
-    """Exit code, and output and errors together, on lines as long as they are."""
+    """Run the command, and return its exit code, and its output with errors, in unwrapped lines."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300", "TERM": "dumb"})
     return result.exit_code, result.output
 
@@ -119,7 +119,7 @@ def test_a_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_of_the_library_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # so that monkeypatch restores it
     show_warnings_in_one_line()
     assert warnings.formatwarning("step 3: skipped", UserWarning, loop.__file__, 12) == "warning: step 3: skipped\n"
     script = warnings.formatwarning("of the script", UserWarning, "train.py", 7, "x = 1")

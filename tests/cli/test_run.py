@@ -1,4 +1,4 @@
-"""``partita run`` in this process, with a stand-in for what replaces accelerate's and transformers' classes."""
+"""``partita run`` in this process, with a stand-in for the replacement of accelerate's and transformers' classes."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from partita.cli import launch, script
 from partita.cli.main import app
 from partita.errors import PartitaError
 
-CAST = {"compute": "bf16", "mode": "cast", "outputs": "compute"}  # what DeepSpeed's section for bf16 means
+CAST = {"compute": "bf16", "mode": "cast", "outputs": "compute"}  # the equivalent of DeepSpeed's section for bf16
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -25,7 +25,7 @@ Path(sys.argv[1]).write_text(json.dumps([__name__, sys.argv[2:], beside.VALUE]))
 
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was activated, as often as it was."""
+    """Replace the integration, and return a list that collects the settings of each activation."""
     found: list[Any] = []
     stand_in: Any = ModuleType("partita.integrations.huggingface")
     stand_in.activate = found.append
@@ -48,7 +48,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    """Exit code, and output and errors together, on lines as long as they are."""
+    """Run ``partita run``, and return its exit code, and its output with errors, in unwrapped lines."""
     result = CliRunner().invoke(
         app, ["run", *(str(argument) for argument in arguments)], env={"COLUMNS": "300", "TERM": "dumb"}
     )
@@ -123,7 +123,7 @@ def test_mistakes_are_one_message_before_the_script_starts(
 def test_processes_are_not_started_under_a_launcher(
     activated: list[Any], written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There, each is one of the launcher's, and one of them says what is replaced."""
+    """Under a launcher, each process runs the script itself, and only one of them prints what is replaced."""
     places = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

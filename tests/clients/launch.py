@@ -1,4 +1,4 @@
-"""Starts a script on two processes: with plain accelerate, or with partita in its place."""
+"""Start a script on two processes, with plain accelerate or with partita."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 TIMEOUT_S = 280
-# accelerate takes two processes without a GPU for a mistake otherwise.
+# Without it, accelerate takes two processes without a GPU for a mistake.
 PLAIN = {"ACCELERATE_USE_CPU": "true"}
 
 
@@ -30,7 +30,7 @@ def run(script: list[str], config: dict[str, object] | None, folder: Path, timeo
 
     Args:
         script: the path of a script (or -m and a module), and its arguments.
-        config: partita's; None: without partita.
+        config: partita's configuration; None: run without partita.
     """
     launcher = [sys.executable, "-W", "ignore", "-m"]
     if config is None:

@@ -1,4 +1,4 @@
-"""Scripts of many kinds, written with accelerate or a library's trainer alone."""
+"""Scripts of many kinds, written only with accelerate or a library's trainer."""
 
 from functools import cache
 from pathlib import Path

@@ -96,5 +96,5 @@ def test_trl(case: str, stage: int, tmp_path: Path, tmp_path_factory: pytest.Tem
 
 @pytest.mark.clients
 def test_accelerates_operations(tmp_path: Path) -> None:
-    """A script that checks itself. Others need a GPU or the hub, or are in tests/integrations/huggingface."""
+    """accelerate's ``test_ops`` passes. Others need a GPU or the hub, or are in tests/integrations/huggingface."""
     run(["-m", "accelerate.test_utils.scripts.test_ops"], {"zero": {"stage": 3}}, tmp_path)

@@ -1,4 +1,4 @@
-"""Logs of ranks that are behind, ahead, or apart."""
+"""Collective logs of ranks that are behind or ahead, or that run different operations."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ from tests.kit.threads import Notes
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_order_that_repeats_is_expected(seed: int) -> None:
-    """Whatever it repeats inside, and also after something else came between."""
+    """A repeated order of events is predicted, also with repetitions inside it, and again after other events."""
     generator = random.Random(1000 * seeds.chosen() + seed)
     pieces = [[generator.choice([STEP, 2, 3, 4, 5]) for _ in range(generator.randint(1, 30))] for _ in range(3)]
     step = [*(event for _ in range(generator.randint(1, 10)) for event in generator.choice(pieces)), UPDATE]

@@ -1,4 +1,4 @@
-"""Process groups: how many are made, by whom, and torch's own description of the mesh."""
+"""Process groups: their number, the ranks that create them, and torch's DeviceMesh of the mesh."""
 
 from datetime import timedelta
 from itertools import islice
@@ -31,7 +31,7 @@ BETWEEN_NODES = {"hierarchical": 11, "hierarchical-changes": 12, "hsdp": 12}
 
 
 class Counting(Processes):
-    """Makes no groups, and counts them."""
+    """Connections that count groups in place of creating them."""
 
     def __init__(self, rank: int, num_ranks: int, *, by_members: bool = True) -> None:
         self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, 1.0
@@ -49,7 +49,7 @@ class Counting(Processes):
 
 
 def connected(num_data: int, rank: int, *, by_members: bool = True, row: str = "zero1") -> int:
-    """The number of groups that a rank of a mesh makes, as an engine asks for them."""
+    """Return the number of groups that a rank of a mesh creates for an engine."""
     shape = MeshShape(pipeline=4, data=num_data, tensor=4, node=2 if row in BETWEEN_NODES else 1)
     counting = Counting(rank, shape.num_ranks, by_members=by_members)
     mesh = Mesh(shape, HOST, counting)
@@ -69,7 +69,7 @@ def test_calls_do_not_grow_with_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize(("row", "most"), [*((row, 10) for row in STAGES), *BETWEEN_NODES.items()])
 def test_a_rank_is_in_few_groups(row: str, most: int) -> None:
-    """Of 512 ranks. Rows that split the data axis over nodes communicate over two more combinations of axes."""
+    """One of 512 ranks is in at most 12 groups; rows that split data over nodes use two more combinations of axes."""
     assert connected(32, 0, row=row) == most <= 12
 
 
@@ -88,7 +88,7 @@ def uses_device_mesh(folder: Path) -> None:
         assert placed.to_local().equal(whole.chunk(engine.mesh.size("data"))[engine.mesh.coordinate("data")])
         summed = DTensor.from_local(torch.full((2,), float(rank())), both, [Partial(), Partial()]).full_tensor()
         assert summed.tolist() == [sum(range(world()))] * 2
-        for batch in islice(CASES["llama"].batches(2), 2):  # the streams' groups are others
+        for batch in islice(CASES["llama"].batches(2), 2):  # the engine uses other groups
             engine.backward(CASES["llama"].loss(engine(**batch)))
             total = torch.ones(1)
             dist.all_reduce(total, group=mesh["data"].get_group())
@@ -115,8 +115,8 @@ def test_one_process_has_it_too(tmp_path: Path) -> None:
 
 
 def engines_in_turn() -> list[list[float]]:
-    """Of all ranks and of two: groups of the same ranks as those of an engine that is closed. The script has groups of
-    its own on some ranks alone.
+    """Train with three engines in turn, whose groups have the same ranks as those of the closed engine before. Only
+    ranks 0 and 1 have created a group of their own. Return the sums of each engine's weights.
     """
     if rank() < 2:
         own = dist.new_group([0, 1], timeout=timedelta(seconds=20), use_local_synchronization=True)

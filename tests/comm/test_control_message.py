@@ -26,7 +26,7 @@ def collectives() -> Collectives:
 
 
 def of_any_size() -> None:
-    """Tensors of every dtype, and objects of other sizes on each rank, in one message or two."""
+    """Check tensors of every dtype, and objects of different sizes on each rank, in one message or two."""
     made = collectives()
     group = made.all_ranks
     for num in (0, 1, PAYLOAD_BYTES, PAYLOAD_BYTES + 1, 5000):
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[partita.Engine, Path], object]] = {
 
 
 def called_on_rank_0_alone(name: str, stage: int, folder: Path) -> str:
-    """The others go on to the step."""
+    """Make a call on rank 0 alone, while the other ranks continue to the step. Return this rank's error."""
     config = {"zero": {"stage": stage}, "communication": {"timeout_s": 5.0}, "checkpoint": {"background": False}}
     try:
         with partita.initialize(Stack(2), config) as engine:
@@ -72,7 +72,7 @@ def called_on_rank_0_alone(name: str, stage: int, folder: Path) -> str:
 @matrix(name=CALLS, stage=[1, 3])
 def test_a_call_of_one_rank_alone_is_told(name: str, stage: int, tmp_path: Path) -> None:
     said = on_ranks(2, called_on_rank_0_alone, name, stage, tmp_path, with_group=False)
-    if stage == 3 and name != "clip":  # the other rank waits in a gather: told at the time-out, with each rank's place
+    if stage == 3 and name != "clip":  # rank 1 waits in an all-gather until the time-out
         assert "rank 1, after 0 micro-batches, gathers 'Stack (root)'" in said[0]
     else:
         assert all("the ranks are at different calls: rank 0 is at " in text for text in said), said

@@ -1,4 +1,4 @@
-"""Parts that arrive piece by piece."""
+"""Exchanges whose tensors arrive in pieces."""
 
 from collections import deque
 
@@ -10,8 +10,8 @@ from partita.comm.transport import Exchange, Receive
 
 
 class Sender:
-    """Another rank, which sends the pieces of ``values`` in turn. What is received into is filled when it is waited
-    for, and not before.
+    """Another rank, which sends the pieces of ``values`` in turn. A receive buffer is filled in its ``wait``, not
+    before.
     """
 
     def __init__(self, values: Tensor, piece: int) -> None:

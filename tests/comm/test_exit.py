@@ -36,7 +36,7 @@ del work
 
 @pytest.mark.parametrize("started_by", ["partita", "user"])
 def test_operations_that_complete_while_the_process_exits(started_by: str, tmp_path: Path) -> None:
-    """A thread of gloo that releases their tensors during interpreter shutdown would abort the process."""
+    """Pending operations do not abort a process that exits: no gloo thread releases their tensors at its shutdown."""
     (script := tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

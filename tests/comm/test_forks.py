@@ -1,4 +1,4 @@
-"""What forked children do not have."""
+"""Forked children close their parent's connections, and cannot use its engines."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from tests.kit.training import rank
 
 
 def in_child(answer: Callable[[], str]) -> str:
-    """What a forked child answers."""
+    """Return the answer of a forked child."""
     reading, writing = os.pipe()
     if not os.fork():
         try:

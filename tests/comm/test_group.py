@@ -1,4 +1,4 @@
-"""Groups over one axis and over several: who is in them, what they move, and what is counted."""
+"""Groups over one axis and over several: their ranks, their collectives, and the counted traffic."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ from tests.kit.training import rank, world
 
 DATA, TENSOR, BOTH = ("data",), ("tensor",), ("data", "tensor")
 SHAPE = MeshShape(data=2, tensor=2)
-# The ranks of each rank's group, by axes.
+# By axes and rank: the ranks of its group.
 GROUPS = {
     DATA: [[0, 2], [1, 3], [0, 2], [1, 3]],
     TENSOR: [[0, 1], [0, 1], [2, 3], [2, 3]],
@@ -43,7 +43,7 @@ def real(shape: MeshShape) -> Collectives:
 
 
 def values(of: int, num: int, dtype: torch.dtype) -> torch.Tensor:
-    """What rank ``of`` sends: numbers whose sum depends on the order."""
+    """Return the values that rank ``of`` sends: numbers whose sum depends on the order."""
     drawn = torch.randn(num, generator=seeds.generator(of)) * 10.0**of
     return drawn.to(dtype)
 
@@ -60,7 +60,7 @@ def everything_moves(collectives: Collectives) -> None:
         group.broadcast(buffers, "buffers")
         assert [buffer.unique().tolist() for buffer in buffers] == [[ranks[0]], [ranks[0]]]
         assert group.all_reduce(torch.tensor([float(own), 1.0])).tolist() == [sum(ranks), num]
-        if num == 1:  # then there are no steps, and nobody gathers or reduces
+        if num == 1:  # all-gathers and reductions need several ranks
             continue
         for dtype in (torch.float32, torch.bfloat16):
             sent = [values(other, 12 * num, dtype) for other in ranks]
@@ -78,7 +78,7 @@ def everything_moves(collectives: Collectives) -> None:
 
 
 def activations_move(collectives: Collectives) -> None:
-    """Sums in rank order of any shape, small and large, and parts whose sizes differ, some of them empty."""
+    """Check sums in rank order, small and large, and exchanges of parts with different sizes, some of them empty."""
     own = collectives.mesh.rank
     for axes in (TENSOR, ("pipeline",)):
         ranks, group = collectives.group(axes).ranks, collectives.group(axes)
@@ -122,7 +122,7 @@ def channels() -> dict[tuple[str, ...], set[str]]:
 
 
 def test_activations_have_connections_along_single_axes_that_are_not_data() -> None:
-    """Where ranks of a node can read each other's memory; process groups are made for the same purposes."""
+    """Node peers have activation channels along single axes except data; process groups have the same purposes."""
     states = set(STATES)
     for found in on_ranks(4, channels):
         assert found in (
@@ -191,7 +191,7 @@ def test_one_rank_has_the_same_calls() -> None:
 
 
 def failing(on: int) -> Callable[[Collectives], str]:
-    """What each rank is told where rank ``on`` fails."""
+    """Return a function that raises on rank ``on`` and returns the error of each rank."""
 
     def work(collectives: Collectives) -> str:
         undone = list[int]()

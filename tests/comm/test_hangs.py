@@ -1,4 +1,4 @@
-"""A rank that is stopped, killed, or leaves with an error: the others end in an error that says which it was."""
+"""If a rank is stopped or killed, or ends with an error, the other ranks raise an error that names it."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def step_of(engine: partita.Engine, step: int) -> None:
 
 
 def stops(stage: int, way: str) -> str:
-    """Rank 1 is stopped in its second step, and goes on when rank 0 has given up."""
+    """Stop rank 1 in its second step until rank 0 has raised. Return this rank's error."""
     said = ""
     try:
         with engine_of(stage, way) as engine:
@@ -73,7 +73,7 @@ def test_a_rank_that_is_stopped(stage: int, way: str) -> None:
 
 
 def lags(stage: int, way: str) -> str:
-    """Rank 1 does something else for longer than the others wait."""
+    """Delay rank 1 for longer than the time-out. Return this rank's error."""
     try:
         with engine_of(stage, way) as engine:
             step_of(engine, 0)
@@ -97,7 +97,7 @@ def test_a_rank_that_is_behind_shows_its_stack(stage: int, way: str) -> None:
 
 
 def leaves(stage: int, way: str) -> str:
-    """Rank 1 ends with an error of its own."""
+    """End rank 1 with an error. Return this rank's error."""
     try:
         with engine_of(stage, way) as engine:
             step_of(engine, 0)
@@ -116,7 +116,7 @@ def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
 
 
 def ends_when_asked() -> str:
-    """Rank 1 does not answer, but ends with an error after rank 0 has asked."""
+    """Return rank 0's description of the ranks; rank 1 does not answer, and ends with an error after the question."""
     with partita.initialize(Stack(2), {}) as engine:
         watchdog = engine.mesh.watchdog
         assert watchdog is not None
@@ -139,7 +139,7 @@ def test_a_rank_that_ends_in_place_of_answering() -> None:
 
 
 def closes_during_a_request() -> bool:
-    """A watchdog closes while a request to the store takes longer than one may."""
+    """Close a watchdog during a request to the store that exceeds its time-out. Return True if its thread is alive."""
     with partita.initialize(Stack(2), {}) as engine:
         watchdog = engine.mesh.watchdog
         assert watchdog is not None
@@ -157,12 +157,12 @@ def closes_during_a_request() -> bool:
 
 
 def test_a_closed_watchdog_has_no_thread() -> None:
-    """A process that exits while the thread is in a request would abort."""
+    """close waits for the watchdog's thread; a process that exits during the thread's request would abort."""
     assert on_ranks(2, closes_during_a_request) == [False, False]
 
 
 def raises_in_a_stage(way: str, in_backward: bool) -> tuple[str, str]:
-    """The last rank raises an error inside its second batch, and keeps running."""
+    """Raise an error on the last rank in its second batch. Return the errors of this batch and of the next."""
     batches = [stages.batch("skipping", 0)] * 2
     communication = {"timeout_s": 60, "within_node": way}
     config = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}, "communication": communication}
@@ -186,7 +186,7 @@ def raise_value_error(*args: object) -> None:
 
 @pytest.mark.parametrize(("way", "in_backward"), [("memory", False), ("network", True)])
 def test_an_error_in_a_stage_of_a_pipeline(way: str, in_backward: bool) -> None:
-    """All ranks end within seconds, those of the other pipeline too, and none can train on what was left behind."""
+    """All ranks, also of the other pipeline, raise within seconds, and none can train with the incomplete batch."""
     *others, (own, _) = results = on_ranks(4, raises_in_a_stage, way, in_backward, timeout=30)
     assert own == "the data of step 1\nis missing"
     for said, _ in others:
@@ -198,7 +198,7 @@ def test_an_error_in_a_stage_of_a_pipeline(way: str, in_backward: bool) -> None:
 
 
 def dies(stage: int, way: str, folder: str, with_child: bool = False) -> None:
-    """Rank 1 is killed, while a child that it has forked lives on; the others write down what they are told."""
+    """Kill rank 1; if ``with_child``, its forked child lives on. The other ranks write their error into a file."""
     try:
         with engine_of(stage, way) as engine:
             step_of(engine, 0)
@@ -223,7 +223,7 @@ def test_a_rank_that_is_killed(stage: int, way: str, tmp_path: Path) -> None:
 
 
 def fork_a_child(until: Path) -> None:
-    """It has what this process has, and lives until a file is there (or a minute is over)."""
+    """Fork a child, which inherits all file descriptors and lives until a file exists, at most for a minute."""
     if not os.fork():
         for _ in range(600):
             if until.exists():
@@ -234,7 +234,7 @@ def fork_a_child(until: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "way"), ON_NETWORK)
 def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Path) -> None:
-    """As a DataLoader's worker is. What tells the others is that connections end, not that the time is up."""
+    """A live child (such as a DataLoader's worker) keeps no connections open: the other ranks need no time-out."""
     with pytest.raises(WorkerError, match="rank 1 died"):
         on_ranks(2, dies, stage, way, str(tmp_path), True)
     said = (tmp_path / "said-0").read_text()
@@ -251,7 +251,7 @@ COLLECTIVES = {
 
 
 def runs_alone(name: str, way: str) -> str:
-    """Rank 0 runs the model while rank 1 waits for it in torch's own collective, to which rank 0 comes after that."""
+    """Run the model on rank 0 alone, before a collective of torch in which rank 1 waits. Return this rank's error."""
     said = ""
     with (
         mock.patch.multiple(stall, FIRST_S=0.1, CONFIRM_S=0.1),
@@ -281,7 +281,7 @@ def test_a_rank_that_runs_the_model_alone(name: str, way: str) -> None:
 
 
 def runs_alone_on_whole_parameters() -> None:
-    """What the error advises."""
+    """Check that the remedy in the error, engine.gathered, works."""
     with engine_of(3, "memory", 20) as engine:
         for step in range(2):
             step_of(engine, step)
@@ -296,7 +296,7 @@ def test_a_rank_that_runs_the_model_alone_on_whole_parameters() -> None:
 
 
 def meets_another_first() -> None:
-    """Rank 1 waits for rank 2, which is late, in a collective without rank 0, and both come after that."""
+    """Check that rank 0 waits for rank 1 while that waits for the late rank 2 in a collective without rank 0."""
     store, looks, judge = dist.distributed_c10d._get_default_store(), [], stall.Stall._judge
 
     def count(self: stall.Stall, positions: dict[int, Position], waited_s: float) -> None:
@@ -327,7 +327,7 @@ def test_a_rank_that_meets_another_first_is_waited_for() -> None:
 
 
 def is_late() -> list[str]:
-    """Rank 1 comes when rank 0 has named it."""
+    """Delay rank 1 until rank 0 has named it in a warning. Return this rank's warnings."""
     store, said = dist.distributed_c10d._get_default_store(), list[str]()
 
     def note(message: str, *values: Any) -> None:
@@ -369,7 +369,7 @@ accelerator.wait_for_everyone()
 
 @pytest.mark.thorough
 def test_a_process_ends_though_nobody_answers_its_message(tmp_path: Path) -> None:
-    """The message that rank 0 gave up stays with gloo, whose destructor waits for it until the time-out."""
+    """A process ends although gloo's destructor waits until the time-out for a message that rank 0 gave up."""
     (tmp_path / "alone.py").write_text(ALONE)
     command = [sys.executable, "-m", "partita.cli.main", "run", "--processes", "2", "alone.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""One script under each launcher: ranks that are told who they are in the launcher's own variables, and train."""
+"""Training under each launcher: ranks read its environment variables, connect, and train."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def free_port() -> str:
 
 
 def free_job() -> str:
-    """The number of a job whose port nobody listens on."""
+    """Return the number of a Slurm job whose port is free."""
     for job in map(str, range(os.getpid(), os.getpid() + 1000)):
         url = launch_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_JOB_ID": job}).url
         if is_free(int(url.rpartition(":")[2])):
@@ -48,7 +48,7 @@ def free_job() -> str:
 
 
 def trained(rank: int) -> tuple[int, int]:
-    """Two engines, one after the other."""
+    """Train with two engines in turn. Return the rank and the number of ranks."""
     for step in range(2):
         with partita.initialize(Stack(1), {"zero": {"stage": 3}, "communication": {"timeout_s": 30.0}}) as engine:
             engine.backward(square_loss(engine, rank, step))
@@ -85,7 +85,7 @@ def test_ranks_find_each_other(launcher: str) -> None:
 
 
 def own_group() -> tuple[int, int]:
-    """As under ``torch.multiprocessing.spawn``: rank and size are known to the user's process group alone."""
+    """Train as under ``torch.multiprocessing.spawn``, where only the user's process group knows rank and size."""
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]

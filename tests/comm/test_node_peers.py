@@ -1,4 +1,4 @@
-"""Ranks that read each other's memory: who they are, what they tell each other, what becomes of those who cannot."""
+"""Node peers, which read each other's memory: messages, handshake, selection, and the network as the fallback."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def fetch(room: torch.Tensor, channel: Channel, tag: int) -> None:
     Fetch(room, room.numel(), os.getpid(), channel, tag).piece(0, room.numel())
 
 
-# ------------------------------------------------------------------------------------------------- what they tell
+# -------------------------------------------------------------------------------------------------------- messages
 
 
 def test_memory_goes_from_one_to_the_other(channels: tuple[Channel, Channel]) -> None:
@@ -71,7 +71,7 @@ def test_what_is_offered_is_left_alone_until_it_was_read(channels: tuple[Channel
 
 
 def test_an_exchange_takes_no_notice_of_another(channels: tuple[Channel, Channel]) -> None:
-    """Offers under two tags, fetched in the other order."""
+    """Offers with two tags can be fetched in either order."""
     given = {tag: torch.randn(50) for tag in (1, 2)}
     offers = [Offer(values, channels[0], tag) for tag, values in given.items()]
     for tag in (2, 1):
@@ -83,7 +83,7 @@ def test_an_exchange_takes_no_notice_of_another(channels: tuple[Channel, Channel
 
 
 def test_threads_wait_for_messages_of_their_own(channels: tuple[Channel, Channel]) -> None:
-    """Each message comes while a thread that wants another is listening."""
+    """Each thread receives its own message, also if a thread that waits for another one is listening."""
     with ThreadPoolExecutor(4) as threads:
         received = [threads.submit(channels[1].receive, OFFERED, tag) for tag in range(4)]
         for tag in reversed(range(4)):
@@ -97,7 +97,7 @@ def test_both_ends_send_more_than_the_socket_holds_before_either_receives(channe
             end.send(OFFERED, tag, address=tag)
     for end in channels:
         assert [end.receive(OFFERED, tag)[0] for tag in range(5_000)] == list(range(5_000))
-    for end in channels:  # and once more, when the threads that sent the rest have ended
+    for end in channels:  # again, after the sender threads have ended
         end.send(READ, 0)
     for end in channels:
         end.receive(READ, 0)
@@ -148,12 +148,12 @@ def test_nobody_waits_for_ever() -> None:
         Channel(other, 0.05).receive(READ, 0)
 
 
-# ------------------------------------------------------------------------------------------------------ who may call
+# --------------------------------------------------------------------------------------------------------- handshake
 
 
 @pytest.fixture
 def strangers() -> Iterator[Callable[[str, int], None]]:
-    """Connects so often to a socket, and says nothing; the last hundred connections stay open."""
+    """A function that connects to a socket ``times`` times and sends nothing. The last 100 connections stay open."""
     with ExitStack() as opened:
         last = deque[socket.socket]()
 
@@ -168,7 +168,7 @@ def strangers() -> Iterator[Callable[[str, int], None]]:
 
 
 def test_strangers_are_turned_away_unreceived(strangers: Callable[[str, int], None]) -> None:
-    """Only the process of the other rank is listened to; neither silence nor the token helps another."""
+    """Only connections of the other rank's process are read, not silent ones or those of others with the token."""
     with Handshake(20.0) as one, socket.socket(socket.AF_UNIX) as knows_token:
         strangers(one.endpoint.socket_name, 50)
         knows_token.connect(one.endpoint.socket_name)
@@ -201,7 +201,7 @@ def test_a_flood_of_strangers_ends_with_the_time(strangers: Callable[[str, int],
 
 @pytest.mark.parametrize("user", [None, 4711])
 def test_only_the_ranks_own_socket_is_told_anything(user: int | None) -> None:
-    """A socket of its name that another process has, or another user."""
+    """A socket with the peer's name that belongs to another process or user raises an error."""
     with Handshake(60.0) as one, Handshake(60.0) as other:
         process = os.getppid() if user is None else os.getpid()
         with mock.patch.object(handshake.os, "geteuid", return_value=user) if user else nullcontext():
@@ -215,7 +215,7 @@ def test_no_more_is_read_than_there_is_to_fill() -> None:
     assert room.tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 0, 0]
 
 
-# ---------------------------------------------------------------------------------------------------- who they are
+# ------------------------------------------------------------------------------------------------------- selection
 
 
 def found(**communication: Any) -> list[int]:
@@ -226,7 +226,7 @@ def found(**communication: Any) -> list[int]:
 
 
 def told(way: str) -> list[int] | str:
-    """The node peers, or the error."""
+    """Return the node peers, or the error."""
     try:
         return found(within_node=way)
     except PartitaError as error:
@@ -311,7 +311,7 @@ def both_ways() -> None:
 
 
 def counted() -> None:
-    """The counted bytes are the plan's, whatever way they go."""
+    """Check that the counted bytes are the same in memory and over the network."""
     sent = []
     for way in ("memory", "network"):
         config = {"zero": {"stage": 3}, "communication": {"within_node": way}}

@@ -1,4 +1,4 @@
-"""Who is named to the kernel as allowed to read this process's memory."""
+"""The process that is named to the kernel as permitted to read this process's memory."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from tests.kit.ranks import on_ranks
 
 @contextmanager
 def named(scope: str | None, folder: Path) -> Iterator[list[int]]:
-    """Who is named, in order, under a ``ptrace_scope`` (None: a kernel without Yama)."""
+    """The processes that are named in the block, in order, under a ``ptrace_scope`` (None: a kernel without Yama)."""
     calls: list[int] = []
     file = folder / f"scope-{os.getpid()}"
     if scope is not None:
@@ -32,7 +32,7 @@ def named(scope: str | None, folder: Path) -> Iterator[list[int]]:
 
 @pytest.fixture
 def siblings() -> Iterator[list[int]]:
-    """Two children of this process."""
+    """The process IDs of two children of this process."""
     with ExitStack() as started:
         processes = [started.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2)]
         yield [process.pid for process in processes]

@@ -1,4 +1,4 @@
-"""Memory that does not suffice: ranks of a node share it, devices are each rank's own."""
+"""Memory shortfall: ranks of a node share its memory; each rank has its own device."""
 
 import socket
 from unittest import mock
@@ -13,7 +13,7 @@ DATA = ("data",)
 
 
 def lacking(needed: list[int], free: list[int], *, shared: bool) -> list[MemoryShortfall | None]:
-    """What each rank is told."""
+    """Return each rank's shortfall."""
 
     def ask(collectives: Collectives) -> MemoryShortfall | None:
         group = collectives.group(DATA)

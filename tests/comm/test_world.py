@@ -1,4 +1,4 @@
-"""Ranks that do not meet."""
+"""Ranks that cannot connect."""
 
 import socket
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from partita.comm.world import Rendezvous
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that another process has."""
+    """A port that is in use."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

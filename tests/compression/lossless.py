@@ -1,4 +1,4 @@
-"""A codec whose codes are the values themselves, in place of one that loses something."""
+"""A lossless codec in place of a lossy one: its codes are the values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from partita.table.residence import BLOCK
 
 @contextmanager
 def lossless(name: str) -> Iterator[None]:
-    """The codec called ``name`` keeps all bits, and nothing is held back. No other codec may be used inside."""
+    """Make the codec ``name`` lossless, so that residuals are zero. No other codec may be used inside."""
 
     def encode(codec: Codec, values: Tensor, codes: Tensor, *, residual: Tensor | None = None, **how: Any) -> None:
         codes.copy_((values.float() + (0 if residual is None else residual)).contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A lossy codec in one file of plain torch: every value as bf16."""
+"""A user-defined lossy codec in plain torch, which encodes every value as bf16."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A way to sum gradients in one file: every rank gathers all ranks' gradients, and adds its own part up."""
+"""A user-defined gradient sum in one file: every rank all-gathers all gradients, and sums its own part."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Stage 3 with a copy of the parameters on each node, of which changes pass between the nodes as codes."""
+"""Stage 3 with a replica of the parameters on each node: nodes exchange quantized parameter deltas."""
 
 import contextlib
 from pathlib import Path
@@ -28,7 +28,7 @@ STEPS = 4
 
 
 class Far(Stack):
-    """Weights so far from zero that no update doubles or halves one: a difference of two has all its digits then."""
+    """A model whose weights are so far from zero that no update doubles or halves one, so that deltas are exact."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -38,28 +38,28 @@ class Far(Stack):
 
 
 def rests(engine: partita.Engine) -> Tensor:
-    """What rests on this rank of all parameters."""
+    """Return this rank's stored shards of all parameters, concatenated."""
     engine._parts.updater.wait_for_updates()
     units = engine._parts.runtime.units
     return torch.cat([segment.stored.load().float() for unit in units for segment in unit.segments])
 
 
 def masters(engine: partita.Engine) -> Tensor:
-    """This rank's master weights."""
+    """Return this rank's master weights, concatenated."""
     engine._parts.updater.wait_for_updates()
     segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
     return torch.cat([segment.master.state.load().cpu() for segment in segments if segment.master is not None])
 
 
 def own_rests(engine: partita.Engine) -> Tensor:
-    """What rests of the parameters whose master weights are this rank's."""
+    """Return the stored values of the parameters whose master weights this rank has, concatenated."""
     engine._parts.updater.wait_for_updates()
     segments = [segment for unit in engine._parts.runtime.units for segment in unit.trained]
     return torch.cat([segment.slice_for_master(segment.stored.load()).float() for segment in segments])
 
 
 def assert_nodes_alike(engine: partita.Engine, per_node: int) -> None:
-    """Ranks of the same place on their nodes have the same bits; others have other parts."""
+    """Assert that ranks with the same local rank store the same bits, and ranks of one node different shards."""
     mine = rests(engine)
     every = [torch.empty_like(mine) for _ in range(world())]
     dist.all_gather(every, mine)
@@ -76,7 +76,7 @@ def step(engine: partita.Engine, number: int, factor: float = 1.0) -> partita.St
 
 
 def bitwise_where_nothing_is_lost(per_node: int, config: dict[str, Any], uncompressed: dict[str, Any]) -> None:
-    """The uncompressed run is of a plan that makes its sums in the same order."""
+    """Compare lossless deltas with an ``uncompressed`` plan that sums in the same order."""
     config = {"optimizer": {"lr": 1e-3, "weight_decay": 0.1}, **config}
     communication = config.pop("communication", {})
     with on_nodes_of(per_node), lossless("ternary"):
@@ -89,7 +89,10 @@ def bitwise_where_nothing_is_lost(per_node: int, config: dict[str, Any], uncompr
 
 
 def alike(codec: str, per_node: int, config: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Nodes have the same bits after each step, norms are those of all ranks; losses beside uncompressed ones."""
+    """Check that after each step all ranks have the same norm and all nodes the same bits.
+
+    Returns: the losses with quantized deltas, and those with uncompressed parameters.
+    """
     losses = list[list[float]]()
     for parameters in (codec, "full"):
         seeds.start()
@@ -112,7 +115,7 @@ def alike(codec: str, per_node: int, config: dict[str, Any]) -> tuple[list[float
 
 
 def telescopes(codec: str, compute: str, accumulate: int) -> None:
-    """Master weights have all that the optimizer was given; what rests is behind them by less than an update or so."""
+    """Check that master weights include all gradients, and that stored parameters lag behind by about one update."""
     precision = {"compute": compute, **({"initial_loss_scale": 2.0**10} if compute == "fp16" else {})}
     config = {"zero": HIERARCHICAL, "communication": {"parameters": codec}, "batch": {"accumulate": accumulate}}
     given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -134,7 +137,7 @@ def telescopes(codec: str, compute: str, accumulate: int) -> None:
 
 
 def left_out(compute: str) -> None:
-    """A step that is not finite leaves what rests, the master weights and what is held back, on every rank."""
+    """Check that a non-finite step leaves stored parameters, master weights and residuals unchanged on every rank."""
     precision = {"compute": compute, **({"initial_loss_scale": 2.0**8} if compute == "fp16" else {})}
     config = {"zero": HIERARCHICAL, "precision": precision, "clip_grad_norm": 0.5, **BOTH}
     with on_nodes_of(2), partita.initialize(Stack(2), config) as engine:
@@ -155,7 +158,7 @@ def held_back(engine: partita.Engine) -> Tensor:
 
 
 def with_offload(tier: str) -> dict[str, Tensor]:
-    """Where the optimizer's states rest changes no bit; the ledger and the plan agree on what is held."""
+    """Train with optimizer states on a tier; check the ledger's bytes against the plan, and return the weights."""
     zero = HIERARCHICAL | {"offload": {"optimizer": tier}}
     gradients = {} if tier == "disk" else {"gradients": "ternary"}
     config = {"zero": zero, "communication": {"parameters": "int4", **gradients}, "clip_grad_norm": 0.1}
@@ -174,7 +177,7 @@ def with_offload(tier: str) -> dict[str, Tensor]:
 
 
 def first_steps(warmup: str) -> None:
-    """Before codes travel the copy is the master weights, or nearly: 8-bit codes of its changes."""
+    """Check that stored parameters equal the master weights only in an uncompressed warm-up, not with int8 deltas."""
     communication = BOTH["communication"] | {"warmup_steps": 3, "warmup": warmup}
     with on_nodes_of(2), partita.initialize(Stack(2), {"zero": HIERARCHICAL, "communication": communication}) as engine:
         for number in range(5):
@@ -184,9 +187,7 @@ def first_steps(warmup: str) -> None:
 
 
 def gradients_telescope(accumulate: int) -> None:
-    """What the optimizer was given and what is held back of gradients add up to all of them, before and after this is
-    brought to who sums them up.
-    """
+    """Check twice that updates and residuals add up to all gradients; the first check settles the residuals."""
     config = {"zero": HIERARCHICAL, "batch": {"accumulate": accumulate}, **BOTH}
     given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     with on_nodes_of(2), partita.initialize(Bag(), config, optimizer=sgd) as engine:
@@ -205,7 +206,7 @@ def gradients_telescope(accumulate: int) -> None:
 
 
 def sums_held(engine: partita.Engine) -> dict[str, Tensor]:
-    """What all ranks together hold back of gradients, if they do."""
+    """Return the sum of all ranks' residuals for each parameter, or an empty dict without error feedback."""
     has = bool(engine._parts.runtime.reducer.sync_states)
     return {f"held of {name}": total for name, total in held_sums(engine).items()} if has else {}
 
@@ -218,7 +219,7 @@ def frozen() -> nn.Module:
 
 
 def saved(folder: Path, config: dict[str, Any], per_node: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of the checkpoint, and of the run that goes on from it."""
+    """Save after three steps; return weights and residuals at that point, and the weights three steps later."""
     seeds.start()
     with on_nodes_of(per_node), partita.initialize(frozen(), config) as engine:
         for number in range(3):
@@ -246,7 +247,10 @@ def resumed(
 
 
 def looked_at(folder: Path) -> None:
-    """`gathered` and exports have what all compute with, a state dict what is updated; what is written counts."""
+    """Check that `gathered` and exports return stored parameters, and a state dict the master weights.
+
+    Values written in `gathered` change both.
+    """
     with on_nodes_of(2), partita.initialize(Stack(2), {"zero": HIERARCHICAL, **CHANGES}) as engine:
         for number in range(3):
             step(engine, number)
@@ -282,7 +286,7 @@ def gradient_sum_is_whole(engine: partita.Engine) -> None:
 
 
 def unfrozen_later() -> None:
-    """A segment that begins to train has master weights with the values that rest."""
+    """Check that the master weights of a segment that is unfrozen start from its stored values."""
     with on_nodes_of(2), partita.initialize(frozen(), {"zero": HIERARCHICAL, **CHANGES}) as engine:
         step(engine, 0)
         before = whole_weights(engine)
@@ -296,7 +300,7 @@ def unfrozen_later() -> None:
 
 
 def on_one_node(config: dict[str, Any]) -> None:
-    """There is nothing between nodes that codes could stand for."""
+    """Check that on one node, where no deltas are sent between nodes, the run is bitwise that of stage 3."""
     recipe = Recipe(lambda: Stack(2), config=config)
     coded = Recipe(lambda: Stack(2), config=config | CHANGES)
     with on_nodes_of(world()):

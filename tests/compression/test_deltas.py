@@ -1,4 +1,4 @@
-"""Parameter deltas that travel as codes."""
+"""Quantized parameter deltas."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ DATA = ("data",)
 
 
 def test_parameters_between_two_bf16_numbers_are_rounded_as_masters_are() -> None:
-    """Where a master is half-way, the optimizer's kernels round away from zero, and torch to the even number."""
+    """Ties are rounded away from zero, as the optimizer's kernels do; torch would round them to even."""
     updated = torch.full((BLOCK,), -0.2509765625)  # half-way between -0.25 and -0.251953125
     updated[::2] = 0.0
-    codec = CODECS["ternary"]  # of values that are equal, or zero, it loses nothing
+    codec = CODECS["ternary"]  # lossless for values that are equal or zero
 
     def work(collectives: Collectives) -> Tensor:
         whole = torch.zeros(2 * BLOCK, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What coarse codes hold back: sent later, left alone by steps that are left out, saved as one sum."""
+"""Error feedback: residuals are sent later, unchanged by skipped steps, and saved as one sum."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ BOTH = {"communication": {"gradients": "ternary", "parameters": "ternary"}}
 
 
 class Bag(nn.Module):
-    """Parameters whose gradients are what the loss multiplies them by, wherever they are."""
+    """Parameters with a linear loss: the factors are the gradients, whatever the values of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ def syncs(engine: partita.Engine) -> list[ErrorFeedbackSync]:
 
 
 def held(engine: partita.Engine) -> Tensor:
-    """Every value that this rank holds back."""
+    """Return all residuals of this rank, concatenated."""
     return torch.cat([sync.residuals for sync in syncs(engine)])
 
 
 def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
-    """What all ranks together hold back of each parameter, flat."""
+    """Settle the residuals; return their sum over all ranks for each parameter, flattened."""
     runtime = engine._parts.runtime
     runtime.reducer.sync_states.settle()
     sums = {m.fqn: torch.zeros(m.span.num_elements) for _, m in runtime.members()}
@@ -75,7 +75,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def telescopes(zero: dict[str, Any], codec: str, per_node: int, accumulate: int, compute: str) -> None:
-    """What the optimizer was given and what is held add up to all gradients; twice, the second time after a flush."""
+    """Check twice that updates and residuals add up to all gradients; the first check settles the residuals."""
     precision = {"compute": compute, **({"initial_loss_scale": 2.0**10} if compute == "fp16" else {})}
     config = {"zero": zero, "communication": {"gradients": codec}, "batch": {"accumulate": accumulate}}
     config["precision"] = precision
@@ -93,12 +93,12 @@ def telescopes(zero: dict[str, Any], codec: str, per_node: int, accumulate: int,
             sums, weights = held_sums(engine), whole_weights(engine)
             for name, expected in given.items():
                 told = -weights[name].float() / LR + sums[name].view(SHAPES[name])
-                rounding = 1e-2 if compute == "fp16" else 1e-4 * STEPS  # of the weights that are looked at
+                rounding = 1e-2 if compute == "fp16" else 1e-4 * STEPS  # of the gathered weights
                 torch.testing.assert_close(told, expected, rtol=1e-4, atol=rounding)
 
 
 def left_out(plan: str) -> None:
-    """A step that is not finite on one rank, and a batch that is dropped, leave all ranks' feedback alone."""
+    """Check that a step that is non-finite on one rank, and a dropped batch, leave residuals and weights unchanged."""
     with partita.initialize(Stack(2), {"zero": ZERO[plan], **TERNARY}) as engine:
 
         def step(number: int, factor: float = 1.0) -> partita.StepResult:
@@ -120,11 +120,11 @@ def left_out(plan: str) -> None:
 
 
 def unused(plan: str) -> None:
-    """What is held of a parameter that no rank used stays held, and the parameter as it is."""
+    """Check that a parameter that no rank used keeps its values and its residual."""
     with partita.initialize(Bag(), {"zero": ZERO[plan], **TERNARY}, optimizer=sgd) as engine:
         given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for number in range(4):
-            used = {0: "matrix", 1: "table"}.get(number)  # by all; "bias" by the first rank alone
+            used = {0: "matrix", 1: "table"}.get(number)  # used by all ranks; in step 1 rank 0 also uses "bias"
             chosen = {n: f for n, f in factors(number, rank()).items() if used is None or n == used}
             if number == 1 and rank() == 0:
                 chosen["bias"] = factors(number, 0)["bias"]
@@ -153,7 +153,7 @@ def run_on(engine: partita.Engine, first: int, num: int = 3) -> None:
 
 
 def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[float]:
-    """Parameters that change by codes are those that are updated but for the last changes; the same on all ranks."""
+    """Check that parameters updated by deltas are equal on all ranks and near the master weights; return the losses."""
     config = {"zero": ZERO[plan], "optimizer": {"lr": 1e-2}, "precision": precision, "communication": wires}
     losses = []
     with partita.initialize(Stack(2), config) as engine:
@@ -173,12 +173,12 @@ def near(plan: str, wires: dict[str, str], precision: dict[str, Any]) -> list[fl
                 assert segment.master is not None
                 own = segment.part(whole, segment.plan.master)
                 change = max(change, float((own - segment.master.lease().tensor).abs().max()))
-        assert 0 < change < 0.05, change  # the steps are of 0.01
+        assert 0 < change < 0.05, change  # a step changes a parameter by about 0.01
     return losses
 
 
 def saved(folder: Path, zero: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What was held when it was saved, and the weights some steps later."""
+    """Save a checkpoint; return the summed residuals at that point, and the weights three steps later."""
     with partita.initialize(Stack(2), {"zero": zero, "optimizer": {"lr": 1e-2}, **BOTH}) as engine:
         run_on(engine, 0)
         engine.save(folder)
@@ -198,7 +198,7 @@ def loaded(folder: Path, zero: dict[str, Any], wires: dict[str, Any]) -> tuple[d
 
 
 def without(folder: Path) -> None:
-    """A checkpoint that has no feedback: it starts at zero, which is said."""
+    """Check that residuals start at zero, with a warning, if the checkpoint has none."""
     with partita.initialize(Stack(2), {}) as engine:
         run_on(engine, 0)
         engine.save(folder)
@@ -211,7 +211,7 @@ def without(folder: Path) -> None:
 
 
 def placed(zero: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Bytes of feedback in the ledger and in the plan, by tier; and what it was trained to."""
+    """Check the tier and bytes of residuals in the ledger against the plan; return the trained weights."""
     with partita.initialize(Stack(2), {"zero": zero, "optimizer": {"lr": 1e-2}, **TERNARY}) as engine:
         run_on(engine, 0)
         planned = {

@@ -1,4 +1,4 @@
-"""Formats of compression: bytes to the last one, and which ranks exchange codes with which."""
+"""Compressed communication formats: exact byte counts, and the groups of ranks that exchange codes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Replicas that train apart: the outer optimizer is DiLoCo's at every stage, and a checkpoint is one replica's."""
+"""Replicas that train independently: the outer optimizer is DiLoCo's at every stage; checkpoints have one replica."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +28,7 @@ def config(plan: str, **communication: Any) -> dict[str, Any]:
 
 
 def reference(asked: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
-    """Plain PyTorch: AdamW in each replica on its ranks' samples, torch's SGD on the means of how far they came."""
+    """Train plain PyTorch: AdamW in each replica on its ranks' samples, and torch's SGD on the mean of their deltas."""
     per_replica = num_ranks // asked["replicas"]
     shared = Recipe(lambda: Stack(2)).built()
     outer = torch.optim.SGD(
@@ -63,7 +63,7 @@ def go(engine: partita.Engine, first: int, stop: int) -> None:
 
 
 def follows(plans: tuple[str, ...], **asked: Any) -> None:
-    """Each replica's weights in the middle of a round; the same bits at every stage."""
+    """Check each replica's weights in the middle of a round; they have the same bits at every stage."""
     first = dict[str, Tensor]()
     expected = reference(LOCAL | asked, world())
     for plan in plans:
@@ -77,7 +77,7 @@ def follows(plans: tuple[str, ...], **asked: Any) -> None:
 
 
 def averages() -> None:
-    """Of every step, by an outer optimizer that takes the mean as it is: the mean of the replicas' parameters."""
+    """Check that rounds of one step with an outer SGD of rate 1 average the replicas' parameters."""
     own = Recipe(lambda: Stack(2)).built()
     optimizer = torch.optim.AdamW(own.parameters(), **ADAMW)
     plain = {"every": 1, "replicas": world(), "outer_lr": 1.0, "outer_momentum": 0.0, "outer_nesterov": False}
@@ -107,8 +107,9 @@ def flat(engine: partita.Engine) -> Tensor:
 
 
 def counted(plan: str, codec: str, compute: str) -> None:
-    """Bytes are the plan's, a round's too; replicas differ inside a round and are alike, bit by bit, at its end. The
-    last step of the training ends a round.
+    """Check measured against planned bytes, and that replicas are bitwise equal at the end of a round and only there.
+
+    The last step of the training ends a round.
     """
     num_steps = 2 * LOCAL["every"] + 1
     asked = config(plan, gradients=codec) | {"precision": {"compute": compute}, "schedule": {"total_steps": num_steps}}
@@ -129,7 +130,7 @@ def counted(plan: str, codec: str, compute: str) -> None:
 
 
 def resumed(folder: Path, plan: str, codec: str, at: int, zero: dict[str, Any]) -> None:
-    """A run that goes on from a checkpoint, made inside a round or at its end, is the one that was saved."""
+    """Check that a run resumed from a checkpoint, saved inside a round or at its end, equals the continued run."""
     asked = config(plan, gradients=codec)
     asked["zero"] = asked["zero"] | zero
     with partita.initialize(Recipe(lambda: Stack(2)).built(), asked) as engine:
@@ -146,7 +147,7 @@ def resumed(folder: Path, plan: str, codec: str, at: int, zero: dict[str, Any]) 
 
 
 def elsewhere(folder: Path) -> None:
-    """Another number of replicas takes it up, and so does a run whose ranks train together."""
+    """Check that a checkpoint loads with another number of replicas, and in a run without replicas."""
     with partita.initialize(Recipe(lambda: Stack(2)).built(), config("1", gradients="ternary")) as engine:
         go(engine, 0, 4)
         engine.save(folder)
@@ -161,7 +162,7 @@ def elsewhere(folder: Path) -> None:
 
 
 def left_out() -> None:
-    """A gradient that is not finite in one replica leaves the step out in all."""
+    """Check that a non-finite gradient in one replica skips the step in all replicas."""
     with partita.initialize(Stack(2), config("1", gradients="ternary")) as engine:
         go(engine, 0, 2)
         before = flat(engine)

@@ -1,4 +1,4 @@
-"""Sums of gradients by low-rank factors: PowerSGD's at every stage, with the same bits."""
+"""Low-rank sums of gradients: those of PowerSGD, with the same bits at every stage."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {"optimizer": ADAMW, "communication": {"gradients": "lo
 
 
 def reference(starts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Plain PyTorch on all ranks' samples: AdamW on what the factors of the mean and the vectors give."""
+    """Train plain PyTorch on all ranks' samples: AdamW on low-rank means of matrices and full means of vectors."""
     model, num = Recipe(lambda: Stack(2)).built(), world()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     held = [{name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(num)]
@@ -49,7 +49,7 @@ def reference(starts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def starts(engine: partita.Engine) -> dict[str, Tensor]:
-    """The right factors that matrices begin with."""
+    """Return the initial right factor of each matrix."""
     every = [sync.factors for sync in syncs(engine) if isinstance(sync, LowRankSync)]
     return {member.fqn: f._start(member, matrix) for f in every for member, matrix in f._matrices}
 
@@ -96,7 +96,7 @@ def resumed(folder: Path, plan: str) -> None:
 
 
 def left_out() -> None:
-    """A step that is not finite leaves factors and feedback as they were."""
+    """Check that a non-finite step leaves factors and residuals unchanged."""
     runs = []
     for bad in (None, 2):
         with partita.initialize(Recipe(lambda: Stack(2)).built(), CONFIG | {"zero": ZERO["1"]}) as engine:

@@ -1,4 +1,4 @@
-"""1-bit Adam, which sends averages or gradients: the same bits at all stages, and Adam if the codec is lossless."""
+"""1-bit Adam, sending averages or gradients: the same bits at all stages, and Adam if the codec is lossless."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ TIED = "gpt2"
 
 
 def reference(num_ranks: int) -> dict[str, Tensor]:
-    """Plain PyTorch on all ranks' samples: Adam, whose second moment stands still after the warm-up."""
+    """Train plain PyTorch on all ranks' samples with Adam, whose second moment is frozen after the warm-up."""
     model = Recipe(lambda: Stack(2)).built()
     states = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
     beta1, beta2 = ADAM["betas"]
@@ -70,7 +70,7 @@ def alike(plans: tuple[str, ...], codec: str, asked: dict[str, Any]) -> list[flo
 
 
 def resumed(folder: Path, plan: str, at: int, asked: dict[str, Any]) -> None:
-    """A run that goes on from a checkpoint is the one that was saved, also where codes begin in between."""
+    """Check that a resumed run equals the continued one, also if compression starts after the checkpoint."""
     config = {"zero": ZERO[plan], **asked}
 
     def go(engine: partita.Engine, first: int) -> None:
@@ -133,8 +133,9 @@ def test_a_resumed_run_is_the_continued_one(tmp_path: Path, plan: str, at: int, 
 
 
 def tied(parallel: dict[str, int], asked: dict[str, Any], folder: Path | None = None) -> dict[str, Tensor]:
-    """Losses of a model whose first and last layer share a weight, and what this rank has of its weights; where a
-    ``folder`` is given, saved there on the way.
+    """Train a model whose first and last layer share a weight, and save it to ``folder``, if given, on the way.
+
+    Returns: the losses, and the weights that this rank has.
     """
     config = asked | {"parallel": parallel, "zero": {"stage": 1}, "batch": {"micro": 2, "accumulate": 2}}
     losses = list[Tensor]()
@@ -172,7 +173,7 @@ def test_a_weight_that_stages_share_stays_one(tmp_path: Path, asked: dict[str, A
 
 @pytest.mark.parametrize("asked", [ONEBIT, GRADIENTS], ids=["averages", "gradients"])
 def test_alone_it_is_adam_too(asked: dict[str, Any]) -> None:
-    """One process, in which nothing travels."""
+    """A single process, which sends nothing, has the same results."""
     model = Recipe(lambda: Stack(2)).built()
     with partita.initialize(model, asked) as engine:
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""The warm-up of 1-bit optimizers counts the updates that were made; what had none in it is named."""
+"""The warm-up of 1-bit Adam counts completed updates; a warning names parameters that had no update in it."""
 
 import warnings
 from typing import Any

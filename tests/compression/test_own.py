@@ -1,4 +1,4 @@
-"""Strategies that are one file outside of the library."""
+"""User-defined compression strategies, each in one file outside of the library."""
 
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ HALVES = "tests.compression.own_codec:Halves"
 
 
 def trained(zero: dict[str, Any]) -> tuple[dict[str, Tensor], int, int]:
-    """The weights after three steps, and the bytes of gradients of the last of them: counted, and planned."""
+    """Train three steps; return the weights, and the measured and planned bytes of gradients in the last step."""
     torch.manual_seed(0)
     with partita.initialize(Stack(2), {"zero": zero, "clip_grad_norm": 0.5}) as engine:
         for step in range(3):
@@ -43,13 +43,13 @@ def sums_its_own_way(zero: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("plan", ["0", "1", "2", "3"])
 def test_a_way_to_sum_is_one_file_and_a_row(plan: str) -> None:
-    """Bit for bit the weights of the reduce-scatter, whose sums are in rank order, too."""
+    """A custom sum has bitwise the weights of the reduce-scatter, which also sums in rank order."""
     on_ranks(2, sums_its_own_way, ZERO[plan])
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("0", 2), ("2", 4), ("3", 2)])
 def test_a_codec_is_one_file(plan: str, ranks: int) -> None:
-    """All that it loses is sent later."""
+    """The quantization error of a custom codec is sent later, by error feedback."""
     on_ranks(ranks, telescopes_a_little, ZERO[plan])
 
 

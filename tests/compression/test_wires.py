@@ -1,4 +1,4 @@
-"""What travels as codes: nothing changes where nothing is lost, and what is decoded is the same on all ranks."""
+"""Quantized collectives: a lossless codec changes no bit, and all ranks decode the same values."""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ CLIPPED = {"clip_grad_norm": 0.1}
 
 @contextmanager
 def lossless() -> Iterator[None]:
-    """int8 stands for the values themselves, in fp32."""
+    """Make the int8 codec lossless: its codes are the values in fp32."""
 
     def encode(codec: Codec, values: Tensor, codes: Tensor, **how: Any) -> None:
         codes.copy_(values.float().contiguous().view(torch.uint8))
@@ -69,7 +69,7 @@ def bitwise_with_an_identity(plans: tuple[str, ...], sections: dict[str, Any]) -
 
 
 def near_with_an_identity_on_nodes() -> None:
-    """Sums inside nodes first are sums in another order."""
+    """Compare a lossless codec with uncompressed runs, up to rounding: summing inside nodes first changes the order."""
     for name, zero in {"1": ZERO["1"], "2": ZERO["2"], "3": {"stage": 3, "hierarchical": True}}.items():
         with on_nodes_of(2):
             full = train_recipe(Recipe(lambda: Stack(2)), zero)
@@ -81,7 +81,7 @@ def near_with_an_identity_on_nodes() -> None:
 
 
 def trained_twice(plan: str, codec: str) -> tuple[Trained, Trained, Trained]:
-    """Uncompressed, and twice with codes."""
+    """Train once uncompressed, and twice with a codec."""
     coded = wires_of(plan) | {"communication": wires_of(plan)["communication"] | {"gradients": codec}} | CLIPPED
     recipes = [Recipe(lambda: Stack(2), config=config, num_steps=6) for config in (CLIPPED, coded, coded)]
     full, one, other = (train_recipe(recipe, ZERO[plan]) for recipe in recipes)
@@ -89,7 +89,7 @@ def trained_twice(plan: str, codec: str) -> tuple[Trained, Trained, Trained]:
 
 
 def equal_on_all_ranks(config: dict[str, Any], ranks_per_node: int) -> list[float]:
-    """Norms and weights of a short run, compared between the ranks."""
+    """Train a few steps; check that norms, weights and losses are bitwise equal on all ranks, and return the losses."""
     case = CASES["gpt2"]
     batch = next(case.batches(2 * dist.get_world_size()))
     losses = []
@@ -103,7 +103,7 @@ def equal_on_all_ranks(config: dict[str, Any], ranks_per_node: int) -> list[floa
             every = [torch.empty_like(whole) for _ in range(engine.mesh.num_ranks)]
             dist.all_gather(every, whole)
             assert all(torch.equal(whole, other) for other in every)
-            with torch.no_grad():  # computed with what is decoded: the same on all ranks
+            with torch.no_grad():  # forward computes with decoded values, equal on all ranks
                 mine = case.loss(engine(**batch)).double()
             same_loss = [torch.empty_like(mine) for _ in every]
             dist.all_gather(same_loss, mine)
@@ -113,7 +113,7 @@ def equal_on_all_ranks(config: dict[str, Any], ranks_per_node: int) -> list[floa
 
 
 def first_steps_in_codes(plan: str, ranks_per_node: int) -> None:
-    """Codes of the first steps lose something, and where they lose nothing the run is that of full first steps."""
+    """Check that a quantized warm-up is lossy, and that with a lossless codec it equals an uncompressed warm-up."""
     parameters = {"parameters": "int4"} if plan in ("1", "2") else {}
     runs = {}
     with on_nodes_of(ranks_per_node):
@@ -126,14 +126,14 @@ def first_steps_in_codes(plan: str, ranks_per_node: int) -> None:
     assert_same_bits(runs["full", "lossless"], runs["full"], f"first steps in full at plan {plan}")
     assert runs["int8"].losses != runs["full"].losses, "nothing was lost: no codes travelled"
     torch.testing.assert_close(runs["int8"].losses, runs["full"].losses, rtol=0.1, atol=1e-3)
-    if parameters:  # w + (m - w) is m, but for rounding
+    if parameters:  # w + (m - w) is m up to rounding
         torch.testing.assert_close(runs["int8", "lossless"].losses, runs["full"].losses, rtol=1e-5, atol=1e-6)
-    elif ranks_per_node == world():  # sums inside nodes first are sums in another order
+    elif ranks_per_node == world():  # summing inside nodes first changes the order
         assert_same_bits(runs["int8", "lossless"], runs["full"], f"an identity in the first steps at plan {plan}")
 
 
 def resumed_in_codes(folder: Path, asked: dict[str, Any], at: int) -> None:
-    """A run that goes on from its first steps, or after them, is the one that was saved."""
+    """Check that a run resumed during or after the warm-up equals the continued run."""
 
     def go(engine: partita.Engine, first: int) -> None:
         for step in range(first, 8):
@@ -153,14 +153,14 @@ def resumed_in_codes(folder: Path, asked: dict[str, Any], at: int) -> None:
 
 
 def exact_where_looked_at() -> None:
-    """Outside of forward parameters are whole as they rest, also those that were gathered ahead as codes."""
+    """Check that parameters read outside of forward have the stored values, even after a quantized prefetch."""
     with partita.initialize(Stack(2), {"zero": {"stage": 3}, **BOTH}) as engine:
         expected = {name: value.clone() for name, value in whole_weights(engine).items()}
         engine(torch.randn(4, 16))
         for name, weight in whole_weights(engine).items():
             assert torch.equal(weight, expected[name]), name
         with engine.gathered(engine.module.first, modify=True):
-            pass  # what is written back is what was there
+            pass  # writes the same values back
         for name, weight in whole_weights(engine).items():
             assert torch.equal(weight, expected[name]), name
         state = engine.state_dict()
@@ -177,7 +177,7 @@ def exact_where_looked_at() -> None:
 
 
 def resumed(folder: Path, plan: str) -> None:
-    """Continued and resumed runs round by the same random numbers."""
+    """Check that continued and resumed runs use the same random numbers for rounding."""
     config = {"zero": ZERO[plan], "optimizer": {"lr": 1e-2}, **wires_of(plan)}
 
     def go(engine: partita.Engine, first: int) -> None:
@@ -198,7 +198,7 @@ def resumed(folder: Path, plan: str) -> None:
 
 
 def not_finite(plan: str) -> None:
-    """A gradient that is not finite on one rank skips the update on all of them."""
+    """Check that a non-finite gradient on one rank skips the update on all ranks."""
     with partita.initialize(Stack(2), {"zero": ZERO[plan], **wires_of(plan)}) as engine:
         before = whole_weights(engine)
         loss = square_loss(engine, rank(), 0)

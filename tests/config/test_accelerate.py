@@ -1,4 +1,4 @@
-"""accelerate's configuration and TrainingArguments(fsdp=) as one of partita's."""
+"""Conversion of accelerate's configuration, and of TrainingArguments(fsdp=)."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +14,8 @@ from partita.config.load import load_config
 from partita.config.schema import Config
 from partita.errors import ConfigError
 
-# What `accelerate config` asks for below fsdp_config, deepspeed_config and parallelism_config
-# (accelerate 1.15, commands/config/cluster.py), and what `accelerate launch` has options for (commands/launch.py).
+# Keys of fsdp_config, deepspeed_config and parallelism_config that `accelerate config` asks for
+# (accelerate 1.15, commands/config/cluster.py), or that `accelerate launch` has options for (commands/launch.py).
 ASKED = {
     "fsdp_config.fsdp_": "version reshard_after_forward sharding_strategy offload_params auto_wrap_policy "
     "transformer_layer_cls_to_wrap min_num_params backward_prefetch state_dict_type forward_prefetch use_orig_params "

@@ -1,11 +1,11 @@
-"""DeepSpeed's configuration: files as they are found, every key in one class, and its schedules' rates.
+"""Conversion of DeepSpeed's configuration: realistic files, one class for every key, and learning rates of schedules.
 
 ``deepspeed/files.yaml`` has files with the shapes of published ones (sections, values that are text, comments, keys at
-the wrong place), written anew, with what each becomes on 4 ranks of one node, or what its error says.
+the wrong place), written anew, each with the settings that it becomes on 4 ranks of one node, or with its error.
 
-``deepspeed/learning_rates.json`` is what the classes of DeepSpeed 0.19.8 (``deepspeed/runtime/lr_schedules.py``) gave:
-each was made on ``torch.optim.SGD`` with the rate ``lr``, and 50 times the rate was read, and ``optimizer.step()`` and
-``scheduler.step()`` called, as DeepSpeed's engine does.
+``deepspeed/learning_rates.json`` has the rates of the classes of DeepSpeed 0.19.8
+(``deepspeed/runtime/lr_schedules.py``). Each was created on ``torch.optim.SGD`` with the rate ``lr``. Then, 50 times,
+the rate was read, and ``optimizer.step()`` and ``scheduler.step()`` were called, as in DeepSpeed's engine.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ FOLDER = Path(__file__).parent / "deepspeed"
 FILES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "files.yaml").read_text())
 RATES: list[dict[str, Any]] = json.loads((FOLDER / "learning_rates.json").read_text())
 
-# What DeepSpeed 0.19.8 reads, by section: runtime/{config,constants,precision_config}.py, runtime/zero/{config,
+# Keys that DeepSpeed 0.19.8 reads, by section: runtime/{config,constants,precision_config}.py, runtime/zero/{config,
 # offload_config,leaf_module_config}.py, runtime/zenflow/zenflow_config.py, runtime/activation_checkpointing/config.py,
 # runtime/swap_tensor/constants.py, runtime/model_checkpointing/constants.py, runtime/data_pipeline/constants.py,
 # runtime/tensor_parallel/config.py, runtime/lr_schedules.py, comm/config.py, monitor/config.py, profiling/constants.py,
 # compile/config.py, utils/config.py, datastates/config.py, autotuning/constants.py, module_inject/auto_ep_config.py,
-# arguments of FusedAdam, DeepSpeedCPUAdam, FusedLion and torch's; and what it refuses by name as removed.
+# arguments of FusedAdam, DeepSpeedCPUAdam, FusedLion and torch's; and keys that it refuses by name as removed.
 KEYS = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "steps_per_print dump_state disable_python_gc disable_allgather communication_data_type "
@@ -106,7 +106,7 @@ KEYS = {
 }
 ALL_KEYS = [f"{section}.{name}".strip(".") for section, names in KEYS.items() for name in names.split()]
 
-# A file in which each mapped key has an effect, where it is not the one that a test adds to.
+# The config to which a test adds a mapped key, unless the key needs another one to have an effect.
 BASE: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True}}
 ADAM: dict[str, Any] = {"optimizer": {"type": "Adam"}}
@@ -116,7 +116,7 @@ COSINE: dict[str, Any] = ADAM | {"scheduler": {"type": "WarmupCosineLR", "params
 DISK: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 }
-# Of each mapped key: a value, what it needs beside it, and what it becomes.
+# For each mapped key: a value, the config to which it is added, and the resulting setting with its value.
 MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
     "train_batch_size": (64, BASE, "batch.total", 64),
     "train_micro_batch_size_per_gpu": ("4", BASE, "batch.micro", 4),
@@ -181,7 +181,7 @@ MAPPED: dict[str, tuple[object, dict[str, Any], str, object]] = {
 
 
 def with_key(base: dict[str, Any], key: str, value: object) -> dict[str, Any]:
-    """A copy of ``base`` in which a dotted key has this value."""
+    """Return a copy of ``base`` in which a dotted key has this value."""
     changed: dict[str, Any] = json.loads(json.dumps(base))
     *sections, name = key.split(".")
     inner = changed
@@ -218,7 +218,7 @@ def test_there_are_forty_files() -> None:
 
 @pytest.mark.parametrize("key", ALL_KEYS)
 def test_every_key_of_deepspeeds_is_in_one_class(key: str) -> None:
-    """By its own rule or by that of one of the sections it is in."""
+    """Each key has exactly one rule: its own, or that of one of its sections."""
     parts = key.split(".")
     assert [path for path in (".".join(parts[:n]) for n in range(1, len(parts) + 1)) if path in RULES] != []
     assert sum(".".join(parts[:n]) in RULES for n in range(1, len(parts) + 1)) == 1
@@ -289,7 +289,7 @@ def test_any_other_key_is_ignored_warned_of_or_refused(key: str, rule: Rule) -> 
 
 @pytest.mark.parametrize("case", RATES, ids=lambda case: f"{case['scheduler']['type']}-{case['scheduler']['params']}")
 def test_learning_rates_are_those_of_deepspeeds_classes(case: dict[str, Any]) -> None:
-    """Also on an optimizer of the user's, with another rate where the schedule names its highest."""
+    """The schedule sets DeepSpeed's rates on a torch optimizer, also if its highest rate is not the optimizer's."""
     data = {"optimizer": {"type": "SGD", "params": {"lr": case["lr"]}}, "scheduler": case["scheduler"]}
     config = Config(**deepspeed.read(data, 1).settings)
     resolve(config, 1, "cpu")
@@ -360,7 +360,7 @@ AUTO = {
 
 
 def test_auto_is_filled_in_from_the_trainers_arguments() -> None:
-    """But for the schedule, which the trainer makes itself."""
+    """Values "auto" come from the trainer's arguments, except in the schedule, which the trainer creates itself."""
     converted = deepspeed.read(AUTO, 4, arguments=ARGUMENTS)
     assert converted.settings == {
         "zero": {"stage": 3},
@@ -434,7 +434,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_the_disk_is_one_that_is_used() -> None:
-    """Files of templates name a path beside ``cpu``, too."""
+    """The path of a state on the host is ignored: files made from templates give a path with ``cpu``, too."""
     param, optimizer = {"device": "nvme", "nvme_path": "/b"}, {"device": "cpu", "nvme_path": "/a"}
     data = {"zero_optimization": {"stage": 3, "offload_param": param, "offload_optimizer": optimizer}}
     converted = deepspeed.read(data, 1)
@@ -468,7 +468,7 @@ VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.sampled_fr
 def test_any_values_convert_or_are_an_error_of_the_configs(values: dict[str, object], trained: bool) -> None:
     data: dict[str, Any] = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}} | DECAY
     for key, value in values.items():
-        with contextlib.suppress(TypeError, AttributeError):  # a section that is a value now
+        with contextlib.suppress(TypeError, AttributeError):  # an earlier key has replaced the section by a value
             data = with_key(data, key, value) if key else data
     try:
         converted = deepspeed.read(data, 4, 2, {} if trained else None)

@@ -1,4 +1,4 @@
-"""Whatever is in a file or a mapping, reading it ends in a configuration or in the one error type."""
+"""Reading any file or mapping ends in a configuration or in a ConfigError."""
 
 import copy
 import json

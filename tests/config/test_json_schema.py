@@ -1,4 +1,4 @@
-"""The JSON schema for editors: it accepts what the loader accepts, refuses what it refuses, and describes every key."""
+"""The JSON schema for editors: it accepts configurations, refuses wrong values and keys, and describes every key."""
 
 import json
 import re
@@ -152,7 +152,7 @@ def test_the_schemas_of_the_package_are_up_to_date(name: str) -> None:
 
 
 def test_the_command_imports_no_config() -> None:
-    """Which takes most of its time."""
+    """`partita schema` does not import torch or the config classes, which would take most of its time."""
     script = "import sys; from partita.cli.main import app; app(['schema'], standalone_mode=False)"
     script += "; assert not {'partita.config', 'torch'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

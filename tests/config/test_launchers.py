@@ -1,4 +1,4 @@
-"""What the launcher says about this process."""
+"""Settings of this process in the environment variables of launchers."""
 
 import os
 import re
@@ -21,7 +21,7 @@ MEET = "tcp://10.0.0.1:29500"
 PODS = {"MASTER_ADDR": "first.train", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
 PODS_MEET = "tcp://first.train:23456"
 NODE_SIZES, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
-# What sbatch gives its script, salloc its shell; and what srun gives its tasks beside it.
+# Variables that sbatch sets for its script, and salloc for its shell; and those that srun adds for its tasks.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]"}
 BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3", HOSTS: "a[1-2]"}

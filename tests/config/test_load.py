@@ -1,4 +1,4 @@
-"""Reading files strictly, and overrides."""
+"""Strict reading of files, and overrides."""
 
 from collections import OrderedDict
 from pathlib import Path

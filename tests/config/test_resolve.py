@@ -1,4 +1,4 @@
-"""What a configuration means on a number of ranks: mesh, batch, dtype, notices."""
+"""Resolution of a configuration for a number of ranks: mesh, batch, dtype, notices."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def test_batch(given_batch: dict[str, object], expected: tuple[int, int, int]) -
 
 
 def squeezed(error: ConfigError) -> str:
-    """The message without the alignment of its table."""
+    """Return the message without the alignment of its table."""
     return " ".join(str(error).split())
 
 
@@ -45,7 +45,7 @@ number = st.one_of(st.just("auto"), st.integers(1, 12))
 @settings(max_examples=400, deadline=None)
 @given(micro=number, accumulate=number, total=st.one_of(number, st.integers(1, 300)), data=st.integers(1, 9))
 def test_batch_derivation(micro: int | str, accumulate: int | str, total: int | str, data: int) -> None:
-    """What is given is kept, the product holds, and an error comes exactly where no whole numbers do."""
+    """Given values are kept, the total is the product, and an error is raised exactly if no whole numbers fit."""
     wanted = {"micro": micro, "accumulate": accumulate, "total": total}
     each = data * (1 if micro == "auto" else int(micro)) * (1 if accumulate == "auto" else int(accumulate))
     everything_given = micro != "auto" and accumulate != "auto"

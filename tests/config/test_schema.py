@@ -1,4 +1,4 @@
-"""The schema: every documented default, what values are accepted, and that a configuration survives a round trip."""
+"""The schema: documented defaults, accepted values, and round trips of a configuration."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Every way to be wrong has its own message: what, where, expected, got, and the remedy."""
+"""Each kind of error has its own message: what, where, expected, got, and the remedy."""
 
 import math
 from pathlib import Path

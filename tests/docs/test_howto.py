@@ -1,4 +1,4 @@
-"""The Python code of how-to pages runs on two ranks, block after block, at stage 3."""
+"""Tests that run the Python code of how-to pages on two ranks at stage 3, block after block."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ def blocks(name: str) -> list[str]:
 
 
 def run(name: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the blocks of a page with these names, and return the names afterwards."""
+    """Run the blocks of a page in a namespace with these names, and return the namespace."""
     for number, block in enumerate(blocks(name)):
         exec(compile(block, f"{name}, block {number}", "exec"), names)
     return names
@@ -40,7 +40,7 @@ def classifier() -> dict[str, Any]:
 
 
 def with_optimizers() -> tuple[list[float], float]:
-    """Weight decays of the optimizer's groups, and the norm that the page's clipping returned."""
+    """Return the weight decays of the optimizer's groups, and the norm returned by the page's clipping."""
     names = run("optimizers.md", classifier())
     with names["engine"] as engine:
         return [group["weight_decay"] for group in engine.optimizer.param_groups], names["norm"]
@@ -53,7 +53,7 @@ def test_optimizers() -> None:
 
 
 def with_evaluation(folder: str) -> tuple[float, float, float, bool]:
-    """Losses of the weights, of their average, and of the best checkpoint; whether the accuracy is a share."""
+    """Return the losses of the weights, of their average and of the best checkpoint, and True for a valid accuracy."""
     case = CASES["llama"]
     batches = case.batches(2, seed=rank())
     held_out = [next(batches) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_evaluation(tmp_path: Path) -> None:
 
 
 def on_a_cluster(folder: str) -> int:
-    """Rank 1 gets SIGTERM in the first step of the page's loop; return the steps that were done."""
+    """Run the page's loop with a SIGTERM to rank 1 in the first step; return the number of completed steps."""
 
     def loss_and_signal(output: Tensor, labels: Tensor) -> Tensor:
         if rank() == 1:

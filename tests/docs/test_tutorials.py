@@ -1,7 +1,7 @@
-"""Each tutorial does what it says: its blocks run as a reader runs them, in order, and print what the page shows.
+"""Tests that run each tutorial's blocks in order, as a reader does, and compare their output with the page.
 
-A block of code with a title is a file. A block of bash is run. A block of text after it is what it prints on standard
-output, where ``...`` stands for anything.
+A code block with a title is written to a file. A bash block is run. A text block after it is the expected standard
+output, in which ``...`` matches anything.
 """
 
 import doctest
@@ -31,7 +31,7 @@ each_tutorial = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path
 
 
 def with_programs(folder: Path) -> dict[str, str]:
-    """Return an environment in which python, torchrun and partita, written to ``folder``, are those of this process."""
+    """Write python, torchrun and partita of this process to ``folder``; return an environment with them on its path."""
     folder.mkdir()
     for name, arguments in PROGRAMS.items():
         program = folder / name
@@ -42,7 +42,7 @@ def with_programs(folder: Path) -> dict[str, str]:
 
 
 def bash(commands: str, folder: Path, environment: Mapping[str, str]) -> str:
-    """Return what the commands print on standard output."""
+    """Run commands in bash; return their standard output."""
     done = subprocess.run(
         ["bash", "-euc", commands],
         cwd=folder,
@@ -56,7 +56,7 @@ def bash(commands: str, folder: Path, environment: Mapping[str, str]) -> str:
 
 
 def follow(page: str, folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Do what the page says in ``folder``. Yield (expected, printed) for each output that the page shows."""
+    """Run the blocks of a page in ``folder``; yield (expected, printed) for each output on the page."""
     printed = ""
     for language, title, text in BLOCK.findall(page):
         if title:
@@ -85,7 +85,7 @@ def test_a_tutorial_does_what_it_says(path: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which nothing is installed but the torch of the Makefile, as `make test` installs it."""
+    """Create a virtual environment with only the Makefile's version of torch; return its environment variables."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder, with_pip=True)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

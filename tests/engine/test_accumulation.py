@@ -1,4 +1,4 @@
-"""Several backwards before a step: by the config's count, by several calls, and with reductions put off."""
+"""Gradient accumulation: by batch.accumulate, by several backwards per step, and with no_sync."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,19 +19,19 @@ NUM_STEPS, NUM_PARTS = 2, 4
 
 
 def plain_training() -> tuple[list[float], dict[str, Tensor]]:
-    """One process on every micro-batch of every rank: the mean loss of each step, and the weights."""
+    """Train in one process on the micro-batches of all ranks. Return the mean loss of each step and the weights."""
     seeds.start()
     found = train_module(Stack(), square_loss, NUM_STEPS, num_data=NUM_PARTS, own=None)
     return found.losses, found.weights
 
 
 def micro_batch(step: int, part: int) -> Tensor:
-    """[4, 16]: part ``part`` of the global batch of a step."""
+    """Return part ``part`` of a step's global batch, ``[4, 16]``."""
     return inputs(part, step)
 
 
 def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float | None], dict[str, Tensor]]:
-    """The same global batches in another way: mean losses, norms and weights."""
+    """Train on the same global batches, accumulated as ``how`` names. Return mean losses, norms and weights."""
     accumulate = NUM_PARTS // world()
     config = {
         "optimizer": ADAMW,
@@ -64,7 +64,7 @@ def trained(zero: Mapping[str, Any], how: str) -> tuple[list[float], list[float 
         return losses, norms, whole_weights(engine)
 
 
-# A backward of the user's own is not divided by accumulate, so he divides; engine.backward divides by itself.
+# engine.backward divides by batch.accumulate. It is 1 for "several backwards", so `trained` divides the loss itself.
 HOW = ("engine.backward", "several backwards", "no_sync but the last", "no_sync around all")
 
 
@@ -79,7 +79,7 @@ def compare(how: str) -> None:
 
 
 def everything_in_no_sync() -> None:
-    """The step inside no_sync, too: it reduces what is there."""
+    """Check that engine.step inside no_sync reduces the collected gradients."""
     _, weights = plain_training()
     for zero in ZERO.values():
         seeds.start()
@@ -96,7 +96,7 @@ def everything_in_no_sync() -> None:
 
 
 def reductions(how: str, stage: int) -> tuple[int, int]:
-    """Gradient reductions of a step, in calls and bytes."""
+    """Return the number of gradient reductions in a step, and the bytes that they send."""
     config = {"zero": {"stage": stage}, "batch": {"accumulate": 2}}
     with partita.initialize(Stack(), config) as engine:
         before = engine.traffic_report()
@@ -120,7 +120,7 @@ def no_sync_saves() -> None:
 
 
 def no_gradient_between() -> None:
-    """Gradients before the boundary, with and without reduction, are those collected so far."""
+    """Check that engine.gradient between micro-batches returns the gradients collected so far, reduced or not."""
     config = {"batch": {"accumulate": 2}}
     for name, zero in ZERO.items():
         seeds.start()
@@ -138,7 +138,7 @@ def no_gradient_between() -> None:
 
 
 def zeroed() -> None:
-    """zero_grad drops what was collected, reduced or not."""
+    """Check that zero_grad drops the collected gradients, reduced or not."""
     for zero in ZERO.values():
         for sync in (True, False):
             seeds.start()

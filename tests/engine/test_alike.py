@@ -1,4 +1,4 @@
-"""What ranks hold alike is compared: nothing is found where it is, and unit and rank are named where it is not."""
+"""Replica check: ranks compare parameters that should be equal; the error names the unit and the ranks that differ."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe
 
 TERNARY: dict[str, Any] = {"gradients": "ternary", "parameters": "ternary"}
-# Name: ranks per node, sections.
+# Name: ranks per node, and config sections.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "0": (4, {"zero": {"stage": 0}}),
     "1, bf16": (4, {"zero": {"stage": 1}, "precision": {"compute": "bf16"}}),
@@ -42,14 +42,14 @@ def step(engine: partita.Engine, number: int) -> None:
 
 
 class Loss(Stack):
-    """With a loss of its own."""
+    """Stack that returns its loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).square().mean()
 
 
 def replica_check(name: str) -> int:
-    """Nothing is found; how often it was looked for."""
+    """Train five steps with equal replicas. Return the number of comparisons."""
     compared, (per_node, _) = 0, RUNS[name]
     with on_nodes_of(per_node):
         build = Loss if name == "pipeline" else Stack
@@ -69,7 +69,7 @@ def replica_check(name: str) -> int:
 
 
 def differs(name: str, odd: int) -> tuple[str, int]:
-    """What the ranks are told where one has other values; and when."""
+    """Change one value on rank ``odd``. Return the error on this rank, and the number of completed steps."""
     per_node, _ = RUNS[name]
     with on_nodes_of(per_node), partita.initialize(Stack(4), sections_of(name, 2)) as engine:
         step(engine, 0)

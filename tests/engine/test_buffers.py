@@ -1,4 +1,4 @@
-"""Buffers: rank 0's at the start, and those that a training forward changes follow rank 0 (or stay each rank's own)."""
+"""Buffers start as rank 0's. Those that a training forward changes are broadcast from rank 0, or stay local."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ SGD = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
 
 class Normalized(nn.Module):
-    """Batch norms in the root and in units, a constant buffer, and one that the user writes."""
+    """Model with batch norms in the root and in units, two constant buffers, and a counter of training forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Normalized(nn.Module):
 
 
 def against_ddp() -> None:
-    """Batch statistics are each rank's own, running statistics are rank 0's: as in DistributedDataParallel."""
+    """Check that batch statistics are local and running statistics are rank 0's, as in DistributedDataParallel."""
     seeds.start()
     ddp = DistributedDataParallel(Normalized())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -67,7 +67,7 @@ def against_ddp() -> None:
 
 
 def start() -> None:
-    """Rank 0's buffers go to all at the start, whatever their strides."""
+    """Check that all ranks start with rank 0's buffers, for any strides."""
     seeds.start(rank())
     with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
         module: Any = engine.module
@@ -84,7 +84,7 @@ DTYPES: list[torch.dtype] = [getattr(torch, name) for name in NAMES.split()]
 
 
 class Typed(nn.Module):
-    """Buffers of every shape and strides, and frozen parameters, of one dtype: zeros, and ``value``."""
+    """Model with buffers and frozen parameters of one dtype, of many shapes and strides; values 0 and ``value``."""
 
     def __init__(self, dtype: torch.dtype, value: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Typed(nn.Module):
 
 
 def every_dtype(within_node: str) -> None:
-    """Buffers and frozen parameters of any dtype have rank 0's values from the start."""
+    """Check that buffers and frozen parameters of any dtype start with rank 0's values."""
     for dtype, zero in ((dtype, zero) for dtype in DTYPES for zero in ({"stage": 1}, {"stage": 3})):
         exchange = {"within_node": within_node, "timeout_s": 20}
         config = {"zero": zero, "precision": {"compute": "fp32"}, "communication": exchange}
@@ -119,11 +119,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def evaluated(setting: str, zero: Mapping[str, Any]) -> list[float]:
-    """What each rank's evaluation of the same samples gives after steps on samples of its own."""
+    """Train on this rank's own samples. Return the output in evaluation for samples that are equal on all ranks."""
     seeds.start()
     with partita.initialize(Normalized(), {"zero": zero, "communication": {"buffers": setting}}) as engine:
         for step in range(3):
-            if step < 2 or rank() == 0:  # the other ranks have nothing to run in the last step
+            if step < 2 or rank() == 0:  # the other ranks run no forward in the last step
                 engine.backward(square_loss(engine, rank(), step))
             engine.step()
         engine.eval()
@@ -134,7 +134,7 @@ def evaluated(setting: str, zero: Mapping[str, Any]) -> list[float]:
 
 
 def alone_in_evaluation() -> None:
-    """Where parameters are whole, one rank may evaluate by itself, and train on with the others afterwards."""
+    """Check that with unsharded parameters one rank may evaluate alone between training steps of all ranks."""
     with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
         for step in range(3):
             engine.train()
@@ -150,7 +150,7 @@ def alone_in_evaluation() -> None:
 
 
 def frozen_statistics() -> None:
-    """A model that trains in evaluation mode changes no statistics, and sends none."""
+    """Check that a model that trains in evaluation mode sends no statistics."""
     with partita.initialize(Normalized(), {"zero": {"stage": 3}}) as engine:
         engine.eval()
         before = engine.traffic_report()
@@ -160,7 +160,7 @@ def frozen_statistics() -> None:
 
 
 def follow(setting: str) -> list[float]:
-    """Running means after two training forwards in a micro-batch, of which the second sees the same samples."""
+    """Return the running means after two training forwards; in the second, all ranks have the same samples."""
     with partita.initialize(Normalized(), {"communication": {"buffers": setting}}) as engine:
         module: Any = engine.module
         square_loss(engine, rank(), 0)
@@ -180,7 +180,7 @@ def constants_do_not_travel() -> None:
 
 
 def written_by_the_user() -> list[float]:
-    """A buffer that is written outside forward follows rank 0 at the next training forward."""
+    """Write a buffer outside forward. Return it after the next training forward, which broadcasts rank 0's values."""
     with partita.initialize(Normalized(), {"zero": {"stage": 3}}) as engine:
         module: Any = engine.module
         module.constant.fill_(5.0 + rank())
@@ -189,7 +189,7 @@ def written_by_the_user() -> list[float]:
 
 
 class Codebook(nn.Module):
-    """Writes a buffer through ``data`` in every training forward from the ``first`` on, other values on each rank."""
+    """Model that writes buffers through ``data``, differently on each rank, from the ``first`` training forward on."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Codebook(nn.Module):
 
 
 def written_through_data(config: Mapping[str, Any], first: int) -> None:
-    """A write that no version counter shows is found at the next comparison, and sent after each micro-batch then."""
+    """Check that a write without a new version is found by comparing contents, and broadcast from then on."""
     with partita.initialize(Codebook(first), {**config, "optimizer": SGD}) as engine:
         module: Any = engine.module
         for step in range(first + 1):
@@ -221,7 +221,7 @@ def written_through_data(config: Mapping[str, Any], first: int) -> None:
 
 
 class Growing(nn.Module):
-    """Keeps a mask as long as its longest input, and frequencies of the last one that is longer than 4."""
+    """Model with a mask as long as its longest input, and with frequencies of the last input longer than 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Growing(nn.Module):
 
 
 def grown_on_one_rank(stage: int, evaluates: bool) -> list[float]:
-    """Nobody waits for a rank whose buffer alone was replaced: it follows rank 0 from the next step on."""
+    """Replace a buffer on rank 1 alone, for which no rank may wait. Return the buffer, which must follow rank 0."""
     config = {"zero": {"stage": stage}, "optimizer": SGD, "communication": {"timeout_s": 20}}
     with partita.initialize(Growing(), config) as engine:
         for step in range(3):
@@ -254,7 +254,7 @@ def grown_on_one_rank(stage: int, evaluates: bool) -> list[float]:
 
 
 def grown_apart(setting: str) -> str:
-    """Buffers of other shapes are no rank's to overwrite."""
+    """Grow a buffer to different shapes. Return the error, or an empty text if each rank keeps its own buffer."""
     config = {"zero": {"stage": 1}, "communication": {"buffers": setting, "timeout_s": 20}}
     with partita.initialize(Growing(), config) as engine:
         loss = engine(inputs(0, 0, 3 + 3 * rank(), WIDTH), True).square().mean()
@@ -269,7 +269,7 @@ def grown_apart(setting: str) -> str:
 
 
 def grown_alike() -> None:
-    """Buffers that all ranks replace by longer ones follow rank 0, whatever their length before."""
+    """Check that buffers that all ranks replace by longer ones follow rank 0, whatever their length before."""
     with partita.initialize(Growing(), {"zero": {"stage": 3}, "communication": {"timeout_s": 20}}) as engine:
         module: Any = engine.module
         for step, length in enumerate((2, 3, 3, 5)):
@@ -281,7 +281,7 @@ def grown_alike() -> None:
 
 
 def half_precision() -> None:
-    """Batch norms stay in fp32 where the rest computes in bf16."""
+    """Check that batch norms stay in fp32 under bf16 compute."""
     for zero in ZERO.values():
         with partita.initialize(Normalized(), {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
             module: Any = engine.module

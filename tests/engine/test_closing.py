@@ -1,4 +1,4 @@
-"""After an engine is closed, or could not be made: nothing of it is left on the model or in the process."""
+"""A closed engine, or a failed initialize, leaves nothing on the model or in the process."""
 
 import copy
 import gc
@@ -53,7 +53,7 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _left(look: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """What ``look`` finds, once what is about to go is gone: threads end, and let go of what they worked on."""
+    """Return what ``look`` finds. Retry for 2 s until it finds nothing: threads end with a delay."""
     for _ in range(100):
         gc.collect()
         if not (found := look()):
@@ -75,8 +75,8 @@ def _keep(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def freed(config: Config[str, Any], close: bool) -> None:
-    """The engine and all that it made goes with the last reference to it, whether it was closed or not, and though a
-    module keeps an output and with it the graph.
+    """Check that the engine and its objects are freed with the last reference, closed or not, although a module keeps
+    an output and with it the graph.
     """
     model = Stack(2)
     model.blocks[-1].register_forward_hook(_keep)
@@ -97,8 +97,8 @@ def freed(config: Config[str, Any], close: bool) -> None:
     ]
     seen = [weakref.ref(found) for found in [*made, *model.parameters()]]
     mesh = engine.mesh
-    engine(inputs(rank(), 2))  # gathers ahead for a backward that does not come
-    engine.memory_report()  # waits for updates under way, which need the engine
+    engine(inputs(rank(), 2))  # prefetches for a backward that never runs
+    engine.memory_report()  # waits for running updates, which refer to the engine
     if close:
         engine.close()
     del made, engine, model, runtime
@@ -113,7 +113,7 @@ def freed(config: Config[str, Any], close: bool) -> None:
 
 
 def exception_hook_of_several() -> None:
-    """Engines of one process tell of an error that ends it; closed in any order, they leave Python's hook as it was."""
+    """Check that engines, which hook sys.excepthook to report errors, restore it when closed in any order."""
     before = sys.excepthook
     engines = [partita.initialize(Stack(2), {}) for _ in range(3)]
     assert sys.excepthook is not before
@@ -126,7 +126,7 @@ def exception_hook_of_several() -> None:
 
 
 def _hooks(model: nn.Module) -> list[Any]:
-    """What a model's modules carry beside their parameters, buffers and children."""
+    """Return classes, hooks and attribute names of the modules, and hooks of the parameters."""
     carried: list[Any] = []
     for name, module in model.named_modules():
         carried.append((name, type(module), {key: repr(value) for key, value in vars(module).items() if "hook" in key}))
@@ -148,7 +148,7 @@ def left_on_the_model(config: Config[str, Any]) -> None:
 
 
 def ordinary_after_close(config: Config[str, Any]) -> None:
-    """The model is what it was before, with the values of now; an engine can be made of it again."""
+    """Check that close(whole=True) leaves an ordinary model with the current values, which a new engine can train."""
     model = Buffered()
     classes, before = [type(param) for param in model.parameters()], _hooks(model)
     engine = partita.initialize(model, config)
@@ -159,7 +159,7 @@ def ordinary_after_close(config: Config[str, Any]) -> None:
         expected = {name: param.detach().clone() for name, param in model.named_parameters()}
         with pytest.raises(PartitaError, match=r"engine.close\(whole=True\) inside engine.gathered"):
             engine.close(whole=True)
-    if config.get("precision") != LEAN:  # which updates in backward
+    if config.get("precision") != LEAN:  # LEAN updates parameters in backward
         engine.backward(square_loss(engine, rank(), 2).float())
     engine.close(whole=True)
     engine.close()
@@ -191,7 +191,7 @@ class Buffered(Stack):
 
 
 def no_room_for_the_whole(config: Config[str, Any]) -> str:
-    """Refused on all ranks; the engine goes on."""
+    """Check that close(whole=True) without enough memory raises on all ranks, and training continues."""
     engine = partita.initialize(Stack(2), config)
     free = 100 if rank() == 1 else 10**12
     with (
@@ -209,7 +209,7 @@ def no_room_for_the_whole(config: Config[str, Any]) -> str:
 
 
 def saved_by_its_own(name: str, folder: Path) -> Tensor:
-    """A Hugging Face model, closed whole, saves itself."""
+    """Save a Hugging Face model by its own method after close(whole=True). Return its logits."""
     model = CASES[name].build()
     engine = partita.initialize(model, {"zero": {"stage": 3}})
     batch = next(CASES[name].batches(2, seed=9))
@@ -222,7 +222,7 @@ def saved_by_its_own(name: str, folder: Path) -> Tensor:
 
 
 def read_after_close() -> str:
-    """What reading a parameter says whose engine was closed while its data was split over the ranks."""
+    """Return the error of reading a parameter that was sharded when its engine was closed."""
     model = Stack(2)
     engine = partita.initialize(model, {"zero": {"stage": 3}})
     engine.close()
@@ -250,7 +250,7 @@ def forward_after_close() -> None:
 
 
 def parameter_alone() -> None:
-    """An engine that was dropped without being closed: its parameters say so."""
+    """Check that reading a parameter raises an error if its engine was dropped without close."""
     model = Stack(2)
     engine = partita.initialize(model, {"zero": {"stage": 3}})
     mesh, param = engine.mesh, model.first.weight
@@ -287,7 +287,7 @@ def connections_ended() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed under /proc")
 def test_connections_end_with_the_engine() -> None:
-    """What is left of one at the end of the process can abort it."""
+    """Closing an engine ends its gloo threads, which could abort the process at its end."""
     on_ranks(2, connections_ended, with_group=False)
 
 
@@ -327,11 +327,11 @@ def test_reading_a_parameter_of_a_closed_engine() -> None:
     on_ranks(2, parameter_alone)
 
 
-# ------------------------------------------------------------------------------------------------ a start that fails
+# ------------------------------------------------------------------------------------------------ failed initialization
 
 
 class NoReset(nn.Module):
-    """A parameter and a buffer on ``meta`` that nothing fills."""
+    """Module with a parameter on ``meta`` that nothing initializes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Unfilled(Stack):
 
 
 def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
-    """The same model is initialized again and trained as if nothing had been."""
+    """Check that a failed initialize leaves the model unchanged, and that it then trains as a new model does."""
     seeds.start()
     expected = trained(Unfilled().repaired(), config)
     seeds.start()
@@ -379,7 +379,7 @@ def failed_start(config: Config[str, Any], others: Config[str, Any]) -> None:
 
 
 def failed_after_the_hooks(config: Config[str, Any]) -> None:
-    """What is wrong with the optimizer is found when all has been moved."""
+    """Check that an optimizer error, raised after the parameters were moved, leaves the model unchanged."""
     seeds.start()
     model = Stack(2)
     carried, values = _hooks(model), {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -405,7 +405,7 @@ def trained(model: nn.Module, config: Config[str, Any]) -> dict[str, Tensor]:
 
 
 def rounded_in_a_failed_start() -> None:
-    """What cannot be brought back is said."""
+    """Check that a failed initialize warns, on rank 0, of values that it has rounded and cannot restore."""
     model = Unfilled()
     config = {"zero": {"stage": 3}, "precision": {"compute": "bf16"}}
     with (
@@ -418,7 +418,7 @@ def rounded_in_a_failed_start() -> None:
 
 
 def fails_on_one_rank(stage: int) -> None:
-    """What is wrong on one rank alone is an error on all, without waiting."""
+    """Check that initialize raises the same error on all ranks, without waiting, if one rank's arguments are wrong."""
     first = rank() == 0
     config = {"zero": {"stage": stage}}
     wrong: dict[str, dict[str, Any]] = {

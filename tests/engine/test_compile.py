@@ -1,4 +1,4 @@
-"""The config section `compile`: what is compiled, trains as it does without, and is not compiled after the engine."""
+"""The config section `compile`: the selected modules train as uncompiled ones, and close removes the compilation."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ from tests.kit.models import Stack, square_loss
 from tests.kit.plans import ZERO
 from tests.kit.training import ADAMW, rank, whole_weights
 
-# torch's compiler looks at the gradient of a graph's inputs, and warns of it.
+# torch's compiler reads .grad of a graph's inputs, for which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 

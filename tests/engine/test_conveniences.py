@@ -1,4 +1,4 @@
-"""What a training loop asks the engine for besides training: where it is, values of all ranks, and a run to resume."""
+"""Engine calls besides training: the position of a run, values gathered from or broadcast to all ranks, and resume."""
 
 import re
 from pathlib import Path

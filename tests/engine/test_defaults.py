@@ -1,4 +1,4 @@
-"""Torch's defaults are the user's: what the engine makes on the host is there whatever `set_default_device` says."""
+"""Training does not depend on torch's default device and dtype, which the user may set."""
 
 from collections.abc import Mapping
 from pathlib import Path

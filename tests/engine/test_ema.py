@@ -1,4 +1,4 @@
-"""Averages of the weights (EMA): the bits of a plain reference on every mesh, in checkpoints, and their errors."""
+"""Exponential moving averages of the weights: equal to a plain reference on every mesh; checkpoints, and errors."""
 
 import re
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def train(engine: partita.Engine) -> None:
 
 
 def weights(engine: partita.Engine) -> dict[str, Tensor]:
-    """The weights that the optimizer updates, in fp32, on rank 0."""
+    """Return the weights that the optimizer updates, in fp32; empty except on rank 0."""
     return {name: value.float() for name, value in engine.state_dict().items()}
 
 
@@ -53,7 +53,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], what: str)
 
 
 def exact(config: dict[str, Any]) -> None:
-    """The average is that of a plain reference, and training has the bits of a run without it."""
+    """Check that the average equals a plain reference, and that training has the bits of a run without it."""
     with started(config) as engine:
         for _ in range(3):
             train(engine)
@@ -65,7 +65,7 @@ def exact(config: dict[str, Any]) -> None:
             train(engine)
             own = weights(engine)
             expected = averaged(expected, own)
-            for number in range(2):  # reading it changes nothing
+            for number in range(2):  # reading the average does not change it
                 with ema.applied():
                     assert_equal(weights(engine), expected, f"average {number} after step {step}")
             assert_equal(weights(engine), own, f"weights after the average of step {step}")
@@ -91,13 +91,13 @@ def test_parallel_axes(name: str) -> None:
 
 
 def evaluated(config: dict[str, Any], folder: Path) -> float:
-    """Evaluation and export read the average."""
+    """Check that evaluation and export read the applied average. Return the loss."""
     with started(config) as engine:
-        ema = engine.ema(0.0)  # the average is the last weights
+        ema = engine.ema(0.0)  # decay 0: the average equals the latest weights
         train(engine)
         batches = [CASES["llama"].batch(2, 7)]
         expected = engine.eval_batch(batches)
-        slow = engine.ema(1.0, name="slow")  # the average is the first ones
+        slow = engine.ema(1.0, name="slow")  # decay 1: the average keeps its first weights
         own = weights(engine)
         train(engine)
         assert engine.eval_batch(batches) != expected
@@ -144,7 +144,7 @@ def loaded(config: dict[str, Any], folder: Path, average: dict[str, Tensor], own
         if rank() == 0:
             assert_equal(found, average, "the saved average")
             assert_equal(next_average, averaged(average, new), "the average after another step")
-    with started(config) as engine:  # the average as the model's weights; a new average starts from them
+    with started(config) as engine:  # load the average as the model's weights; a new average starts from them
         ema = engine.ema(DECAY)
         engine.load(folder, only_model=True, prefix="ema")
         found = weights(engine)
@@ -162,7 +162,7 @@ def loaded(config: dict[str, Any], folder: Path, average: dict[str, Tensor], own
 
 
 def load_with_warning(engine: partita.Engine, folder: Path, message: str) -> None:
-    """Load a checkpoint, of which rank 0 alone warns."""
+    """Load a checkpoint, and check that rank 0 warns."""
     if rank() == 0:
         with pytest.warns(UserWarning, match=re.escape(message)):
             engine.load(folder)
@@ -187,7 +187,7 @@ def test_checkpoints_hold_the_average_for_any_layout(ranks: int, config: dict[st
 
 
 class Normed(Stack):
-    """A model with a buffer and a frozen parameter, which are not averaged."""
+    """Model with a buffer and a frozen parameter, which are not averaged."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -247,7 +247,7 @@ def test_a_decay_by_step() -> None:
 
 
 def interrupted() -> None:
-    """An error on all ranks restores the weights; one on a rank alone is an error on the others, too."""
+    """Check that an error on all ranks restores the weights, and that one rank's error raises PartitaError on all."""
     with started({"zero": {"stage": 1}}) as engine:
         ema = engine.ema(DECAY)
         train(engine)

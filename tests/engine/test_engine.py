@@ -1,4 +1,4 @@
-"""The calls of a training loop: what they return, and what they say when they are used wrongly."""
+"""The calls of a training loop: their results, and their errors when they are used wrongly."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 class Learner(Stack):
-    """Returns its loss in the form that it is told to."""
+    """Stack that returns its loss in the form that ``form`` names."""
 
     form = "scalar"
 
@@ -58,7 +58,7 @@ def batches(form: str) -> Iterator[Any]:
 
 
 def trains_batches() -> None:
-    """Every form of batch and output; one mean loss for all ranks, over all micro-batches."""
+    """Check every form of batch and output; the loss is the mean over all ranks and micro-batches."""
     for zero in ZERO.values():
         for batch, output in (("dict", "scalar"), ("tuple", "tuple"), ("list", "dict"), ("tensor", "scalar")):
             seeds.start()
@@ -87,7 +87,7 @@ def trains_batches() -> None:
 
 
 def own_loss() -> None:
-    """loss_fn(output, batch) computes it from any output."""
+    """Check that loss_fn(output, batch) computes the loss from any output, and receives the batch itself."""
     model = Learner(2)
     model.form = "logits"
     seen: list[Any] = []
@@ -104,7 +104,7 @@ def own_loss() -> None:
 
 
 def losses_that_are_none() -> None:
-    """What ``loss_fn`` returns is named as such, in training and in evaluation; and so is a loss without a gradient."""
+    """Check that errors name an invalid result of ``loss_fn`` (training, evaluation), and a loss without a gradient."""
     returned: list[Any] = []
     with partita.initialize(Learner(2), {"zero": {"stage": 3}}, loss_fn=lambda *_: returned[-1]) as engine:
         for value, said in ((torch.zeros(4), r"a tensor of shape \(4,\)"), (None, "a NoneType")):
@@ -137,7 +137,7 @@ def train_batch_errors() -> None:
 
 
 def epochs(zero: Mapping[str, Any], lengths: tuple[int, ...], folder: Path) -> None:
-    """Data that ends anywhere, on any rank, leaves every rank at the end of a batch."""
+    """Check that data may end anywhere, on any rank: every rank then raises, and is between two batches."""
     with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
         whole = min(lengths) // 2
         for _ in range(2):
@@ -156,7 +156,7 @@ def epochs(zero: Mapping[str, Any], lengths: tuple[int, ...], folder: Path) -> N
 
 
 def after_an_unfinished_batch() -> None:
-    """A batch that ended in the middle trains on nothing, and counting begins anew."""
+    """Check that an incomplete batch trains nothing, and that the count of micro-batches starts again."""
     for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Learner(2), {"zero": zero, "batch": {"accumulate": 2}}) as engine:
@@ -238,7 +238,7 @@ def wrong_losses() -> None:
 
 
 def steps_without_backward() -> None:
-    """A step without any gradient is an error, which changes nothing."""
+    """Check that a step without any gradient raises an error and changes nothing."""
     for zero in ZERO.values():
         with partita.initialize(Stack(1), {"zero": zero}) as engine:
             before = whole_weights(engine)
@@ -303,7 +303,7 @@ def tokens_of(data: int, step: int) -> Tensor:
 
 
 def sparse_gradients_at_stage_0() -> None:
-    """They train as in plain PyTorch on all ranks' samples, which keeps them sparse."""
+    """Check that sparse gradients train as in plain PyTorch on all ranks' samples, where they are sparse."""
     plain = SparseGradient()
     weights = plain.table.weight.detach().clone().fill_(1.0)
     plain.table.weight.data.copy_(weights)
@@ -332,7 +332,7 @@ def test_sparse_gradients_at_stage_0() -> None:
 
 
 class Spectral(nn.Module):
-    """Complex weights, as themselves or as pairs of real numbers."""
+    """Model with weights of a Fourier transform, as complex numbers or as pairs of real numbers."""
 
     def __init__(self, *, pairs: bool) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Spectral(nn.Module):
 
 
 def complex_as_pairs() -> None:
-    """The remedy for complex parameters trains as they do in plain PyTorch."""
+    """Check that pairs of real numbers, the remedy for complex parameters, train as those do in plain PyTorch."""
 
     def samples(data: int, step: int) -> Tensor:
         return torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(10 * step + data))
@@ -388,7 +388,7 @@ def wrong_units() -> None:
 
 
 def chosen_units() -> None:
-    """Units by class, by name, and of any size train the same."""
+    """Check that units chosen by class or by name, of any size, train the same."""
     results = []
     for units in ("auto", ["Block"], ["blocks.*"], ["Linear", "LayerNorm"], ["Stack"]):
         seeds.start()
@@ -426,7 +426,7 @@ def named_devices() -> None:
 
 
 def plain_loop() -> float:
-    """In a plain script: no group is running, none is left."""
+    """Train as a plain script does, without a process group before or after. Return the last loss."""
     assert not torch.distributed.is_initialized()
     seeds.start()
     with partita.initialize(Stack(1), {"zero": {"stage": 3}}) as engine:
@@ -515,7 +515,7 @@ def test_plain_script(world: int) -> None:
 
 
 def test_the_configuration_is_logged_once_if_logging_is_configured_later() -> None:
-    """Two engines in a process without handlers, and ``logging.basicConfig`` between them."""
+    """Each of two engines logs its configuration once, before and after ``logging.basicConfig`` adds a root handler."""
     script = """
 import logging, torch, partita
 for _ in range(2):

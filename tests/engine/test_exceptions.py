@@ -1,4 +1,4 @@
-"""An exception in forward or backward leaves nothing open, and the next good step is as if it had not happened."""
+"""After an exception in forward or backward nothing is in use, and the next step trains as if it had not occurred."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ class BoomError(Exception):
 
 
 class Fuse(torch.autograd.Function):
-    """Raises in backward while ``Fuse.lit``."""
+    """Identity function whose backward raises while ``Fuse.lit`` is True."""
 
     lit = False
 
@@ -40,7 +40,7 @@ class Fuse(torch.autograd.Function):
 
 
 class Fragile(Stack):
-    """Raises where it is told to."""
+    """Stack whose forward raises if ``fails_at`` is "root", and whose backward passes a `Fuse`."""
 
     fails_at: str = ""
 
@@ -56,7 +56,7 @@ class Fragile(Stack):
 
 
 def fail(engine: partita.Engine, where: str) -> None:
-    """One step that ends in an exception."""
+    """Run a step that raises at ``where``."""
     module: Any = engine.module
     handles = []
     if where == "root":
@@ -97,7 +97,7 @@ def _raise(*_: Any) -> None:
 
 
 def train_over(zero: Mapping[str, Any], where: str, plain: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Three steps, with a failed one before the second."""
+    """Train three steps, with a failed step before the second if ``where`` names one. Return losses and weights."""
     seeds.start()
     losses = []
     with small_buckets(), partita.initialize(Fragile(), {"optimizer": ADAMW, "zero": zero}) as engine:
@@ -127,7 +127,7 @@ def survive(where: str, plan: str, plain: bool) -> None:
 
 
 def batches_over(zero: Mapping[str, Any], fails: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Two batches by ``train_batch``; before the second one, one that fails in its third micro-batch."""
+    """Train two batches; if ``fails``, a batch that raises in its third micro-batch comes before the second."""
     seeds.start()
     settings = {"optimizer": ADAMW, "zero": zero, "batch": {"micro": 4, "accumulate": 4}}
     with small_buckets(), partita.initialize(Fragile(), settings, loss_fn=lambda output, _: output.mean()) as engine:
@@ -196,7 +196,7 @@ def stale_after_writing() -> list[str]:
 
 
 def graph_that_is_dropped() -> None:
-    """A forward whose graph is never used holds nothing."""
+    """Check that the output of a forward without a backward is freed when it is dropped."""
     for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             for step in range(3):

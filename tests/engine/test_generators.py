@@ -1,4 +1,4 @@
-"""The user's random generators: no public call draws from them or seeds them."""
+"""No public call draws from the user's random generators or seeds them."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ VOCABULARY, LENGTH = 32, 24
 
 
 class Drawing(torch.optim.SGD):
-    """An optimizer that the library does not know, whose step draws: it is tried out at the start."""
+    """Optimizer that the library does not know, so that initialize tries a step, which draws random numbers."""
 
     def step(self, closure: Any = None) -> Any:
         torch.rand(1), random.random(), numpy.random.rand()
@@ -36,7 +36,7 @@ def states() -> tuple[Any, ...]:
 
 
 class Watch:
-    """Makes calls, and notes those after which a generator is not as before."""
+    """Caller of functions that records those which change the state of a generator."""
 
     def __init__(self) -> None:
         self.changed: list[str] = []
@@ -50,7 +50,7 @@ class Watch:
 
 
 def stack(kind: str) -> nn.Module:
-    """A model on the host or on meta; on the host of rank 0 alone, as where one rank reads weights."""
+    """Return a model on the host or on meta; for "read by rank 0", on the host on rank 0 and on meta elsewhere."""
     with torch.device("meta" if kind == "meta" or (kind == "read by rank 0" and rank()) else "cpu"):
         return Stack(3)
 
@@ -80,7 +80,7 @@ def calls_on_a_stack(stage: int, folder: Path) -> list[str]:
         seen("gathered begins", block.__enter__)
         seen("gathered ends", block.__exit__, None, None, None)
         seen("save", engine.save, folder / kind)
-        seen("load", engine.load, folder / kind)  # the states that were saved are the present ones
+        seen("load", engine.load, folder / kind)  # restores generator states that equal the current ones
         seen("load, only_model", engine.load, folder / kind, only_model=True)
         seen("export", engine.export, folder / f"{kind} exported")
         seen("memory_report", engine.memory_report)
@@ -112,7 +112,7 @@ def test_the_trial_of_an_optimizer_does_not_draw() -> None:
 
 
 def batch_on_an_axis(axis: str) -> list[str]:
-    """A first batch, with the checks that it brings."""
+    """Return the calls that draw in a first batch and in the checks that it causes."""
     seen = Watch()
     model = Decoder(DecoderShape(layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=32, vocab=VOCABULARY))
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
@@ -134,7 +134,7 @@ def test_no_first_batch_draws(axis: str) -> None:
 
 
 def generation() -> list[str]:
-    """Greedy, so that nothing is to be drawn."""
+    """Return the calls that draw in greedy generation, which needs no random numbers."""
     seen = Watch()
     engine = partita.initialize(llama(), {"zero": {"stage": 3}})
     hook_generation(engine)

@@ -1,4 +1,4 @@
-"""Metrics that a loop logs by ``engine.log``: rows, sinks, resumed and rewound runs, and errors."""
+"""Metrics logged by ``engine.log``: rows, sinks, resumed and rewound runs, and errors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Micro-batches that the model's forward does not take, and errors inside forward, which stay as they are."""
+"""Errors of micro-batches that forward does not accept; errors inside forward are raised unchanged."""
 
 import pytest
 import torch

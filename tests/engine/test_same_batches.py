@@ -1,4 +1,4 @@
-"""The same samples on every data rank: one warning, as all ranks then compute the same gradients."""
+"""A single warning if all data ranks have the same samples, because they then compute the same gradients."""
 
 import logging
 from typing import Any
@@ -30,7 +30,7 @@ def batch(step: int, own: int) -> Tensor:
 
 
 def warnings_of(config: dict[str, Any], same_in: tuple[int, ...], whole_batches: bool) -> list[str]:
-    """The warnings of training, where the ranks have the same samples in some of the steps."""
+    """Train four steps, with equal samples on all data ranks in the steps ``same_in``. Return the warnings."""
     kept, logger = Kept(), logging.getLogger("partita")
     logger.addHandler(kept)
     try:

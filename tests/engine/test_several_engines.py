@@ -1,4 +1,4 @@
-"""Several engines in one process: their models, stages and optimizers do not touch each other."""
+"""Several engines in one process: their models, stages and optimizers are independent."""
 
 import os
 import time
@@ -23,7 +23,7 @@ from tests.kit.training import ADAMW, rank, whole_weights, world
 
 
 def gan(zero_one: Mapping[str, Any], zero_other: Mapping[str, Any], share: bool) -> dict[str, Tensor]:
-    """A generator and a discriminator, trained in turn through each other."""
+    """Train a generator and a discriminator in turn, each through the other. Return their weights."""
     seeds.start()
     config = {"optimizer": ADAMW}
     with partita.initialize(Stack(2), {**config, "zero": zero_one}) as generator:
@@ -76,7 +76,7 @@ def gan_at_all_stages() -> None:
 
 
 def distilled() -> None:
-    """A frozen teacher at stage 3 and a student at each stage."""
+    """Check that a student has equal bits at every stage, with a frozen teacher at stage 3."""
     weights = []
     for zero in ZERO.values():
         seeds.start()
@@ -97,7 +97,7 @@ def distilled() -> None:
 
 
 def differentiable_teacher() -> None:
-    """Gradients flow through a frozen engine's model into another's."""
+    """Check that gradients flow through a frozen engine's model into that of another engine."""
     weights = []
     for zero in ZERO.values():
         seeds.start()
@@ -114,7 +114,7 @@ def differentiable_teacher() -> None:
 
 
 def one_loss_two_engines() -> None:
-    """One backward for both engines' parameters."""
+    """Check that one backward computes the gradients of two engines."""
     results = []
     for zero in ZERO.values():
         seeds.start()
@@ -135,7 +135,7 @@ def one_loss_two_engines() -> None:
 
 
 def one_after_the_other() -> None:
-    """A closed engine's model is taken up again where it was whole at rest, and refused where it was not."""
+    """Check that a closed engine's model can be initialized again, except with sharded parameters (stage 3)."""
     for name, zero in ZERO.items():
         model = Stack()
         with partita.initialize(model, {"zero": zero}) as engine:
@@ -153,12 +153,12 @@ def one_after_the_other() -> None:
 
 
 def closed_engine() -> None:
-    """After close the model is plain PyTorch's where it is whole; the engine itself says that it is closed."""
+    """Check that after close an unsharded model trains in plain PyTorch, and the engine raises that it is closed."""
     for zero in ({"stage": 0}, {"stage": 1}, {"stage": 2}):
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
-        engine.close()  # again: nothing
+        engine.close()  # a second close has no effect
         model: Any = engine.module
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         before = model.first.weight.detach().clone()
@@ -183,7 +183,7 @@ def groups_are_closed() -> bool:
 
 
 def outlives_its_mesh() -> None:
-    """An engine on the mesh of another that was closed gets an error, at every stage; nothing waits for ever."""
+    """Check that an engine raises an error, and does not hang, after the engine that owns its mesh was closed."""
     for zero in ZERO.values():
         owner = partita.initialize(Stack(1), {"zero": zero})
         engine = partita.initialize(Stack(1), {"zero": zero}, mesh=owner.mesh)
@@ -196,7 +196,7 @@ def outlives_its_mesh() -> None:
 
 
 def in_turn(later: int) -> int:
-    """Engines one after the other; rank ``later`` closes each after the other has begun the next."""
+    """Create and close engines in turn; rank ``later`` closes each after the other rank has begun the next."""
     for step in range(12):
         with partita.initialize(Stack(1), {"communication": {"timeout_s": 30.0}}) as engine:
             engine.backward(square_loss(engine, rank(), step))
@@ -207,7 +207,7 @@ def in_turn(later: int) -> int:
 
 
 def overlapping() -> bool:
-    """The first engine is closed while a second one, with a mesh of its own, trains on."""
+    """Close an engine while a second one, on its own mesh, trains. Return True if a default process group is left."""
     one = partita.initialize(Stack(1))
     other = partita.initialize(Stack(1), {"zero": {"stage": 3}})
     one.close()
@@ -219,7 +219,7 @@ def overlapping() -> bool:
 
 
 def beside_the_users_group() -> float:
-    """A mesh that is closed once the user has another group leaves that one alone."""
+    """Check that closing a mesh leaves alone a process group that the user started later. Return a sum over it."""
     engine = partita.initialize(Stack(1))
     dist.destroy_process_group()
     store = PrefixStore("users", world_module._here.store)
@@ -241,7 +241,7 @@ def test_in_turn(later: int) -> None:
 
 
 def test_in_a_job_of_more_ranks() -> None:
-    """Processes that have started groups elsewhere before, some more often than others."""
+    """Engines work in processes that have started different numbers of process groups before."""
     for num_ranks in (2, 3):
         assert on_ranks(num_ranks, overlapping, with_group=False) == [False] * num_ranks
 

@@ -1,4 +1,4 @@
-"""Calls of engine.step() that would train otherwise than the user expects: each is one named error, or right."""
+"""Calls of engine.step() in unusual places or orders: each raises a clear error or trains correctly."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_a_scheduler_of_ones_own_is_ones_own_to_step(tmp_path: Any) -> None:
             scheduler.step()
         engine.save(tmp_path)
         train(engine, 3)
-        engine.load(tmp_path)  # the engine's scheduler goes back by one step
+        engine.load(tmp_path)  # the engine's own scheduler goes back by one step
         train(engine, 3)
         engine.load(tmp_path)
         train(engine, 3)

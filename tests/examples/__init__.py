@@ -1,1 +1,1 @@
-"""The examples for clusters and notebooks, run with what their surroundings would tell them."""
+"""Tests of the examples for clusters and notebooks, run with the environment variables that a cluster would set."""

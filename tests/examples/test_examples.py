@@ -1,4 +1,4 @@
-"""Each example does what it says, as far as that goes without a cluster."""
+"""Tests that the examples work, as far as this can be tested without a cluster."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from tests.comm.test_launchers import free_job, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-# A run of a second: what stands behind these in a job's file is another's test.
+# Settings that reduce a job to a run of a second; other tests cover the job's own values of them.
 SMALL = "model.width=16 model.layers=1 data.sequence=8 train.steps=4 train.eval_every=4 engine.schedule=null".split()
 OVERRIDES = [part for setting in [*SMALL, f"data.corpus={ROOT / 'README.md'}"] for part in ("--set", setting)]
 
 
 def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
-    """Its output; ``partita`` and ``torchrun`` on its path are this environment's."""
+    """Run a command with this environment's ``partita`` and ``torchrun`` on its path; return its output."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name, module in {"partita": "partita.cli.main", "torchrun": "torch.distributed.run"}.items():
@@ -49,7 +49,7 @@ def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
 
 
 def saved(folder: Path) -> list[str]:
-    """The complete checkpoints there."""
+    """Return the names of the complete checkpoints in a folder."""
     return sorted(path.name for path in folder.iterdir() if (path / "manifest.json").exists())
 
 
@@ -59,7 +59,7 @@ def ranks_of(checkpoint: Path) -> int:
 
 
 def slurm(folder: Path, *overrides: str) -> str:
-    """Run the script on two tasks of one node."""
+    """Run the Slurm script as two tasks on one node; return its output."""
     shutil.copytree(EXAMPLES, folder / "examples", dirs_exist_ok=True)
     job = {"SLURM_JOB_ID": free_job(), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
     every = ["--set", "engine.checkpoint.every_steps=2", *overrides]
@@ -76,7 +76,7 @@ def test_the_slurm_script_runs(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_slurm_script_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     slurm(tmp_path)
-    assert "step-4" in slurm(tmp_path, "--set", "train.steps=6")  # it says what it goes on from
+    assert "step-4" in slurm(tmp_path, "--set", "train.steps=6")  # it resumes from step 4
     assert saved(tmp_path / "kept") == ["step-2", "step-4", "step-6"]
 
 
@@ -111,7 +111,7 @@ def test_the_manifests_command_runs_with_the_operators_variables(tmp_path: Path)
 
 
 def instructions(stage: int) -> Iterator[tuple[str, str]]:
-    """(instruction, its words) of a stage of the Dockerfile."""
+    """Yield (instruction, arguments) for a stage of the Dockerfile."""
     text = (EXAMPLES / "Dockerfile").read_text()
     lines = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     found = -1
@@ -122,7 +122,7 @@ def instructions(stage: int) -> Iterator[tuple[str, str]]:
 
 
 def copied(stage: int) -> list[str]:
-    """What a stage takes from the repository."""
+    """Return the files and folders that a stage of the Dockerfile copies from the repository."""
     words = [words.split() for name, words in instructions(stage) if name == "COPY" and "--from" not in words]
     return [source for line in words for source in line[:-1]]
 
@@ -132,7 +132,7 @@ def test_the_images_files_are_enough_for_a_wheel(tmp_path: Path) -> None:
         source = ROOT / name
         shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path / name)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheels", "."]
-    run(build, tmp_path, SKBUILD_WHEEL_CMAKE="0")  # the kernels are compiled whenever partita is installed
+    run(build, tmp_path, SKBUILD_WHEEL_CMAKE="0")  # without kernels: installing partita compiles them
     (wheel,) = (tmp_path / "wheels").iterdir()
     assert wheel.name.startswith("partita-")
 

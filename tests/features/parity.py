@@ -1,8 +1,8 @@
-"""What all plans must agree on: the courses that tests and benchmarks run on several ranks, and the verdict on them.
+"""Training runs whose results all plans must agree on, and their comparison, for tests and benchmarks.
 
-A *course* trains one model for a few steps and keeps what it computed. On the same ranks every plan must compute the
-same bits; plain PyTorch on the whole batch, DistributedDataParallel on the same ranks, and other ways to cut one batch
-into micro-batches add in another order and must agree in most digits.
+A *course* is a run of one model for a few steps, with its results. On the same ranks every plan must compute the same
+bits. Plain PyTorch on the full batch, DistributedDataParallel on the same ranks, and other ways to cut a batch into
+micro-batches sum in another order and must agree in most digits.
 """
 
 import math
@@ -26,20 +26,20 @@ from tests.kit.plans import TIERS, ZERO
 from tests.kit.ranks import on_ranks
 
 STEPS = 10
-BATCHES = 2  # that the steps take turns with, so that there is something to learn
-SAMPLES = 8  # of one batch, over all ranks
-CLIP = 0.1  # below the gradient norm of every case, so that clipping changes every update, or nearly every one
+BATCHES = 2  # number of batches that the steps repeat, so that there is something to learn
+SAMPLES = 8  # per batch, over all ranks
+CLIP = 0.1  # below the gradient norm of every case, so that clipping changes nearly every update
 ADAMW: dict[str, Any] = {"lr": 2e-3}
 SGD: dict[str, Any] = {"lr": 0.5, "momentum": 0.9}
 
-# One vector added to all keys changes no softmax: these gradients are zero in exact arithmetic, rounding in any other.
+# A vector added to all keys does not change the softmax: these gradients consist of rounding errors only.
 ZERO_GRADIENTS = "key.bias"
-ROUNDING = 1e-6  # of the model's largest gradient
+ROUNDING = 1e-6  # as a fraction of the model's largest gradient
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A row of the residence table, by its config; `nodes` is how many nodes the ranks pretend to be spread over."""
+    """A row of the state table, as a `zero` section. `nodes` is the number of nodes that the ranks simulate."""
 
     name: str
     zero: dict[str, Any]
@@ -56,12 +56,12 @@ PLANS = {
 }
 STAGES = tuple(ZERO)
 COMPUTES = ("fp32", "bf16")
-TIMEOUT_S = 240  # of a call on the ranks, which runs many courses
+TIMEOUT_S = 240  # per call on the ranks, which runs many courses
 
 
 @dataclass
 class TrainingRun:
-    """What one rank saw: its own loss and the gradient norm of each step, and whole tensors by name.
+    """Results on one rank: its own loss and the gradient norm of each step, and full tensors by name.
 
     `gradients` are those of the first batch, in evaluation mode; `weights` are the final ones, on rank 0 only;
     `buffers` are this rank's own at the end.
@@ -79,14 +79,14 @@ class TrainingRun:
 
 @contextmanager
 def shared_mesh() -> Iterator[Any]:
-    """A mesh for several engines, one after the other."""
+    """A mesh that several engines use in turn."""
     with partita.initialize(nn.Linear(1, 1)) as engine:
         yield engine.mesh
 
 
 @contextmanager
 def engine_of(case: Case, plan: Plan, mesh: Any, **sections: Any) -> Iterator[partita.Engine]:
-    """An engine on the case's model. A plan over several nodes gets a mesh of its own, as their launcher would say."""
+    """An engine on the case's model. A plan for several nodes has its own mesh, with a launcher's variables."""
     config = {"zero": plan.zero, "clip_grad_norm": CLIP, **sections}
     ranks_per_node = dist.get_world_size() // plan.nodes
     node = {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(dist.get_rank() % ranks_per_node)}
@@ -98,13 +98,13 @@ def engine_of(case: Case, plan: Plan, mesh: Any, **sections: Any) -> Iterator[pa
 
 
 def own_parts(case: Case) -> Iterator[Batch]:
-    """This rank's part of one batch after another, without end."""
+    """Yield this rank's part of each batch, endlessly."""
     for batch in cycle(islice(case.batches(SAMPLES), BATCHES)):
         yield parts(batch, dist.get_world_size())[dist.get_rank()]
 
 
 def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tuple[str, str], TrainingRun]:
-    """One course for each plan and compute dtype."""
+    """Run a course for each plan and compute dtype."""
     with shared_mesh() as mesh:
         return {
             (plan, compute): _course(CASES[name], PLANS[plan], mesh, precision={"compute": compute}, optimizer=ADAMW)
@@ -115,7 +115,7 @@ def courses(name: str, plans: Sequence[str], computes: Sequence[str]) -> dict[tu
 def courses_with(
     name: str, plans: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[tuple[str, str], TrainingRun]:
-    """One course for each plan and each of the named sections of the config."""
+    """Run a course for each plan and each named set of config sections."""
     with shared_mesh() as mesh:
         return {
             (plan, setting): _course(CASES[name], PLANS[plan], mesh, optimizer=ADAMW, **sections)
@@ -151,7 +151,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_gradients(name: str) -> dict[str, Tensor]:
-    """Of the whole first batch, by PyTorch alone."""
+    """Return the gradients of the full first batch in plain PyTorch."""
     case = CASES[name]
     model = case.build().eval()
     case.loss(model(**next(case.batches(SAMPLES)))).backward()
@@ -159,9 +159,9 @@ def plain_gradients(name: str) -> dict[str, Tensor]:
 
 
 def beside_ddp(name: str) -> tuple[TrainingRun, TrainingRun]:
-    """A course at stage 3, and the same by DistributedDataParallel, in training mode.
+    """Run a course at stage 3, and the same steps with DistributedDataParallel.
 
-    With SGD: Adam blows rounding errors up to whole steps where a gradient is next to nothing.
+    The optimizer is SGD: Adam would turn rounding errors of gradients near zero into steps of full size.
     """
     case = CASES[name]
     with shared_mesh() as mesh:
@@ -200,7 +200,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Cut:
-    """One batch of SAMPLES as world x accumulate micro-batches, fed by hand or through train_batch."""
+    """One batch of SAMPLES as world x accumulate micro-batches, trained by a manual loop or by train_batch."""
 
     world: int
     accumulate: int
@@ -213,7 +213,7 @@ def cuts(world: int) -> list[Cut]:
 
 
 def curves(name: str, plans: Sequence[str], world: int) -> dict[tuple[str, Cut], Curve]:
-    """A short course for each plan and each way to cut the batch on these ranks."""
+    """Run a short course for each plan and each way to cut the batch on these ranks."""
     with shared_mesh() as mesh:
         return {(plan, cut): _curve(CASES[name], PLANS[plan], mesh, cut) for plan in plans for cut in cuts(world)}
 
@@ -255,12 +255,14 @@ def _step_by_hand(
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far the courses of one model on the same ranks agree.
+    """Agreement of the courses of one model on the same ranks.
 
-    `from_stage_0`: the values that differ from stage 0's in any bit and their errors, by plan and compute dtype;
-    `from_plain`: the error of each gradient beside PyTorch's own, by plan; `from_fp32`: the largest relative
-    difference of bf16's mean losses, by plan; `clipped`: how many of the updates were clipped; `fall`: by what share of
-    itself the mean loss of the first batch had fallen when it was seen last.
+    Attributes:
+        from_stage_0: by plan and compute dtype, the values that differ from stage 0's in any bit, with their errors.
+        from_plain: by plan, the error of each gradient relative to plain PyTorch's.
+        from_fp32: by plan, the largest relative difference of mean losses between bf16 and fp32.
+        clipped: the number of updates that were clipped.
+        fall: the relative decrease of the first batch's mean loss, from its first to its last step.
     """
 
     from_stage_0: dict[tuple[str, str], dict[str, float]]
@@ -294,9 +296,10 @@ def judge(name: str, world: int, plans: Sequence[str] = STAGES, computes: Sequen
 
 
 def ddp_errors(name: str, world: int) -> dict[str, float]:
-    """The errors of a course at stage 3 beside DistributedDataParallel: of losses, norms, and of each tensor.
+    """Return the errors of a course at stage 3 relative to DistributedDataParallel: of losses, norms, and each tensor.
 
-    Buffers follow rank 0 at the end of a micro-batch, DDP's at the start of the next, when the other ranks get its own.
+    The buffers of every rank are compared with those of DDP's rank 0: the engine broadcasts them at the end of a
+    micro-batch, DDP before the next forward.
     """
     by_rank = on_ranks(world, beside_ddp, name, timeout=TIMEOUT_S)
     found = {
@@ -318,7 +321,7 @@ def ddp_errors(name: str, world: int) -> dict[str, float]:
 
 
 def all_curves(name: str, plans: Sequence[str], worlds: Sequence[int]) -> dict[tuple[str, Cut], Curve]:
-    """The curves of every plan, number of ranks, and way to cut the batch; they are the same on all ranks."""
+    """Return the curves of every plan, number of ranks and way to cut the batch; check that all ranks have the same."""
     found: dict[tuple[str, Cut], Curve] = {}
     for world in worlds:
         first, *others = on_ranks(world, curves, name, plans, world, timeout=TIMEOUT_S)
@@ -328,7 +331,7 @@ def all_curves(name: str, plans: Sequence[str], worlds: Sequence[int]) -> dict[t
 
 
 def curve_error(curve: Curve, reference: Curve) -> float:
-    """The largest relative difference of losses, norms and learning rates."""
+    """Return the largest relative difference of losses, norms and learning rates."""
     return max(
         largest_ratio(curve.losses, reference.losses),
         largest_ratio(curve.norms, reference.norms),
@@ -337,7 +340,7 @@ def curve_error(curve: Curve, reference: Curve) -> float:
 
 
 def differences(course: TrainingRun, reference: TrainingRun) -> dict[str, float]:
-    """What is not the same in every bit, and by how much: `loss of step 3`, `weight head.bias`, ..."""
+    """Return the error of each value that differs in any bit, by its name: `loss of step 3`, `weight head.bias`, ..."""
     return {
         what: error(value, expected)
         for (what, value), (_, expected) in zip(_named(course), _named(reference), strict=True)
@@ -358,7 +361,7 @@ def _named(course: TrainingRun) -> Iterator[tuple[str, Tensor]]:
 
 
 def gradient_errors(gradients: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
-    """The error of each gradient. Of one that only rounding keeps from zero it is 0, or infinite where it is more."""
+    """Return the error of each gradient; for ZERO_GRADIENTS it is 0 up to rounding, and infinite above."""
     assert gradients.keys() == plain.keys()
     nothing = ROUNDING * max(gradient.abs().max().item() for gradient in plain.values())
     found = {}
@@ -371,18 +374,18 @@ def gradient_errors(gradients: dict[str, Tensor], plain: dict[str, Tensor]) -> d
 
 
 def mean_losses(by_rank: Sequence[TrainingRun]) -> list[float]:
-    """The loss of the whole batch at each step."""
+    """Return the loss of the full batch at each step."""
     return [fmean(losses) for losses in zip(*(course.losses for course in by_rank), strict=True)]
 
 
 def largest_ratio(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two curves, point by point; infinite where one is not finite."""
+    """Return the largest relative difference of two curves, point by point; infinite if a point is not finite."""
     pairs = zip(values, reference, strict=True)
     return max(abs(a - b) / abs(b) if math.isfinite(a - b) and b else math.inf for a, b in pairs)
 
 
 def error(value: Tensor, reference: Tensor) -> float:
-    """The largest difference as a share of the reference's largest value; infinite where one is not finite."""
+    """Return the largest difference relative to the reference's largest value; infinite if a value is not finite."""
     difference = (value.double() - reference.double()).abs().max().item()
     if not math.isfinite(difference):
         return math.inf
@@ -390,7 +393,7 @@ def error(value: Tensor, reference: Tensor) -> float:
 
 
 def same_bits(value: Tensor, other: Tensor) -> bool:
-    """Whether they are equal bit by bit: 0 and -0 are not, a NaN and itself are."""
+    """Return True if the tensors are equal bit by bit: 0 and -0 are not, a NaN and itself are."""
     return value.dtype == other.dtype and value.shape == other.shape and _bytes(value) == _bytes(other)
 
 

@@ -1,4 +1,4 @@
-"""The engine against the estimates: model states to the byte, traffic to the byte and the call."""
+"""Model states and traffic of the engine equal the predictions, to the byte and the call."""
 
 import os
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ SAMPLES_A_RANK = 2
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how."""
+    """The configuration of a run, and the shape of its steps."""
 
     zero: dict[str, Any]
     precision: dict[str, Any] = field(default_factory=dict)
@@ -54,15 +54,15 @@ class Run:
     optimizer: dict[str, Any] = field(default_factory=dict)
     communication: dict[str, Any] = field(default_factory=dict)
     ranks_per_node: int | None = None
-    is_warming_up: bool = False  # measured before codes travel
-    reduced: int | None = None  # micro-batches outside no_sync, the last ones
+    is_warming_up: bool = False  # measured in the warm-up, before compression starts
+    reduced: int | None = None  # number of micro-batches outside no_sync, the last ones; None: all
     by_train_batch: bool = False
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Counted and expected on one rank."""
+    """Counted and expected bytes on one rank."""
 
     held: dict[tuple[str, str], int]
     expected_held: dict[tuple[str, str], int]
@@ -71,7 +71,7 @@ class Bytes:
 
 
 def train(run: Run) -> Bytes:
-    """Three steps; the bytes held in the second, and the traffic of the last."""
+    """Train three steps. Return the bytes held in the second and the traffic of the third, with those expected."""
     rank = int(os.environ["RANK"])
     launched = {}
     if run.ranks_per_node is not None:
@@ -100,7 +100,7 @@ def train(run: Run) -> Bytes:
 
 
 def take_step(engine: partita.Engine, run: Run) -> dict[tuple[str, str], int]:
-    """Returns the bytes of model states that are held before the update, when gradients are there."""
+    """Train a step. Return the bytes of model states before the update; with ``by_train_batch``, after it."""
     case, world, rank = CASES["decoder"], engine.mesh.num_ranks, engine.mesh.rank
     stream = case.batches(SAMPLES_A_RANK * world)
     micro_batches = [parts(next(stream), world)[rank] for _ in range(run.accumulate)]
@@ -222,7 +222,7 @@ def test_first_steps_of_changes_between_nodes(gradients: str, warmup: str) -> No
 
 @matrix(row=ROWS, gradients=["int4", "ternary", "low_rank", "onebit_adam"], warmup=["full", "int8"], world=[2, 4])
 def test_first_steps(row: str, gradients: str, warmup: str, world: int) -> None:
-    """What travels before the codes: all in full, or 8-bit codes of what travels as codes later."""
+    """The warm-up sends values that are compressed later uncompressed or quantized to 8 bits, as ``warmup`` sets."""
     parameters = {"parameters": "ternary"} if row in ("1", "2") else {}
     optimizer = {"name": gradients} if gradients == "onebit_adam" else {}
     codec = "ternary" if gradients == "onebit_adam" else gradients
@@ -268,7 +268,7 @@ def momentum_of_one_group(params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def train_groups(tier: str) -> tuple[int, int, int]:
-    """Moments of this rank on the tier: held, planned, and the bytes of a full state of the shard."""
+    """Return the bytes of this rank's moments on the tier: held, planned, and of one state for the full shard."""
     config = {"zero": {"stage": 1, "offload": {"optimizer": tier}}}
     with partita.initialize(nn.Linear(64, 256), config, optimizer=momentum_of_one_group) as engine:
         for _ in range(2):
@@ -302,7 +302,7 @@ def test_a_model_built_on_meta_is_the_same_to_the_plan(row: str, precision: str)
 
 
 class Scaled(nn.Module):
-    """A model with a parameter without dimensions."""
+    """Model with a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torch.compile: of blocks, in place, and of the whole model, at every stage; losses as without, and no recompiles."""
+"""torch.compile of blocks, in place, and of the full model, at every stage: losses as in eager mode, no recompiles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, small_buckets, whole_weights
 
-# torch's compiler looks at the gradient of a graph's inputs, and warns of it.
+# torch's compiler reads .grad of a graph's inputs, for which torch warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 WARM_UP, NUM_STEPS = 2, 5
@@ -63,7 +63,7 @@ HOW: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def steps(engine: partita.Engine) -> list[float]:
-    """Losses; after the second step nothing may be compiled again."""
+    """Train, and return the losses. Recompilation after the second step is an error."""
     losses = []
     for step in range(NUM_STEPS):
         with torch._dynamo.config.patch(error_on_recompile=step >= WARM_UP):
@@ -76,7 +76,7 @@ def steps(engine: partita.Engine) -> list[float]:
 
 
 def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[Any], Any]) -> tuple[list[float], Any]:
-    """Losses and weights. ``later`` prepares after initialize."""
+    """Return losses and weights. ``prepare`` changes the model before initialize, ``later`` after it."""
     torch._dynamo.reset()
     seeds.start()
     with small_buckets(), partita.initialize(prepare(Stack(3)), {"zero": zero, "optimizer": ADAMW}) as engine:
@@ -87,7 +87,7 @@ def train(zero: dict[str, Any], prepare: Callable[[Any], Any], later: Callable[[
 
 
 def compiled(how: str, after: bool, backend: str) -> int:
-    """Number of graphs that were compiled."""
+    """Compare compiled with eager training. Return the number of compiled graphs."""
     total = 0
     plans = ZERO if backend == "aot_eager" else {"3": ZERO["3"]}
     for name, zero in plans.items():
@@ -116,13 +116,13 @@ def assert_close(got: list[float], got_weights: Any, losses: list[float], weight
 
 
 def by_inductor() -> None:
-    # No compiler processes that would stay, and no headers compiled for the sake of one test.
+    # Without compiler processes, which would outlive the test, and without precompiled headers for one test.
     with torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False):
         compiled("block.compile()", True, "inductor")
 
 
 def checkpointed() -> None:
-    """Compiled blocks inside torch's checkpoint."""
+    """Check that compiled blocks inside torch's checkpoint train as eager ones."""
     for name, zero in ZERO.items():
         results = []
         for backend in (None, "aot_eager"):
@@ -136,7 +136,7 @@ def checkpointed() -> None:
 
 
 def recomputed(choice: str) -> None:
-    """Compiled blocks that the engine recomputes in backward."""
+    """Check that compiled blocks that the engine recomputes in backward train as those that it does not."""
     for zero in (ZERO["0"], ZERO["3"]):
         results = []
         for keep in ("none", choice):
@@ -150,7 +150,7 @@ def recomputed(choice: str) -> None:
 
 
 def train_and_evaluate() -> None:
-    """Switching between training and evaluation compiles each once."""
+    """Check that switching between training and evaluation compiles each only once."""
     torch._dynamo.reset()
     with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
         compile_blocks(engine.module, "aot_eager")
@@ -164,7 +164,7 @@ def train_and_evaluate() -> None:
                     engine(inputs(rank(), step))
 
 
-# torch.compile(model) is another module, which must be what initialize is given.
+# torch.compile(model) returns another module, which must be passed to initialize.
 WHEN = [(how, after) for how in HOW for after in (True, False) if not (after and how == "torch.compile(model)")]
 
 

@@ -1,4 +1,4 @@
-"""A model of many units trains and is saved at every stage, however its ranks exchange tensors."""
+"""A model with many units trains and is saved at every stage, over shared memory and over the network."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 def train_and_save(within_node: str, folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Losses, and the weights afterwards, of each stage."""
+    """Train and save at each stage. Return the losses and the final weights of each."""
     results = []
     for stage in range(4):
         zero = {"stage": stage, "units": ["Block"]}

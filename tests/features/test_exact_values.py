@@ -1,4 +1,4 @@
-"""Under 16-bit compute, master weights and frozen weights have the fp32 values that the engine was given."""
+"""Under 16-bit compute, master weights and frozen weights keep the fp32 values that the engine received."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,7 +22,7 @@ STEADY = {"name": "adamw", "lr": 0.0, "weight_decay": 0.0}
 
 
 class Frozen(nn.Module):
-    """A model with a frozen layer, and sizes that are no multiples of a block."""
+    """Model with a frozen layer, and with sizes that are not multiples of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def is_exact(engine: partita.Engine, way: str, expected: Mapping[str, Tensor]) -
 
 
 def initialized(zero: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The first values of a model on the meta device under fp32 compute."""
+    """Return the initial values of a model on the meta device under fp32 compute."""
     with torch.device("meta"):
         model = Frozen()
     seeds.start(1)
@@ -91,7 +91,7 @@ def arrives_exactly(plan: str, master: str, ways: tuple[str, ...], folder: Path)
                         param.zero_()
                 engine.load()
             is_exact(engine, way, expected)
-            for _ in range(2):  # a learning rate of 0 changes nothing, also of what trains only from here on
+            for _ in range(2):  # a learning rate of 0 changes nothing, also in the layer unfrozen below
                 engine.backward(engine(torch.randn(3, 19)).square().mean())
                 engine.step()
                 is_exact(engine, way, expected)
@@ -139,7 +139,7 @@ def test_a_write_that_is_rounded_is_reported() -> None:
 
 
 def halfway() -> Frozen:
-    """A model whose values lie half-way between two bf16 numbers: each rule for rounding takes another of the two."""
+    """Return a model whose values are half-way between two bf16 numbers, which rounding rules resolve differently."""
     model = built(1)
     with torch.no_grad():
         for param in model.parameters():
@@ -163,7 +163,7 @@ UPDATES: dict[str, Mapping[str, Any]] = {
 
 
 def rounds_alike(plan: str, updates: str, folder: Path) -> None:
-    """At a learning rate of 0 neither an update nor a checkpoint changes a parameter."""
+    """Check that at a learning rate of 0 neither an update nor a checkpoint changes a parameter."""
     config = {"zero": STAGES[plan], "precision": {"compute": "bf16", **UPDATES[updates]}, "optimizer": STEADY}
     factory = None
     if updates == "by torch":
@@ -188,5 +188,5 @@ def rounds_alike(plan: str, updates: str, folder: Path) -> None:
 
 @matrix(world=(1, 2), plan=tuple(STAGES), updates=tuple(UPDATES))
 def test_masters_are_rounded_by_one_rule(world: int, plan: str, updates: str, tmp_path: Path) -> None:
-    if (plan, updates) != ("0", "in backward"):  # which the config refuses
+    if (plan, updates) != ("0", "in backward"):  # not allowed by the config
         on_ranks(world, rounds_alike, plan, updates, tmp_path)

@@ -1,4 +1,4 @@
-"""The files that a parameter, a gradient and a micro-batch cross, traced in a real step: what ARCHITECTURE.md lists."""
+"""ARCHITECTURE.md lists the files that parameters, gradients and micro-batches pass through, as traced in a step."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ SOURCE = Path(partita.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 WIDTH, NUM_BLOCKS, TRACED_STEP = 64, 4, 2
 BASE = {"communication": {"within_node": "network"}, "batch": {"accumulate": 1}}
-# Left out: plans, clocks, devices, the learning rate, and what watches a rank that waits.
+# Excluded from traces: the state table, events, devices, the schedule, and the diagnosis of ranks that wait.
 EVERYWHERE = (
     *(
         "table/",
@@ -33,7 +33,7 @@ EVERYWHERE = (
 
 
 class Trace:
-    """Files of the package, in the order in which functions of theirs are first called while it is on."""
+    """Profiler that records the package's files while it is on, in the order of their first calls."""
 
     def __init__(self) -> None:
         self.files = dict[str, None]()
@@ -49,7 +49,7 @@ class Trace:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Trace this thread, and those that start meanwhile."""
+        """Trace this thread, and threads that start in the block."""
         threading.setprofile(self)
         sys.setprofile(self)
         try:
@@ -66,25 +66,25 @@ class Block(nn.Module):
         self.trace = trace
 
     def forward(self, x: Tensor) -> Tensor:
-        self.trace.is_on &= not self.trace.ends_in_forward  # its parameters are there
+        self.trace.is_on &= not self.trace.ends_in_forward  # its parameters are unsharded now
         return x + torch.relu(self.linear(x))
 
 
 def traced(config: dict[str, Any], part: str) -> list[str]:
-    """The files of one part of a step: the unshard of a unit, gradients in backward, or the update."""
+    """Return the files of one part of a step: a unit's unshard, gradients in backward, the update, or a full batch."""
     trace = Trace()
     model = nn.Sequential(*(Block(trace) for _ in range(NUM_BLOCKS)))
     trace.ends_in_forward = part == "unshard"
-    now = ""  # the part to be traced in this step
+    now = ""  # the part to trace in this step
 
     def after(module: nn.Module, args: object, output: object) -> None:
         trace.is_on = bool(now)
 
     torch.manual_seed(0)
-    initialize = partita.initialize  # which imports the package: that is not traced
+    initialize = partita.initialize  # the import of the package is not traced
     with trace.everywhere(), initialize(model, BASE | config, loss_fn=loss) as engine:
         if part == "unshard":
-            model[0].register_forward_hook(after)  # after the engine's own
+            model[0].register_forward_hook(after)  # runs after the engine's own hooks
         for step in range(TRACED_STEP + 1):
             now = part if step == TRACED_STEP else ""
             x = torch.randn(4, WIDTH)
@@ -96,10 +96,10 @@ def traced(config: dict[str, Any], part: str) -> list[str]:
             if now == "backward":
                 output.register_hook(lambda grad: setattr(trace, "is_on", True))
             engine.backward(loss(output, x))
-            engine._parts.runtime.reducer.drain()  # which may run in another thread
+            engine._parts.runtime.reducer.drain()  # reductions may run in another thread
             trace.is_on = now == "update"
             engine.step()
-            if now == "update":  # who uses the weights waits for them
+            if now == "update":  # the next use of the weights would wait for them
                 engine._parts.updater.wait_for_updates()
             trace.is_on = False
         trace.is_on = False
@@ -111,7 +111,7 @@ def loss(output: Tensor, batch: object) -> Tensor:
 
 
 def listed(title: str) -> list[str]:
-    """The files that ARCHITECTURE.md lists below a title."""
+    """Return the files that ARCHITECTURE.md lists below a title."""
     section = ARCHITECTURE.read_text().split(f"\n**{title}**", 1)[1].split("\n\n", 1)[0]
     return [f"{name}.py" for name in re.findall(r"`([a-z_0-9]+/[a-z_0-9/]+)`", section)]
 
@@ -124,7 +124,7 @@ UPDATE = ("optim/", "sharding/publish", "sharding/interpreter")
 SHARED = ("sharding/", "comm/", "memory/buffer_pool")
 INT4 = {"zero": {"stage": 2}, "communication": {"gradients": "int4", "within_node": "network"}}
 HOST = {"stage": 2, "offload": {"optimizer": "host"}}
-# Of each journey: the configuration, the part of the step, and the folders whose files are listed.
+# For each journey: the config, the part of the step, and the folders (or files) that are compared.
 JOURNEYS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "An unshard": ({"zero": {"stage": 3, "prefetch_bytes": 0}}, "unshard", SHARED),
     "A gradient to its sum": ({"zero": {"stage": 2}}, "backward", SHARED),

@@ -1,4 +1,4 @@
-"""Lean states: split masters are fp32 masters bit by bit, 8-bit moments the same numbers wherever they rest."""
+"""Lean states: split masters equal fp32 masters bit by bit, and 8-bit moments have equal values on every tier."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_every_optimizer_of_the_config() -> None:
     on_ranks(2, every_optimizer)
 
 
-# ------------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------------------ reading states
 
 
 def what_is_read(master: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The work that a parameter makes does not depend on how many others there are."""
+"""The work per parameter does not depend on the number of parameters."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.kit.ranks import on_ranks
 
 
 class Scalars(nn.Module):
-    """Parameters of one element each, in one unit."""
+    """Model with ``num`` parameters of one element each, in one unit."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Scalars(nn.Module):
 
 
 def num_calls(work: Callable[[], Any]) -> int:
-    """Python functions called, and generators resumed, by this thread."""
+    """Count the Python calls, and resumptions of generators, that ``work`` makes in this thread."""
     found = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Changes to modules by several features at once: they outlast engine.gathered, and are undone at the end."""
+"""Changes to modules by several features at once: they remain after engine.gathered, and close reverts them."""
 
 import os
 from itertools import combinations
@@ -35,7 +35,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 PIPELINE = {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "batch": {"accumulate": 2}, **TILED, **RECOMPUTED}
 STAGES = {"parallel": {"pipeline": 2}, "batch": {"accumulate": 2}}
-# Each changes the modules in another way; two that set the same key differently are no pair.
+# Each changes the modules in another way. Two entries that set a key to different values are not combined.
 SINGLE: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"tensor": 2}},
     "sequence": {"parallel": {"sequence": 2}},
@@ -88,7 +88,7 @@ def llama(dropout: float = 0.0) -> Any:
 
 
 def run(engine: partita.Engine, step: int) -> tuple[float, int, bool]:
-    """A step of training: its loss, how many tensors the forward kept, and whether the loss was computed in tiles."""
+    """Train a step. Return its loss, the number of saved tensors, and True if the loss was computed in tiles."""
     ids = torch.randint(VOCAB, (1, LENGTH), generator=seeds.generator(step))
     num_kept = 0
 
@@ -105,7 +105,7 @@ def run(engine: partita.Engine, step: int) -> tuple[float, int, bool]:
 
 
 def train(config: dict[str, Any], *, gathers: bool) -> list[tuple[float, int, bool]]:
-    """Three steps, with a look at all parameters after the first. The model is left as it was."""
+    """Train three steps; with ``gathers``, gather all parameters after the first. Check that close reverts all."""
     model = llama()
     before = attached_to(model)
     with partita.initialize(model, config) as engine:
@@ -131,7 +131,7 @@ def test_training_goes_on_after_gathered(name: str) -> None:
 
 
 def tiles_inside_gathered() -> None:
-    """Inside the block the head is whole, and so is its loss: computed in tiles, by one rank alone, too."""
+    """Check that inside engine.gathered one rank alone can compute the full head's loss in tiles."""
     for axis in ("tensor", "sequence"):
         model = llama()
         ids = torch.randint(VOCAB, (1, LENGTH), generator=seeds.generator(0))
@@ -154,10 +154,10 @@ def pipelined() -> None:
     ids = torch.randint(VOCAB, (1, LENGTH), generator=seeds.generator(0))
     with partita.initialize(model, PIPELINE) as engine:
         losses = [engine.train_batch([{"input_ids": ids, "labels": ids}] * 2).item() for _ in range(2)]
-        model.lm_head.compile(backend="eager")  # a tiled head, whose calls outside its stage are placeholders
+        model.lm_head.compile(backend="eager")  # a tiled head, which returns placeholders outside its stage
         losses.append(engine.train_batch([{"input_ids": ids, "labels": ids}] * 2).item())
     assert losses == sorted(losses, reverse=True)
-    for module in model.modules():  # what the user has compiled stays so
+    for module in model.modules():  # modules that the user compiled remain compiled
         vars(module).pop("_compiled_call_impl", None)
     torch.compiler.reset()
     left = {said for said in attached_to(model) if not said.endswith("Placeholder []")}
@@ -170,7 +170,7 @@ def test_a_pipeline_is_compiled_and_taken_off() -> None:
 
 
 def losses_of_batches(config: dict[str, Any], *, gathers: bool) -> list[float]:
-    """Those of three batches, with a look at all parameters after the first. The model is left as it was."""
+    """Return the losses of three batches, with all parameters gathered after each if ``gathers``; close reverts all."""
     model = llama(DROPOUT if "seed" in config else 0.0)
     before = attached_to(model)
     ids = torch.randint(VOCAB, (1, LENGTH), generator=seeds.generator(0))
@@ -191,7 +191,7 @@ def losses_of_batches(config: dict[str, Any], *, gathers: bool) -> list[float]:
 
 
 def check_left(model: torch.nn.Module, before: set[str]) -> None:
-    """All that is attached to the model was before, save the classes of parameters whose values other stages have."""
+    """Check that the model's attachments are those before, except on parameters whose values are on other stages."""
     lost = tuple(f"{name}: " for name, param in model.named_parameters() if param.is_meta)
     left, before = ({each for each in found if not each.startswith(lost)} for found in (attached_to(model), before))
     assert left == before, f"still there: {sorted(left - before)}; gone: {sorted(before - left)}"
@@ -206,7 +206,7 @@ def change_together(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("one", "other"), sampled(pairs(), *SAMPLE))
 def test_pairs_of_features(one: str, other: str) -> None:
-    """After `close` and after a failed start the model is as before; training goes on after `gathered`."""
+    """The model is restored after close and after a failed initialize, and training continues after gathered."""
     config = merged(SINGLE[one], SINGLE[other])
     on_ranks(
         max(2, prod(config.get("parallel", {}).get(axis, 1) for axis in AXES)),
@@ -217,7 +217,7 @@ def test_pairs_of_features(one: str, other: str) -> None:
 
 
 def fails_late(config: dict[str, Any], where: str) -> None:
-    """One rank fails when all features are on the modules; both have their models back."""
+    """Check that all ranks restore their models if one rank fails after the features were applied."""
     model = llama()
     before = attached_to(model)
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -237,7 +237,7 @@ def fails_late(config: dict[str, Any], where: str) -> None:
     finally:
         setattr(build, where, own)
     check_left(model, before)
-    # Ranks keep only their parts of what they split, and the rounded values in 16 bits.
+    # Tensor and pipeline ranks keep only their part of the values, and 16-bit compute rounds them.
     if not (config.get("parallel", {}).keys() & {"tensor", "pipeline"} or "precision" in config):
         assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
         partita.initialize(model, config).close()

@@ -20,7 +20,7 @@ SHARED, *LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re
 
 
 class PlainEma:
-    """The same average as `engine.ema`, in plain PyTorch."""
+    """The average of `engine.ema` in plain PyTorch."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.params, self.decay = list(module.parameters()), decay
@@ -42,7 +42,7 @@ class PlainEma:
 
 
 class Plain:
-    """The same calls as an engine's, in plain PyTorch."""
+    """The interface of an engine in plain PyTorch."""
 
     mesh = None
 
@@ -82,7 +82,7 @@ class Plain:
 
 
 def weights(loop: str, library: Any) -> list[Tensor]:
-    """Weights of all networks after a loop of the page, and its score, where all ranks have the same data."""
+    """Run a loop of the page with equal data on all ranks. Return its score, if any, and all networks' weights."""
     names: dict[str, Any] = {}
     engines = []
 

@@ -1,6 +1,6 @@
-"""The parity matrix: every stage computes the same bits, and what plain PyTorch computes, on every kind of model.
+"""The parity matrix: every stage computes the same bits, and agrees with plain PyTorch, on every kind of model.
 
-`python -m benchmarks.parity` runs it whole and says by how many digits.
+`python -m benchmarks.parity` runs all of it and reports the number of digits that agree.
 """
 
 import math
@@ -16,7 +16,7 @@ from tests.kit.plans import sampled
 
 TOLERANCE = 1e-5
 HALF_TOLERANCE = 0.02
-# Beside DDP, whose clipping adds up a norm in fp32: what that is off by, batch norm multiplies (1.6e-5 seen).
+# Tolerance against DDP, whose clipping sums the norm in fp32: batch norm amplifies its error (1.6e-5 observed).
 AMPLIFIED = {"resnet": 5e-5}
 
 each_case = pytest.mark.parametrize("name", CASES)
@@ -57,7 +57,8 @@ def test_training_agrees_with_ddp(name: str) -> None:
 
 
 EVERY_STAGE = ("1", "2", "3")
-ONE_STAGE_EACH = {1: ("1",), 2: ("2",), 4: ("3",)}  # of numbers of ranks: every stage, and every way to cut, once
+# Stages by number of ranks: each stage, and each way to cut the batch, occurs once.
+ONE_STAGE_EACH = {1: ("1",), 2: ("2",), 4: ("3",)}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
     assert curve.lrs == pytest.approx([CUT_LR / 3, CUT_LR * 2 / 3, *falling])
 
 
-# -- the verdict itself ------------------------------------------------------------------------------------------------
+# -- the comparison itself ---------------------------------------------------------------------------------------------
 
 
 def course(**changes: float) -> TrainingRun:

@@ -54,7 +54,7 @@ def dtypes() -> None:
 
 
 def master_weights_keep_small_updates() -> None:
-    """Updates below bf16's resolution add up in the master weights."""
+    """Check that the master weights accumulate updates below bf16's resolution."""
     for zero in ZERO.values():
         model = nn.Linear(WIDTH, WIDTH, bias=False)
         nn.init.ones_(model.weight)
@@ -72,7 +72,7 @@ def master_weights_keep_small_updates() -> None:
 
 
 class Mixed(nn.Module):
-    """Layers whose frozen int8 weights are parameters, with scales, norms kept in fp32, and a flag."""
+    """Model whose layers have frozen int8 weights and boolean masks as parameters, trained scales, and norms."""
 
     class Quantized(nn.Module):
         def __init__(self) -> None:
@@ -121,7 +121,7 @@ def kept_in_fp32() -> None:
 
 
 class Explosive(Stack):
-    """Multiplies by what it is told inside one layer."""
+    """Stack that multiplies its output by ``factor``."""
 
     factor = 1.0
 
@@ -138,7 +138,7 @@ def explode(engine: partita.Engine, step: int, on_rank: int, value: float = floa
 
 
 def dynamic_scale() -> list[str]:
-    """A gradient that is not finite halves the scale and is skipped; the parameters stay as they were."""
+    """Check that a non-finite gradient halves the scale and that its update is skipped. Return the warnings."""
     said = []
     for zero in ZERO.values():
         seeds.start()
@@ -174,14 +174,14 @@ def scale_grows() -> None:
 
 
 class LossInHalf(Stack):
-    """Returns a loss that it computes in 16 bits, alone or beside what takes it."""
+    """Stack that returns its loss, computed in the compute dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.first.weight.dtype).square().mean()
 
 
 def loss_carries_the_scale(mode: str, outputs: str) -> None:
-    """2**16, where the scale starts and what it grows to, is no fp16 number: no update is lost to it."""
+    """Check that the scale is 2**15 without a skipped update: 2**16, its initial value, is infinite in fp16."""
     precision = {"compute": "fp16", "mode": mode, "outputs": outputs, "loss_scale_window": 2}
     for zero in ZERO.values():
         with partita.initialize(LossInHalf(), {"zero": zero, "precision": precision}) as engine:
@@ -200,7 +200,7 @@ def loss_carries_the_scale(mode: str, outputs: str) -> None:
 
 
 def scale_ends() -> str:
-    """A gradient that is never finite ends in an error that names it."""
+    """Return the error of gradients that are not finite at the smallest scale."""
     with partita.initialize(Explosive(), {"precision": {"compute": "fp16"}}) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine._parts.updater.scale.value = SMALLEST * 2
@@ -224,7 +224,7 @@ def fixed_scale() -> None:
 
 
 def plain_backwards() -> None:
-    """A loss that nobody scaled has the gradients, and trains the weights, that a scaled one does."""
+    """Check that an unscaled loss (a plain backward) gives the gradients and weights of a scaled one."""
     results = []
     for how in ("engine", "plain", "in turn"):
         config = {
@@ -270,7 +270,7 @@ def plain_backward_says_so() -> None:
 
 
 def mixed_scales(zero: Mapping[str, Any], on_rank: int | None) -> str:
-    """Several scales in one batch, on each rank or between the ranks."""
+    """Return the error of several loss scales in one batch, on each rank (None) or on different ranks."""
     config = {"precision": {"compute": "fp16", "loss_scale": 8.0}, "zero": zero}
     with partita.initialize(seeded(), config) as engine:
         loss = square_loss(engine, rank(), 0)
@@ -292,7 +292,7 @@ def mixed_scales(zero: Mapping[str, Any], on_rank: int | None) -> str:
 
 
 def one_loss_through_two_engines() -> None:
-    """Each has the gradients of the sum, whatever their scales."""
+    """Check that a backward of one loss gives both engines their gradients, whatever their loss scales."""
     actor_config, critic_config = (
         {"precision": {"compute": compute, "loss_scale": scale}} for compute, scale in (("fp16", 64.0), ("fp16", 8.0))
     )
@@ -310,7 +310,7 @@ def one_loss_through_two_engines() -> None:
 
 
 def through_one_in_backward() -> None:
-    """Gradients that are used up at once cannot wait for their scale."""
+    """Check that gradients applied in backward are refused if another engine has scaled the loss."""
     lean = {"zero": {"stage": 1}, "precision": {"gradients": "in_backward"}}
     scaled = {"precision": {"compute": "fp16", "loss_scale": 8.0}}
     with partita.initialize(seeded(), scaled) as one, partita.initialize(seeded(), lean) as other:
@@ -320,7 +320,7 @@ def through_one_in_backward() -> None:
 
 
 def without_scale(compute: str) -> list[str]:
-    """In fp32 and bf16, too, such an update is skipped with a warning; training goes on."""
+    """Check that fp32 and bf16 skip the update of a non-finite gradient, too, and continue. Return the warnings."""
     said = []
     for zero in ZERO.values():
         seeds.start()
@@ -339,7 +339,7 @@ def without_scale(compute: str) -> list[str]:
 
 
 def first_culprit() -> str:
-    """The parameter that is named is one whose gradient is not finite, not just any."""
+    """Return the warning about a non-finite gradient, which must name a parameter that has one."""
     model = Stack()
     with partita.initialize(model, {"zero": {"stage": 3}}) as engine:
         module: Any = engine.module
@@ -353,7 +353,7 @@ def first_culprit() -> str:
 
 
 class Masked(Stack):
-    """Adds a mask to what it computes, as attention does to scores."""
+    """Stack that adds a mask to its output, as attention does to scores."""
 
     def forward(self, x: Tensor, more: Mapping[str, Tensor] | None = None) -> Tensor:
         hidden = super().forward(x)
@@ -396,7 +396,7 @@ def dtype_errors_are_explained() -> list[str]:
 
 
 def clipped() -> None:
-    """One norm and one clipping at every stage and dtype of gradients: torch's."""
+    """Check that gradient norms and clipping are equal at every stage, and in fp32 equal to torch's."""
     for config in ({}, {"precision": {"compute": "bf16"}}):
         recipe = Recipe(Stack, config={"clip_grad_norm": 0.05, **config}, plain=False)
         check(recipe)
@@ -425,7 +425,7 @@ class Takes(nn.Module):
 
     def forward(self, x: Tensor, *, options: dict[str, Any], index: Tensor) -> dict[str, Tensor]:
         self.seen = [x, options["y"], options["list"][0], index]
-        return {"hidden": self.encode(x), "fp16": x.half()}  # as cuDNN's recurrent networks do under any autocast
+        return {"hidden": self.encode(x), "fp16": x.half()}  # cuDNN's recurrent networks return fp16 under any autocast
 
     def encode(self, x: Tensor) -> Tensor:
         return self.layer(x)

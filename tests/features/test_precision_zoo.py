@@ -1,4 +1,4 @@
-"""Small models of many fields train in bf16 as under torch.autocast: as close to fp32, with fp32 outputs."""
+"""Small models of many fields train in bf16 as close to fp32 as under torch.autocast, with fp32 outputs."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.kit.ranks import on_ranks
 
 NAMES = tuple(_zoo.models())
 OF_TRANSFORMERS = tuple(name for name in NAMES if name not in PLAIN)
-# Minutes for all of them.
+# All models together take minutes.
 TIMEOUT_S = 1200.0
 
 

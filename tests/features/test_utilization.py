@@ -1,5 +1,5 @@
-"""FLOPs counted under the engine are those of the model by itself, at stage 3 on two ranks, too, and training with the
-count has the losses of training without.
+"""FLOPs counted under the engine, also at stage 3 on two ranks, are those of the model alone; counting does not change
+the losses.
 """
 
 import torch

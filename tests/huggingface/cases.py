@@ -1,4 +1,4 @@
-"""Tiny models of transformers whose files have, or have not, the names of their modules."""
+"""Tiny transformers models. Some have other names in their files than in their modules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def tied() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Experts that are one parameter here, and a tensor each in files."""
+    """Return a model whose experts are one parameter in memory, and a tensor each in files."""
     return FAMILIES["mixtral"](**SIZES)
 
 
@@ -48,7 +48,7 @@ def vit() -> nn.Module:
 
 
 def dinov2() -> nn.Module:
-    """Two parameters here that are one tensor in files."""
+    """Return a model with two parameters in memory that are one tensor in files."""
     from transformers import Dinov2Config, Dinov2ForImageClassification
 
     sizes = {**IMAGES, "mlp_ratio": 2, "use_swiglu_ffn": True, "num_labels": 3}
@@ -65,14 +65,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> Any:
-    """The model, in evaluation mode, with the same weights every time."""
+    """Return a model in evaluation mode, with the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return CASES[name]().eval()
 
 
 def logits(model: Any) -> Tensor:
-    """Of one batch."""
+    """Return the logits of a fixed batch."""
     generator = torch.Generator().manual_seed(0)
     dtype = next(model.parameters()).dtype
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Models of transformers whose files have other names than their modules: read, and written as by themselves."""
+"""transformers models with other names in their files than in their modules: read, and written as by transformers."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.kit.training import rank, whole_weights
 
 
 def exported(name: str, folder: Path, config: dict[str, Any]) -> None:
-    """The model's own folder, and that of an engine of it."""
+    """Save a model by its own ``save_pretrained``, and export an engine of it."""
     model = build(name)
     if rank() == 0:
         if "precision" in config:
@@ -33,7 +33,7 @@ def exported(name: str, folder: Path, config: dict[str, Any]) -> None:
 
 
 def loaded(name: str, folder: Path) -> None:
-    """Each rank's parameters, whole, out of the files, into a model without values."""
+    """Load files into a model on the meta device, compare its full weights, and export it again."""
     expected = build(name).state_dict()
     for stage in (1, 3):
         with torch.device("meta"):
@@ -48,7 +48,7 @@ def loaded(name: str, folder: Path) -> None:
 
 
 def experts_read(folder: Path) -> int:
-    """How many elements of experts' tensors this rank reads."""
+    """Return the number of elements that this rank reads from tensors of experts."""
     numbers, read = list[int](), Weights.read
 
     def count(self: Weights, name: str, box: Box | None = None) -> Tensor:
@@ -103,7 +103,7 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     total = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
     num_elements = on_ranks(2, experts_read, tmp_path)
-    assert total < sum(num_elements) < 1.8 * total  # what both have a part of, both read
+    assert total < sum(num_elements) < 1.8 * total  # both ranks read a tensor of which each has a part
     assert max(num_elements) < total
 
 

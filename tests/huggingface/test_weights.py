@@ -1,4 +1,4 @@
-"""Exports that fail, follow each other, or meet files of others; and what is read of a folder."""
+"""Exports that fail, follow each other, or find other files in their folder; and the choice of files to read."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ def test_an_export_that_fails_leaves_the_one_before(one: int, error: BaseExcepti
 def test_an_export_that_is_killed_at_its_end_mixes_nothing(
     one: int, other: int, num_renames: int, tmp_path: Path
 ) -> None:
-    """One of the two is read, or neither."""
+    """After a kill at any rename, one of the two exports is read, or neither."""
     export(tmp_path, 1.0, file_bytes=one)
     real, num_done = Path.rename, 0
 
@@ -97,7 +97,7 @@ def test_an_export_that_is_killed_at_its_end_mixes_nothing(
     with mock.patch.object(Path, "rename", rename), contextlib.suppress(Killed):
         export(tmp_path, 2.0, file_bytes=other)
     if {SINGLE, INDEX}.isdisjoint(names(tmp_path)):
-        assert one == other == FOUR_FILES  # whose names are the same
+        assert one == other == FOUR_FILES  # both exports have the same file names
         with pytest.raises(PartitaError, match=r"4 safetensors files \('model-00001-of-00004.safetensors'"):
             values(tmp_path)
     else:

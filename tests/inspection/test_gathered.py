@@ -1,4 +1,4 @@
-"""engine.gathered: whole parameters for a while, to read and to write; and engine uses of all kinds in turn."""
+"""Tests of engine.gathered, which unshards parameters to read or write them, and of mixed uses of an engine."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ def costs_no_memory_afterwards() -> None:
 
 
 def writes() -> None:
-    """What rank 0 writes is everybody's, in the optimizer, too; the next step goes on from it."""
+    """Rank 0's writes reach all ranks and the optimizer's master weights; the next step continues from them."""
     for config in ({}, HALF):
         ends = []
         for zero in ZERO.values():
@@ -88,7 +88,7 @@ def written_without_modify() -> list[str]:
 
 
 def written_beside_what_was_asked_for() -> None:
-    """A parameter that came along, being of the same unit, was not asked for."""
+    """Writing a parameter that is gathered only because it is in the same unit is an error."""
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         module: Any = engine.module
         with pytest.raises(PartitaError, match=r"'blocks.1.up.weight' was written"):
@@ -120,7 +120,7 @@ def exception_inside() -> None:
 
 
 def trains_inside() -> None:
-    """Forward and backward work inside; the step does not, at any stage."""
+    """Forward and backward work inside gathered; a step is an error at every stage."""
     for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine:
@@ -134,7 +134,7 @@ def trains_inside() -> None:
 
 
 def runs_on_one_rank() -> None:
-    """A module that is held runs on one rank alone, also once the order of units is known."""
+    """A gathered module runs on one rank alone, also after the order of units has been recorded."""
     for zero in ZERO.values():
         seeds.start()
         with partita.initialize(Stack(), {"zero": zero}) as engine, torch.no_grad():
@@ -151,7 +151,7 @@ def runs_on_one_rank() -> None:
 
 
 class Generator(Stack):
-    """Makes tokens one by one, until it likes to stop."""
+    """A stack that generates ``num`` tokens one by one."""
 
     def generate(self, x: Tensor, num: int) -> Tensor:
         for _ in range(num):
@@ -160,7 +160,7 @@ class Generator(Stack):
 
 
 def generates() -> None:
-    """Unequal lengths on the ranks, and gathers once, not for every token."""
+    """Ranks generate different lengths inside gathered, and each unit is gathered once, not for every token."""
     seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3 + 4 * rank())
     for zero in ZERO.values():
@@ -178,7 +178,7 @@ def generates() -> None:
 
 
 def generates_at_rest() -> None:
-    """The same number of tokens everywhere works without gathered, too."""
+    """Ranks that generate the same number of tokens need no gathered."""
     seeds.start()
     expected = Generator().generate(inputs(rank(), 0), 3)
     for zero in ZERO.values():
@@ -188,7 +188,7 @@ def generates_at_rest() -> None:
 
 
 class ManySided(Generator):
-    """Methods other than forward: one that runs the blocks, one that runs the root's own layers."""
+    """A generator with methods other than forward: one runs a block, one runs the root's own layers."""
 
     def encode(self, x: Tensor) -> Tensor:
         return self.blocks[0](x)
@@ -198,7 +198,7 @@ class ManySided(Generator):
 
 
 def everything_in_turn() -> None:
-    """Training, evaluation, generation and other methods: no warning, no leak, the same numbers at every stage."""
+    """Mixed training, evaluation, generation and other methods cause no warnings or leaks; all stages agree bitwise."""
     results = []
     for zero in ZERO.values():
         seeds.start()
@@ -225,7 +225,7 @@ def everything_in_turn() -> None:
 
 
 def evaluates() -> None:
-    """Evaluation before any training: no optimizer states, no gradients beyond what rests from the start."""
+    """Evaluation before any training allocates no optimizer states and no gradients."""
     for zero in ZERO.values():
         seeds.start()
         model = Stack()
@@ -242,7 +242,7 @@ def evaluates() -> None:
 
 
 def ragged_evaluation() -> None:
-    """Another number of batches on each rank: inside gathered at stage 3, anyhow below."""
+    """Ranks can evaluate different numbers of batches inside gathered."""
     for zero in ZERO.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -257,7 +257,7 @@ def ragged_evaluation() -> None:
 
 
 def copies() -> None:
-    """A gathered model can be copied (for an average of weights, a reference), also on one rank."""
+    """A gathered model can be copied, e.g. for an average of weights or a reference model."""
     zero = {"stage": 3, "offload": {"optimizer": "host"}}
     with partita.initialize(Stack(), {"zero": zero}) as engine:
         with engine.gathered():
@@ -277,7 +277,7 @@ def copies() -> None:
 
 
 def copies_in_16_bits(mode: str) -> None:
-    """Copies and pickles of a model in bf16 are plain models: without hooks, casts and classes of the engine's."""
+    """Copies and pickles of a bf16 model are plain models, without the engine's hooks, casts and classes."""
     for stage in (1, 3):
         precision = {"compute": "bf16", "mode": mode}
         with partita.initialize(Stack(), {"zero": {"stage": stage}, "precision": precision}) as engine:
@@ -293,7 +293,7 @@ def copies_in_16_bits(mode: str) -> None:
 
 
 def averages() -> None:
-    """An exponential moving average of the weights, kept by the user."""
+    """The user's own exponential moving average of gathered weights is the same at every stage."""
     averages = []
     for zero in ZERO.values():
         seeds.start()

@@ -1,4 +1,4 @@
-"""Graphs that are made of parameters inside engine.gathered, with their backward after the block."""
+"""Tests of autograd graphs that are built inside engine.gathered and run backward after the block."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from tests.kit.training import Recipe, assert_same_bits, check, module_of, rank,
 
 
 def gathered(model: Any, *items: Any) -> Any:
-    """A block in which parameters are whole, also of a plain module."""
+    """Return engine.gathered, or a null context for a plain module."""
     return model.gathered(*items) if isinstance(model, partita.Engine) else contextlib.nullcontext()
 
 
 def decay(model: Any, rank: int, step: int) -> Tensor:
-    """L2 of all parameters, after the forward."""
+    """Return a loss with an L2 penalty on all parameters, computed after the forward."""
     loss = square_loss(model, rank, step)
     with gathered(model):
         penalty = sum(param.square().sum() for param in module_of(model).parameters())
@@ -33,7 +33,7 @@ def decay(model: Any, rank: int, step: int) -> Tensor:
 
 
 def orthogonality(model: Any, rank: int, step: int) -> Tensor:
-    """Of one block, before the forward: graphs that save views."""
+    """Return a loss with an orthogonality penalty on one block, computed before the forward; its graph saves views."""
     block = module_of(model).blocks[1]
     with gathered(model, block):
         penalty = (block.up.weight.t() @ block.up.weight - torch.eye(WIDTH)).square().mean()
@@ -42,7 +42,7 @@ def orthogonality(model: Any, rank: int, step: int) -> Tensor:
 
 
 def twice(model: Any, rank: int, step: int) -> Tensor:
-    """Two blocks, one inside the other, and a third; forwards between them."""
+    """Return a loss with penalties from two nested gathered blocks, and from a third one after the forward."""
     module = module_of(model)
     with gathered(model):
         first = module.first.weight.square().sum()
@@ -55,7 +55,7 @@ def twice(model: Any, rank: int, step: int) -> Tensor:
 
 
 def gradients_apart(model: Any, rank: int, step: int) -> Tensor:
-    """Gradients of a penalty by autograd.grad, after the block."""
+    """Return a loss after autograd.grad of a penalty outside its gathered block; the gradient has the factor 0."""
     param = module_of(model).blocks[0].up.weight
     with gathered(model, param):
         penalty = param.square().sum()
@@ -93,7 +93,7 @@ def trains_with_resized_storages() -> None:
 
 
 def on_one_rank() -> None:
-    """What one rank keeps alone changes nothing for the others."""
+    """A graph that only one rank keeps does not affect the other ranks."""
     seeds.start()
     with partita.initialize(Stack(), {"zero": ZERO["3"]}) as engine:
         logged = []
@@ -137,7 +137,7 @@ def memory_comes_back() -> None:
 
 
 def stale() -> None:
-    """A graph of before an update is refused as by one process."""
+    """Backward of a graph that was built before an update is an error, as in plain PyTorch."""
     for zero in SHARDED.values():
         with partita.initialize(Stack(), {"zero": zero}) as engine:
             with engine.gathered():
@@ -149,7 +149,7 @@ def stale() -> None:
 
 
 def over_micro_batches() -> None:
-    """A graph waits for its backward while other micro-batches end."""
+    """The backward of a graph can run in a later micro-batch."""
     ends = []
     for zero in SHARDED.values():
         seeds.start()
@@ -168,7 +168,7 @@ def over_micro_batches() -> None:
 
 
 def views_stay_readable() -> None:
-    """A view that outlives its block can be read, and takes memory for as long."""
+    """A view that outlives its gathered block stays readable, and keeps its memory until it is freed."""
     with partita.initialize(Stack(), {"zero": ZERO["3"]}) as engine:
         weight = module_of(engine).blocks[1].up.weight
         with engine.gathered():

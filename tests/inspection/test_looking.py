@@ -1,4 +1,4 @@
-"""Whole gradients and optimizer states by name, state dicts, exported weights, and the two reports."""
+"""Tests of full gradients and optimizer states by name, state dicts, exported weights, and the two reports."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from tests.sharding.test_visits import Tied, freeze
 
 
 def gradients_and_states() -> None:
-    """Names, shapes and values are those of one process that sees all samples."""
+    """Gradients and optimizer states agree with those of one process that trains on all samples."""
     plain = train_plain(Recipe(Stack, num_steps=1))
     for name, zero in ZERO.items():
         seeds.start()
@@ -57,7 +57,7 @@ def gradients_and_states() -> None:
 
 
 def tied_names() -> None:
-    """A tied parameter answers to each of its names."""
+    """A tied parameter is found under each of its names."""
     for zero in ZERO.values():
         with partita.initialize(Tied(), {"zero": zero}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -104,7 +104,7 @@ def state_dicts() -> None:
 
 
 def trained_states() -> None:
-    """What trains alone, out of the units that have some of it."""
+    """state_dict(trainable=True) returns only trainable parameters, and gathers only units that have some."""
     names = ["blocks.0.up.weight", "blocks.1.norm.bias", "last.bias"]
     for name, zero in ZERO.items():
         seeds.start()
@@ -170,7 +170,7 @@ def _whole(engine: partita.Engine) -> dict[str, Tensor]:
 
 
 def exports_in_parts(folder: Path) -> None:
-    """Large models: several files and an index, as Hugging Face reads them; what was there before is replaced."""
+    """A large model is exported as several files with Hugging Face's index; earlier files are replaced."""
     seeds.start()
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.export(folder)
@@ -203,7 +203,7 @@ def exports_hugging_face(name: str, folder: Path) -> Tensor:
 
 
 def exports_again(folder: Path, again: Path) -> None:
-    """What comes from a folder brings its tokenizer along; the model's own configuration replaces the folder's."""
+    """Export copies the tokenizer of the weights' folder; the model's own config replaces the folder's."""
     case = CASES["gpt2"]
     given = case.build()
     if rank() == 0:
@@ -217,13 +217,13 @@ def exports_again(folder: Path, again: Path) -> None:
         engine.export(again / "elsewhere", companions=again)
         with pytest.raises(PartitaError, match=r"engine.export: cannot write into .*No such file"):
             engine.export(again / "third", companions=again / "missing")
-        for name in ("tokenizer.json", "config.json"):  # as in a store that nobody may write
+        for name in ("tokenizer.json", "config.json"):  # read-only files, as in a shared store
             (folder / name).chmod(0o444)
         engine.export(again)
         model: Any = engine.module
         model.generation_config.do_sample, model.generation_config.temperature = False, 0.9
         with pytest.warns(UserWarning, match="GenerationConfig was not saved") if rank() == 0 else nullcontext():
-            engine.export(folder)  # whence the weights came
+            engine.export(folder)  # the folder that the weights were loaded from
 
 
 def exports_without_what_it_came_from(folder: Path) -> None:

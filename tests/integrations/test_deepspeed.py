@@ -1,4 +1,4 @@
-"""Loops that are written for DeepSpeed, with one line changed, beside the same loops in plain PyTorch."""
+"""Loops written for DeepSpeed, with only the import changed, compared with the same loops in plain PyTorch."""
 
 import argparse
 import json
@@ -26,20 +26,20 @@ from tests.kit.ranks import on_ranks
 from tests.kit.training import rank, world
 
 NUM_STEPS, MICRO = 5, 4
-ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # a large eps: gradients of nothing but rounding stay small
-# Of powers of two, so that no rounding is left to chance where weights are rounded to 16 bits.
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # the large eps keeps updates by rounding errors small
+# Powers of two: products with them are exact, so that weights rounded to 16 bits are reproducible.
 SGD = {"lr": 2.0**-4, "momentum": 0.5}
 WARMUP_STEPS, LOWEST = 3, 1e-3
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a configuration asks for."""
+    """Settings of one training loop."""
 
     accumulate: int = 1
     clip: float = 0.0
     warmup: bool = False
-    scale_power: int = 0  # of fp16's loss scale, with SGD; 0: fp32, with AdamW
+    scale_power: int = 0  # log2 of fp16's initial loss scale, with SGD; 0: fp32, with AdamW
 
     def config(self, stage: int) -> dict[str, Any]:
         return {
@@ -56,7 +56,7 @@ class Loop:
         return {"warmup_min_lr": LOWEST, "warmup_max_lr": ADAM["lr"], "warmup_num_steps": WARMUP_STEPS}
 
     def rate(self, update: int) -> float:
-        """DeepSpeed's WarmupLR, whose first step is at the lowest rate and not counted."""
+        """Return the learning rate of an update by DeepSpeed's WarmupLR, which repeats the lowest rate once."""
         if not self.warmup:
             return SGD["lr"] if self.scale_power else ADAM["lr"]
         risen = min(1.0, math.log(update) / math.log(WARMUP_STEPS)) if update else 0.0
@@ -76,7 +76,7 @@ def model_of(seed: int) -> nn.Module:
 
 
 def loss_of(model: Any, number: int) -> Tensor:
-    """Of a micro-batch of this rank."""
+    """Return the loss of one micro-batch of this rank."""
     x = torch.randn(MICRO, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank()))
     dtype = next(model.parameters()).dtype if isinstance(model, nn.Module) else x.dtype
     return model(x.to(dtype)).float().square().mean()
@@ -86,7 +86,7 @@ Record = dict[str, list[Any]]
 
 
 def native(loop: Loop, stage: int) -> Record:
-    """The loop as it is written for DeepSpeed."""
+    """Run a loop written for DeepSpeed; return its losses, norms and learning rates."""
     model = model_of(rank())
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=loop.config(stage)
@@ -118,7 +118,7 @@ def native(loop: Loop, stage: int) -> Record:
 
 
 def plain(loop: Loop) -> Record:
-    """The same under DDP, with fp32 weights that fp16 ones are made of."""
+    """Run the same loop under DDP. The fp16 weights are copies of fp32 master weights."""
     scale = 2.0**loop.scale_power
     master = model_of(0)
     params = list(master.parameters())
@@ -165,7 +165,7 @@ def all_loops() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     for name, loop in LOOPS.items():
         expected = plain(loop)
-        assert (None in expected["rate"]) is (name == "fp16")  # whose first scale is too large
+        assert (None in expected["rate"]) is (name == "fp16")  # fp16's first loss scale overflows
         for stage in range(4):
             got = native(loop, stage)
             for key, values in expected.items():
@@ -185,7 +185,7 @@ def test_the_numbers_of_plain_loops(num_ranks: int) -> None:
     on_ranks(num_ranks, all_loops, with_group=False)
 
 
-# ------------------------------------------------------------------------------------------------ what stands around
+# ----------------------------------------------------------------------------------- checkpoints, batches and errors
 
 
 def steps(engine: Any, first: int, num: int) -> list[float]:
@@ -246,7 +246,7 @@ def resumes(folder: str) -> None:
 
 def meets_by_arguments(folder: str) -> None:
     own = int(os.environ["RANK"])
-    with mock.patch.dict(os.environ, clear=True):  # as torch.multiprocessing.spawn leaves it
+    with mock.patch.dict(os.environ, clear=True):  # no launcher variables, as under torch.multiprocessing.spawn
         deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", rank=own, world_size=2)
         engine = engine_of(Loop())
         assert (engine.global_rank, engine.world_size) == (own, 2)
@@ -270,7 +270,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 class Losses(nn.Module):
-    """Gives the loss itself, as train_batch wants it."""
+    """Module that returns its loss, as ``train_batch`` requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Losses(nn.Module):
 
 
 def whole_batches() -> None:
-    data = [*TensorDataset(torch.randn(18, WIDTH), torch.zeros(18, WIDTH))]  # a list, which DeepSpeed takes, too
+    data = [*TensorDataset(torch.randn(18, WIDTH), torch.zeros(18, WIDTH))]  # DeepSpeed accepts a list as dataset, too
     loop = Loop(accumulate=2)
     args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed"])
     args.local_rank = -1
@@ -290,7 +290,7 @@ def whole_batches() -> None:
     engine, _, loader, _ = deepspeed.initialize(args, Losses(), config_params=config, training_data=data)
     assert args.local_rank == rank() == engine.local_rank == deepspeed.comm.get_local_rank()
     assert len(loader) == 18 // world() // MICRO
-    losses = [engine.train_batch().item() for _ in range(3)]  # the loader begins anew
+    losses = [engine.train_batch().item() for _ in range(3)]  # the loader restarts at its end
     assert (engine.global_steps, engine.micro_steps) == (3, 6)
     assert losses[-1] < losses[0]
     assert engine.module.training
@@ -303,7 +303,7 @@ def whole_batches() -> None:
     every = [None] * world()
     deepspeed.comm.all_gather_object(every, losses)
     assert every == [losses] * world()
-    assert engine.stack is engine.module.stack  # what is the model's
+    assert engine.stack is engine.module.stack  # attributes of the model
     engine.destroy()
     deepspeed.comm.destroy_process_group()
 
@@ -314,7 +314,7 @@ def test_whole_batches(num_ranks: int) -> None:
 
 
 class Own(nn.Module):
-    """With a parameter of its own, filled by hand, and a tied one."""
+    """Module with a tied weight, and a parameter at the root that is initialized by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ def built_in_init() -> None:
     with deepspeed.zero.GatheredParameters(model.scale):
         assert (model.scale == 3.0).all()
     with deepspeed.zero.GatheredParameters(model.scale, enabled=False):
-        assert model.scale.eq(3.0).all()  # read on all ranks, it needs no context
+        assert model.scale.eq(3.0).all()  # a read on all ranks needs no context
     with pytest.raises(PartitaError, match="write there, with modifier_rank=0"):
         with deepspeed.zero.GatheredParameters(model.scale, modifier_rank=1):
             pass
@@ -477,7 +477,7 @@ def test_a_script_under_torchrun(tmp_path: Path) -> None:
     assert float(epochs[1][0]) < float(epochs[0][0])
 
 
-# As DeepSpeed's examples begin, with their imports.
+# Imports and setup as in DeepSpeed's examples.
 UNCHANGED = """
 import argparse
 import logging

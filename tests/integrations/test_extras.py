@@ -1,4 +1,4 @@
-"""Libraries that are not installed are named, with the extra that brings them."""
+"""Errors for libraries that are not installed: they name the library and the extra that installs it."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""``partita run`` as real processes: a script of transformers', unchanged, with the numbers of the plain Trainer."""
+"""``partita run`` in real processes: an unchanged transformers script has the losses of the plain Trainer."""
 
 import json
 import os
@@ -54,7 +54,7 @@ PARTITA = ("-m", "partita.cli.main", "run")
 
 
 def plain_losses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of the script in this process alone, with transformers' own Trainer."""
+    """Run the script in this process with transformers' own Trainer; return its losses."""
     (folder / "plain.py").write_text(UNCHANGED)
     monkeypatch.setattr(sys, "argv", ["plain.py", str(folder), "4", "[{}]"])
     try:
@@ -69,7 +69,7 @@ def plain_losses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def finished(folder: Path, runs: list[dict[str, Any]], *launcher: str) -> tuple[list[Any], str]:
-    """What the script found on two ranks, and what was said beside it."""
+    """Run the script on two ranks; return its results and its stderr."""
     script, out = folder / "train.py", folder / "out"
     script.write_text(UNCHANGED)
     out.mkdir(exist_ok=True)
@@ -83,7 +83,7 @@ def finished(folder: Path, runs: list[dict[str, Any]], *launcher: str) -> tuple[
 def test_what_a_script_says_of_deepspeed_and_fsdp_holds_on_partita(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two processes; the plain Trainer has both halves of each batch in one."""
+    """Two processes with half batches have the losses of the plain Trainer on one process with full batches."""
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(SPLIT))
     plain = plain_losses(tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""Kernels are tested as built; where they were not, their tests fail if PARTITA_REQUIRE_KERNELS asks for them."""
+"""Fixtures for the kernels. If they were not built, their tests are skipped, or fail with PARTITA_REQUIRE_KERNELS=1."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ def fresh_inputs() -> None:
 
 @pytest.fixture
 def compiled() -> None:
-    """The compiled kernels are there."""
+    """Skip the test, or let it fail, if the compiled kernels were not built."""
     if importlib.util.find_spec("partita.kernels._native") is None:
         reason = "the compiled kernels were not built (make kernels)"
         if os.environ.get("PARTITA_REQUIRE_KERNELS") == "1":
@@ -26,5 +26,5 @@ def compiled() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package as it is where the kernels could not be built, its warning aside."""
+    """Disable the compiled kernels, as if they could not be built, but without the warning."""
     monkeypatch.setattr(native, "module", lambda: None)

@@ -1,4 +1,4 @@
-"""The Triton kernels beside the reference, by Triton's interpreter: `test_triton.py` runs this as a process."""
+"""Comparison of the Triton kernels, in Triton's interpreter, with the reference. `test_triton.py` runs this script."""
 
 import sys
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LATE = replace(ADAM, step=2**24 + 5)  # its random numbers wrap around
 
 
 def by(module: Any, state: State, rule: Rule, grads: Sequence[Tensor]) -> State:
-    """The state after a step with each of the gradients by the kernels of a module."""
+    """Return the state after one step per gradient by the kernels of ``module``."""
     with (
         mock.patch.object(native, "module", return_value=None),
         mock.patch.object(update, "_fallback_module", return_value=module),

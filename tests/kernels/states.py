@@ -1,4 +1,4 @@
-"""Random weights, moments and gradients in every form, and what tests do with them."""
+"""Random weights, moments and gradients in every form, and functions to update and compare them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from partita.kernels.update import adam_, lion_, sgd_
 
 FORMS = ("fp32", "fp32 and bf16", "fp32 and fp16", "split")
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
-# Around a block and a vector; more than one thread's share.
+# Sizes near that of a vector and of a block, and one that several threads share.
 SIZES = (1, 15, 255, 256, 257, 1000, 4096 * 3 + 77)
 
 ADAM = AdamRule(lr=1e-3, step=3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -30,7 +30,7 @@ Rule = AdamRule | SgdRule | LionRule
 
 @dataclass(frozen=True)
 class State:
-    """One buffer's weights and moments. A rule takes of the moments what it needs."""
+    """Weights and moments of one buffer. A rule uses only the moments that it needs."""
 
     weights: Weights
     moments: Moments
@@ -49,7 +49,7 @@ class State:
         return self.map(lambda tensor, _: tensor.clone())
 
     def cut(self, start: int, stop: int) -> "State":
-        """Views of a range that begins and ends with a block."""
+        """Return views of a range of elements, which begins and ends with a block."""
         blocks = slice(start // 256, -(-stop // 256))
         return self.map(lambda tensor, is_scale: tensor[blocks] if is_scale else tensor[start:stop])
 
@@ -62,7 +62,7 @@ class State:
 
 
 def make(num: int, form: str, *, coded: bool = False) -> State:
-    """Weights around 1, moments of gradients around 0.1, some of them zero."""
+    """Return random weights of magnitude 1, and moments of gradients of magnitude 0.1, some of them zero."""
     return State(weights_of(torch.randn(num), form), moments_of(*random_moments(num), coded=coded))
 
 
@@ -95,7 +95,7 @@ def random_grad(num: int, dtype: torch.dtype) -> Tensor:
 def step(
     state: State, grad: Tensor, rule: Rule, factor: float = 1.0, threads: int = 1, level: str | None = None
 ) -> bool:
-    """The update of whatever rule."""
+    """Update ``state`` by the kernel of ``rule``; return False if a gradient is not finite."""
     match rule:
         case AdamRule():
             return adam_(state.weights, state.moments, grad, rule, factor, threads, level)

@@ -1,4 +1,4 @@
-"""Buffers in chunks: every element once, in views, whatever the shapes, threads and order in memory."""
+"""Chunks of buffers: views that contain every element once, for any shape, number of threads and memory layout."""
 
 from unittest import mock
 

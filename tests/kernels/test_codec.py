@@ -1,4 +1,4 @@
-"""Codecs: the same bits from every way of running them, right on average or with feedback, and never silently wrong."""
+"""Codecs: the same bits from every implementation, unbiased or with error feedback, and never silently wrong."""
 
 import itertools
 
@@ -16,7 +16,7 @@ CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
 UNBIASED = [codec for codec in CODECS.values() if codec.unbiased]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM = 21 * BLOCK
-# The most that rounding to nearest may be off, of the largest magnitude of a block.
+# The largest error of rounding to nearest, relative to the largest magnitude of a block.
 NEAREST = {"int8": 0.5 / 127, "int4": 0.5 / 7}
 
 
@@ -33,7 +33,7 @@ def decoded(codec: Codec, codes: Tensor, dtype: torch.dtype = torch.float32, **h
 
 
 def values_of(dtype: torch.dtype, num: int = NUM) -> Tensor:
-    """Random blocks of several magnitudes, and what a codec could stumble over."""
+    """Return random blocks of several magnitudes, and edge cases: zeros, infinity, NaN, ties, tiny and huge values."""
     values = torch.randn(num) * torch.randn(num // BLOCK).exp().repeat_interleave(BLOCK)
     blocks = values.view(-1, BLOCK)
     blocks[1] = 0.0
@@ -49,7 +49,7 @@ def values_of(dtype: torch.dtype, num: int = NUM) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """What is not a number has no sign of its own."""
+    """Return the bytes of a tensor, with the same bits for all NaNs, whose sign has no meaning."""
     return tensor.where(~tensor.isnan(), torch.nan).view(torch.uint8)
 
 
@@ -102,19 +102,19 @@ def test_rounding_at_random_is_right_on_average(codec: Codec) -> None:
     place = (values / largest + 1.0).double() * last
     up = place - place.floor()
     sigma = largest / last * (up * (1 - up) / num).sqrt()
-    # Six standard deviations, and what one sample more or less and the grain of the fractions make.
+    # Six standard deviations, plus the effect of a few samples and the granularity of the fractions.
     assert ((total / num - values).abs() <= 6 * sigma + largest / last * (2.0 / num + 2.0**-14)).all()
     if codec.name in NEAREST or codec.name == "ternary":
-        assert (total[:50] == 0).all()  # of what is zero there is no noise
+        assert (total[:50] == 0).all()  # zeros have no noise
 
 
 def test_errors_of_other_places_blocks_and_seeds_are_independent() -> None:
     codec, num = CODECS["int8"], 2000
     values = torch.randn(BLOCK).repeat(2)
-    values[BLOCK:] = values[:BLOCK]  # so that equal numbers would show
+    values[BLOCK:] = values[:BLOCK]  # so that equal random numbers would show
     errors = torch.stack([decoded(codec, coded(codec, values, seed=seed)) - values for seed in range(num)])
     size = errors.square().mean(0).sqrt()
-    rounded = size > 0.2 * values.abs().max() / 127  # some lie on a level
+    rounded = size > 0.2 * values.abs().max() / 127  # values that lie on a level have no error
     normal = (errors / size)[:, rounded]
     matrix = normal.T @ normal / num
     matrix.fill_diagonal_(0.0)
@@ -140,7 +140,7 @@ def test_the_step_of_two_bits_does_not_depend_on_what_fills_the_record(num: int)
 
 @CODEC
 def test_less_is_lost_than_was_there(codec: Codec) -> None:
-    """Rounded to nearest, every codec is a contraction on ordinary values: what feedback needs to stay bounded."""
+    """Rounded to nearest, every codec is a contraction on ordinary values, so that error feedback stays bounded."""
     values = torch.randn(NUM)
     lost = (decoded(codec, coded(codec, values)) - values).square().sum() / values.square().sum()
     most = {"int8": 1e-4, "int4": 0.02, "two_bits": 0.15, "ternary": 0.25, "sign": 0.4, "top8": 0.9}
@@ -165,7 +165,7 @@ def test_top8_and_levels_mean_what_they_say(codec: Codec) -> None:
 def test_what_was_sent_and_what_is_held_is_what_was_given(
     codec: Codec, kernels: str, request: pytest.FixtureRequest
 ) -> None:
-    """Feedback telescopes."""
+    """With error feedback, decoded values and the final residual add up to all given values."""
     request.getfixturevalue(kernels)
     residual = torch.zeros(NUM)
     given, sent = torch.zeros(NUM, dtype=torch.float64), torch.zeros(NUM, dtype=torch.float64)
@@ -177,7 +177,7 @@ def test_what_was_sent_and_what_is_held_is_what_was_given(
         sent += decoded(codec, codes)
     scale = given.abs().max() + residual.abs().max()
     assert (sent + residual - given).abs().max() <= 30 * 2.0**-22 * scale
-    assert residual.abs().max() < 100  # bounded: it is sent in the end
+    assert residual.abs().max() < 100  # bounded: residuals are sent eventually
 
 
 @CODEC

@@ -1,4 +1,4 @@
-"""The package as users have it: with its kernels, on torch's own OpenMP runtime, away from the checkout."""
+"""The installed package: it has its kernels, uses torch's OpenMP runtime, and runs outside of the checkout."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def done(*arguments: str | Path, folder: Path, timeout_s: float = 250) -> str:
-    """Standard output of a command that ends well."""
+    """Run a command that must succeed, and return its standard output."""
     ended = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def trained(python: Path, folder: Path) -> str:
-    """Where the package that it trained with is, and the name of its extension module."""
+    """Train with the package that ``python`` imports; return its path, and the name of its extension module."""
     return done(python, "-I", ROOT / "tests" / "installed.py", folder=folder).rpartition(" [")[0]
 
 

@@ -1,4 +1,4 @@
-"""Low-rank factors of a sum of matrices: exact where the rank is enough, bounded by feedback where it is not."""
+"""Low-rank factors of a sum of matrices: exact if the rank suffices, and with error feedback otherwise."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ DEVICE = torch.device("cpu")
 
 
 def mean_of(matrices: list[Tensor], right: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of the mean, as ranks find them that only ever add up factors."""
+    """Return the factors of the mean, computed as ranks do: by summing factors only."""
     left = orthogonal(sum((left_factor(m, right) for m in matrices), torch.zeros(())) / len(matrices))
     return left, sum((right_factor(m, left) for m in matrices), torch.zeros(())) / len(matrices)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_a_mean_of_enough_rank_is_found_exactly(rank: int) -> None:
-    """Of other matrices on each rank, whose mean has the rank."""
+    """Factors of a mean of rank ``rank`` are exact, although the ranks' matrices have a higher rank."""
     mean = torch.randn(40, rank) @ torch.randn(rank, 24)
     noise = torch.randn(40, 24)
     matrices = [mean + noise, mean - noise]
@@ -29,7 +29,7 @@ def test_a_mean_of_enough_rank_is_found_exactly(rank: int) -> None:
 
 
 def test_the_best_rank_is_approached_step_by_step() -> None:
-    """The warm start makes one step of subspace iteration a step each time."""
+    """The factors converge to the best approximation: by the warm start, each call continues the subspace iteration."""
     u, _, v = torch.linalg.svd(torch.randn(48, 32), full_matrices=False)
     values = 0.5 ** torch.arange(32.0)
     matrix = u * values @ v

@@ -1,4 +1,4 @@
-"""The two encodings: exact where that is promised, within the bounds elsewhere."""
+"""The two encodings: split masters are restored exactly, 8-bit moments within their error bounds."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def bit_patterns(num: int) -> Tensor:
-    """fp32 values of every kind: zeros, denormals, infinities and what is not a number as well."""
+    """Return fp32 values with uniformly random bits: any magnitude and sign, denormals and NaNs included."""
     return torch.randint(-(2**31), 2**31, (num,), dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
@@ -34,7 +34,7 @@ def test_split_restores_every_bit() -> None:
 
 @pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_split_restores_every_parameter_with_these_low_bits(low: int) -> None:
-    """All 2^16 parameters, at and around where rounding changes its mind."""
+    """All 2^16 parameters are restored, with low bits at and next to those where rounding changes direction."""
     master = ((torch.arange(1 << 16) << 16) + low).to(torch.int32).view(torch.float32)
     assert same_bits(join(*split(master)), master)
 
@@ -53,7 +53,7 @@ def test_the_parameter_is_the_nearest() -> None:
 
 @given(seeds, st.integers(-90, 90), st.integers(0, 20), st.integers(1, 700))
 def test_codes_are_within_their_bounds(seed: int, exponent: int, spread: int, num: int) -> None:
-    """Whatever the size of the values, and however far they lie apart in a block."""
+    """Errors are within their bounds for any magnitude of the values, and any spread inside a block."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 2.0**exponent * 2.0 ** (-spread * torch.rand(num, generator=generator))
     m = torch.randn(num, generator=generator) * sizes
@@ -77,7 +77,7 @@ def test_codes_are_within_their_bounds(seed: int, exponent: int, spread: int, nu
 
 @given(seeds)
 def test_codes_come_back_as_they_are(seed: int) -> None:
-    """What lies on a step stays there but for the rounding of its scale: once in some ten thousand."""
+    """Decoded values keep their codes, except if rounding of the scale moves one: about one in ten thousand."""
     generator = torch.Generator().manual_seed(seed)
     m = torch.randint(-128, 128, (2560,), generator=generator).to(torch.int8)
     v = torch.randint(0, 256, (2560,), generator=generator).to(torch.uint8)
@@ -93,7 +93,7 @@ def test_codes_come_back_as_they_are(seed: int) -> None:
 
 def test_the_mean_over_steps_is_right() -> None:
     num, steps = 512, 400
-    m, v = torch.randn(num), torch.rand(num).square() + 1e-5  # what is raised from zero has another mean
+    m, v = torch.randn(num), torch.rand(num).square() + 1e-5  # values near zero are raised, and have another mean
     sum_m, sum_v = torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
     for step in range(1, steps + 1):
         codes_m, codes_v, scale_m, scale_v = encode(m, v, step)
@@ -101,12 +101,12 @@ def test_the_mean_over_steps_is_right() -> None:
         sum_v += decode_unsigned(codes_v, scale_v)
     for exact, total, scale, reach in ((m, sum_m, scale_m, SIGNED_RANGE), (v, sum_v, scale_v, UNSIGNED_RANGE)):
         coarse = (exact.abs() + scale.repeat_interleave(256) / reach) / 16
-        # A step's error has at most half a step of deviation; six times that of the mean's.
+        # The standard deviation of an error is at most half a code step; the bound is six deviations of the mean.
         assert ((total / steps - exact).abs() < 6 * 0.5 * coarse / steps**0.5).all()
 
 
 def test_errors_of_neighbouring_blocks_are_not_alike() -> None:
-    """Both blocks meet the same random numbers; their own last bits tell them apart."""
+    """Errors of blocks are uncorrelated: their random numbers are equal, but mixed with the last bits of the values."""
     m, v = torch.rand(512) + 0.5, torch.rand(512) + 0.5
     codes_m, codes_v, scale_m, scale_v = encode(m, v, step=1)
     for error in (decode_signed(codes_m, scale_m) - m, decode_unsigned(codes_v, scale_v) - v):
@@ -125,7 +125,7 @@ def test_what_is_not_finite_spoils_its_block_alone(bad: float) -> None:
 
 
 def test_codes_are_the_same_in_any_default_dtype() -> None:
-    """Also of the largest magnitudes, whose codes are the last ones."""
+    """Codes do not depend on the default dtype, including those of the largest magnitudes, the last codes."""
     ones, steps = torch.ones(256), range(1, 41)
     expected = [encode(ones, ones, step) for step in steps]
     torch.set_default_dtype(torch.bfloat16)

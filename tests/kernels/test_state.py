@@ -1,4 +1,4 @@
-"""What a kernel is given, and the kernels' presence."""
+"""Checks of the kernels' arguments, and the fallback without compiled kernels."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The Triton kernels give the bits of the reference: here by Triton's interpreter, which runs them on the CPU."""
+"""The Triton kernels have the bits of the reference, here in Triton's interpreter, which runs them on the CPU."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from tests.kit import seeds
 
 ROOT = Path(__file__).parents[2]
-# Where `make` installs it: beside the other packages some of them would behave as on a GPU.
+# `make` installs Triton in its own folder: next to the other packages, some of them would behave as on a GPU.
 TRITON = Path(sys.prefix) / "triton"
 
 

@@ -1,4 +1,4 @@
-"""Updates: right against float64, and the same bits from every way of running them."""
+"""Updates: close to float64, and the same bits from every implementation."""
 
 import itertools
 import math
@@ -35,12 +35,12 @@ ALL_RULES = [(rule, False) for rule in RULES] + [(rule, True) for rule in CODED]
 
 @pytest.fixture(params=["compiled", "uncompiled"])
 def either(request: pytest.FixtureRequest) -> None:
-    """With the compiled kernels, and without."""
+    """Run the test with the compiled kernels, and without."""
     request.getfixturevalue(request.param)
 
 
 def in_float64(start: Tensor, grads: list[Tensor], rule: Rule) -> Tensor:
-    """What torch's own optimizer, or for Lion the paper's formula, makes of the weights."""
+    """Return the weights after updates in float64 by torch's optimizer, or for Lion by the paper's formula."""
     p = start.double().requires_grad_()
     match rule:
         case AdamRule():
@@ -74,13 +74,13 @@ def test_steps_are_those_of_float64(rule: Rule, form: str, dtype: torch.dtype) -
     num = 1000
     start = torch.randn(num)
     state = State(weights_of(start.clone(), form), Moments(torch.zeros(num), torch.zeros(num)))
-    # Far from zero: Lion takes the sign of a sum that rounding may turn.
+    # Gradients far from zero: Lion takes the sign of a sum, which rounding could change.
     grads = [(torch.randn(num).sign() * (0.1 + torch.rand(num))).to(dtype) for _ in range(3)]
     for number, grad in enumerate(grads, start=1):
         assert step(state, grad, replace(rule, step=number) if isinstance(rule, AdamRule) else rule, FACTOR)
     expected = in_float64(start, grads, rule)
     tolerance = 3e-7 * start.abs().max() + 1e-5 * rule.lr
-    if isinstance(rule, LionRule):  # a few sums may be that close to zero
+    if isinstance(rule, LionRule):  # one sum may be that close to zero
         assert ((state.master - expected).abs() > tolerance).sum() <= 1
     else:
         assert (state.master - expected).abs().max() <= tolerance
@@ -93,13 +93,13 @@ def test_steps_are_those_of_float64(rule: Rule, form: str, dtype: torch.dtype) -
 @pytest.mark.parametrize(("rule", "coded"), ALL_RULES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way_gives_the_same_bits(rule: Rule, coded: bool, form: str) -> None:
-    """The reference, each instruction set, several threads; at every size."""
+    """The reference, each instruction set and any number of threads have the same bits, at every size."""
     for num in SIZES:
         same_from_every_way(num, rule, coded, form)
 
 
 def same_from_every_way(num: int, rule: Rule, coded: bool, form: str) -> None:
-    """Three steps each, with gradients of each dtype in turn."""
+    """Check that three steps, with gradients of each dtype in turn, have the bits of the reference."""
     start = make(num, form, coded=coded)
     grads = [random_grad(num, dtype) for dtype in GRADS]
     expected = start.clone()
@@ -186,7 +186,7 @@ def test_nothing_becomes_of_zeros(coded: bool) -> None:
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("rule", [ADAM, SgdRule(lr=1e-2, momentum=0.9), LionRule(lr=1e-3)])
 def test_moments_decay_to_zero(rule: Rule) -> None:
-    """Not to where rounding stops them, among numbers that processors are slow with."""
+    """Moments decay to zero, not to denormal numbers, where rounding would stop them and processors are slow."""
     state = make(300, "fp32")
     state.moments.exp_avg.fill_(1.3e-38)
     state.moments.exp_avg_sq.fill_(1.19e-38)
@@ -210,7 +210,7 @@ def test_tiny_gradients_do_no_harm(tiny: float, coded: bool) -> None:
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_with_coded_moments(form: str) -> None:
-    """The weights are those of the decoded moments; the new moments are within the bounds of the exact ones."""
+    """Weights are updated by the decoded moments, and new moments are within the error bounds of the exact ones."""
     num = 2000
     state, grad = make(num, form, coded=True), random_grad(num, torch.float32)
     before = state.clone()
@@ -238,7 +238,7 @@ def decoded(moments: Moments) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.usefixtures("either")
 def test_coded_moments_decay_on_average() -> None:
-    """Rounded to nearest they would stay for ever: a step of beta2 is far smaller than one of the codes."""
+    """Coded moments decay on average; rounded to nearest they never would: a decay is far smaller than a code step."""
     num, steps = 256 * 20, 150
     exact_m, exact_v = torch.rand(num) + 0.1, torch.rand(num) + 0.1
     moments = moments_of(exact_m, exact_v, coded=True)

@@ -1,4 +1,4 @@
-"""The test kit: ranks, models, plans, training and states.
+"""The test kit: helpers for ranks, models, plans, training and engine state.
 
 A test on 4 ranks:
 
@@ -10,33 +10,33 @@ A test on 4 ranks:
     def test_stage_3_trains_as_stage_0() -> None:
         on_ranks(4, stage_3_trains_as_stage_0)
 
-`on_ranks` calls a function on 4 processes of a pool, which stay from test to test, and returns what each of them
-returned, in rank order.
+`on_ranks` calls a function on 4 processes of a pool and returns their results in rank order. The processes are reused
+by later tests.
 
-- The function is at the top level of its module. Arguments and results are pickled.
-- A default gloo process group is there; `with_group=False` leaves it to `partita.initialize`.
+- The function must be at the top level of its module. Arguments and results are pickled.
+- A default gloo process group is initialized; `with_group=False` leaves this to `partita.initialize`.
 - Random numbers differ between ranks. `seeds.start()` makes them equal, e.g. before a model is built; `Case.build` does
-  so by itself. `PARTITA_TEST_SEED=number make test` draws the numbers of another run again.
-- An error on a rank is raised in the test, with the rank and its traceback; a hang ends in every rank's stack.
-- Warnings are errors, on the ranks, too. A process, a thread or an environment variable that a test leaves behind fails
-  it (`hygiene.py`). Modules stay imported: what a test patches there it must put back.
+  so by itself. `PARTITA_TEST_SEED=number make test` repeats the random numbers of another run.
+- An error on a rank is raised in the test, with the rank and its traceback; after a hang, every rank's stack is shown.
+- Warnings are errors, also on ranks. A test that leaves a process, a thread or an environment variable behind fails
+  (`hygiene.py`). Modules stay imported: a test must undo its patches to them.
 
-In the modules:
+Modules:
 
 - `ranks.py`, `worker.py`: `on_ranks`, processes as ranks.
 - `threads.py`: `on_threads`, threads of this process as ranks, on any mesh, without a process group.
 - `models.py`: `CASES`, models of each kind with batches and losses; `tiny(name, **sizes)`, a case in another size;
   `Stack`, an MLP, with `inputs` and `square_loss`.
-- `plans.py`: `PLANS`, whole configs; `ZERO`, `zero` sections; `matrix` and `sampled`, for tests of which `make test`
-  runs a sample.
+- `plans.py`: `PLANS`, full configs; `ZERO`, `zero` sections; `matrix` and `sampled`, for parametrized tests of which
+  `make test` runs a sample.
 - `training.py`: `train`, `train_reference` in plain PyTorch; `assert_same_bits`, `assert_close`, `assert_exact`;
-  `Recipe` and `check` for models with a loss of their own; `train_engine` and `train_module` for other loops.
-- `state.py`: `assert_idle`, nothing of an engine is in use; `attached_to`, what is attached to a model.
-- `live_bytes.py`: `LiveBytes`, bytes of tensors that are alive.
-- `seeds.py`: the random numbers of this run.
+  `Recipe` and `check` for models with their own loss; `train_engine` and `train_module` for other loops.
+- `state.py`: `assert_idle` checks that no resource of an engine is in use; `attached_to` lists a model's hooks.
+- `live_bytes.py`: `LiveBytes` counts the bytes of live tensors.
+- `seeds.py`: the seeds of this run.
 
-Helpers of one package stand in that package's folder. Names are imported when they are first used: the processes of the
-pool, in which some tests change partita's source, import it for themselves.
+Helpers for one package are in that package's folder. Names are imported on first use: some tests change partita's
+source, so each process of the pool must import it itself.
 """
 
 import importlib

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-# Set by pytest itself at each phase of a test, by torch's compiler when it is first used, by Lightning when imported.
+# Variables that pytest sets in each phase of a test, torch's compiler on first use, and Lightning when imported.
 EXEMPT_VARIABLES = (
     "PYTEST_CURRENT_TEST",
     *("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_"),
@@ -18,7 +18,7 @@ EXEMPT_VARIABLES = (
 
 
 def child_processes() -> set[int]:
-    """Process ids of this process's living children (none are seen where the system has no /proc)."""
+    """Return the process ids of this process's living children (none on systems without /proc)."""
     children: set[int] = set()
     for listing in Path("/proc/self/task").glob("*/children"):
         try:
@@ -41,9 +41,9 @@ class Snapshot:
         return cls(frozenset(child_processes()), frozenset(_lasting_threads()), _environment())
 
     def leaks(self, exempt: Callable[[], Collection[int]] = frozenset, grace_s: float = 1.0) -> list[str]:
-        """New processes and threads and changed variables, in words. Those that end by themselves have `grace_s`.
+        """Describe new processes, new threads and changed variables.
 
-        `exempt` names the processes that may stay.
+        Processes and threads have `grace_s` seconds to end. `exempt` returns the processes that may remain.
         """
         deadline = time.monotonic() + grace_s
         while (new := self._new_processes_and_threads(exempt)) and time.monotonic() < deadline:
@@ -51,7 +51,7 @@ class Snapshot:
         return new + self._changed_variables()
 
     def restore(self, exempt: Callable[[], Collection[int]] = frozenset) -> None:
-        """End new processes and put the variables back. (Threads cannot be ended.)"""
+        """Kill new processes and restore the environment variables. Threads cannot be killed."""
         for pid in self._new_children(exempt):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

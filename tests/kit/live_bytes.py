@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a computation makes and that are still alive."""
+"""Bytes of the live tensors that a computation has allocated."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 
 def _storages(value: Any) -> Iterator[tuple[int, UntypedStorage]]:
-    """The memory of the tensors in there, with its address; those without data have none."""
+    """Yield the address and the storage of each tensor in a pytree; tensors without data are skipped."""
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor) and not tensor.is_meta:
             storage = tensor.untyped_storage()
-            with suppress(RuntimeError):  # a wrapper's
+            with suppress(RuntimeError):  # a wrapper subclass has no data
                 yield storage.data_ptr(), storage
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that are made inside the ``with`` block: those still alive, and the ``peak``."""
+    """Dispatch mode that counts the bytes of storages allocated inside it: those still alive, and their ``peak``."""
 
     def __init__(self) -> None:
         super().__init__()

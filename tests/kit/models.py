@@ -1,10 +1,10 @@
-"""Small models of each kind that people train, for tests and benchmarks: seeded, without dropout.
+"""Small models of the kinds that users train, for tests and benchmarks: seeded, without dropout.
 
-`CASES` are the models that every stage must train. `tiny(name, **sizes)` is one of them, or of `FAMILIES`, in another
-size; `Stack` is a plain MLP of residual blocks, with `inputs` and `square_loss`.
+`CASES` are the models that every stage must train. `tiny(name, **sizes)` is a case or a family of `FAMILIES` in another
+size. `Stack` is an MLP of residual blocks; `inputs` and `square_loss` are its inputs and its loss.
 
-Each batch of a case holds the same number of targets in every sample. The loss of a batch is then the mean of the
-losses of its equal parts, except with batch normalization in training, whose statistics are those of the batch.
+All samples of a batch have the same number of targets. A batch's loss is therefore the mean of the losses of its equal
+parts, except with batch normalization in training, whose statistics depend on the batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of model. `model(**batch)` returns what `loss` takes; `construct` takes sizes by name."""
+    """A model with its batches. `loss` takes the output of `model(**batch)`; `construct` takes sizes by name."""
 
     name: str
     construct: Callable[..., nn.Module]
@@ -39,35 +39,35 @@ class Case:
     mixes_samples: bool = False  # in training, a sample's loss depends on the others of its batch
 
     def build(self, seed: int = 0, device: str = "cpu") -> nn.Module:
-        """The model in training mode, with the same weights for the same seed."""
+        """Build the model in training mode, with the same weights for the same seed."""
         with torch.random.fork_rng(devices=[]), torch.device(device):
             seeds.start(seed)
             return self.construct().train()
 
     def batches(self, num_samples: int, seed: int = 0) -> Iterator[Batch]:
-        """Batches without end: [num_samples, ...] each."""
+        """Yield batches forever; each tensor is [num_samples, ...]."""
         generator = seeds.generator(seed)
         while True:
             yield self.make_batch(generator, num_samples)
 
     def batch(self, num_samples: int, seed: int = 0) -> Batch:
-        """The first of these batches."""
+        """Return the first of these batches."""
         return next(self.batches(num_samples, seed))
 
     @staticmethod
     def loss(output: Any) -> Tensor:
-        """The scalar that the model computed from the batch's targets; of outputs without one the mean square."""
+        """Return the scalar loss that the model computed, or the mean square of an output that is not a scalar."""
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
         return loss if loss.ndim == 0 else loss.square().mean()
 
     @staticmethod
     def loss_of_batch(output: Any, batch: Any) -> Tensor:
-        """The same, as a `loss_fn` of partita."""
+        """Return the same loss; the signature is that of partita's `loss_fn`."""
         return Case.loss(output)
 
 
 def parts(batch: Batch, num_parts: int) -> list[Batch]:
-    """The batch cut into equal parts by sample, in order."""
+    """Split a batch into equal parts by sample, in order."""
     cuts = {name: value.chunk(num_parts) for name, value in batch.items()}
     return [{name: chunks[part] for name, chunks in cuts.items()} for part in range(num_parts)]
 
@@ -76,7 +76,7 @@ def parts(batch: Batch, num_parts: int) -> list[Batch]:
 
 
 def next_token_batch(generator: Generator, num_samples: int, vocab: int = VOCAB) -> Batch:
-    """Hugging Face's causal models shift the labels themselves."""
+    """Return a batch for Hugging Face's causal models, which shift the labels themselves."""
     tokens = torch.randint(vocab, (num_samples, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -87,7 +87,7 @@ def shifted_token_batch(generator: Generator, num_samples: int, vocab: int = VOC
 
 
 def masked_token_batch(generator: Generator, num_samples: int, vocab: int = VOCAB) -> Batch:
-    """NUM_MASKED positions of each sample, chosen at random, are masked (token 0) and are its targets."""
+    """Return a batch with NUM_MASKED random positions per sample masked (token 0); these positions are the targets."""
     tokens = torch.randint(1, vocab, (num_samples, LENGTH), generator=generator)
     masked = torch.rand(num_samples, LENGTH, generator=generator).argsort(1) < NUM_MASKED
     return {"input_ids": tokens.masked_fill(masked, 0), "labels": tokens.masked_fill(~masked, -100)}
@@ -105,14 +105,14 @@ def image_batch(generator: Generator, num_samples: int) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A class of transformers' models by its name, with the settings of its config: no dropout, and sizes."""
+    """A transformers model class, by name, with config settings: sizes, and no dropout."""
 
     config: str
     model: str
     settings: dict[str, Any]
 
     def __call__(self, **sizes: Any) -> nn.Module:
-        """Build a model whose config has `sizes` in place of the family's own."""
+        """Build a model; `sizes` override the family's config settings."""
         import transformers
 
         config = getattr(transformers, f"{self.config}Config")(**self.settings | sizes)
@@ -122,7 +122,7 @@ class Family:
         return model
 
 
-# transformers reads from a class's name and from its file what the loss is, where the model does not say so.
+# transformers infers the loss from a class's name and source file if the model does not set it.
 LOSSES = {"GPT2LMHeadModel": "ForCausalLM", "BertForMaskedLM": "ForMaskedLM"}
 _SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
 _DECODER: dict[str, Any] = {
@@ -154,13 +154,13 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         _DECODER | {"resid_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     ),
-    # Four experts of which two see each token; the router's own loss is off.
+    # Four experts, of which two process each token; the router's auxiliary loss is off.
     "mixtral": Family(
         "Mixtral",
         "MixtralForCausalLM",
         _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
     ),
-    # Both directions, masked tokens; the output is tied to the embedding, with a bias of its own.
+    # Bidirectional attention, masked tokens; the output is tied to the embedding, with its own bias.
     "bert": Family(
         "Bert", "BertForMaskedLM", _SIZES | _NO_DROPOUT | {"intermediate_size": 128, "max_position_embeddings": LENGTH}
     ),
@@ -181,7 +181,7 @@ def decoder(**sizes: Any) -> nn.Module:
 class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions with batch normalization (He et al., 2015, figure 2); the first may halve the image.
 
-    Smooth in place of ReLU: at a kink a rounding error of 1e-7 is, now and then, another gradient.
+    SiLU replaces ReLU: at ReLU's kink, a rounding error of 1e-7 sometimes changes the gradient.
     """
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
@@ -200,7 +200,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [samples, 3, height, width] and labels [samples] to their mean loss: the output is the scalar itself."""
+    """A ResNet that returns the mean loss, a scalar, of images [samples, 3, height, width] and labels [samples]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class RecurrentOutput(NamedTuple):
 
 
 class RecurrentModel(nn.Module):
-    """A language model on two layers of LSTM: the output is a named tuple, of which the loss is one field."""
+    """A language model with two LSTM layers; its output is a named tuple with the loss as a field."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class RecurrentModel(nn.Module):
 
 
 class Block(nn.Module):
-    """[..., WIDTH] to the same, with a residual path."""
+    """A residual MLP block from [..., WIDTH] to [..., WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks between two layers of the root unit."""
+    """An MLP: blocks between two linear layers, which belong to the root unit."""
 
     def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
@@ -263,13 +263,13 @@ class Stack(nn.Module):
 
 
 def inputs(rank: int, step: int, *shape: int) -> Tensor:
-    """[4, WIDTH] (or the given shape), others for each rank and step."""
+    """Return random inputs of [4, WIDTH] (or the given shape) that differ by rank and step."""
     generator = seeds.generator(1000 * step + rank)
     return torch.randn(shape or (4, WIDTH), generator=generator)
 
 
 def square_loss(model: Any, rank: int, step: int) -> Tensor:
-    """The mean square of the outputs for `inputs(rank, step)`."""
+    """Return the mean square of the outputs for `inputs(rank, step)`."""
     loss: Tensor = model(inputs(rank, step)).square().mean()
     return loss
 
@@ -293,9 +293,9 @@ def vector_batch(generator: Generator, num_samples: int) -> Batch:
 
 
 def tiny(name: str, **sizes: Any) -> Case:
-    """A case with other sizes: `tiny("llama", hidden_size=32)` by the names of its config, `tiny("mlp", num_blocks=2)`.
+    """Return a case with other sizes, e.g. `tiny("llama", hidden_size=32)` or `tiny("mlp", num_blocks=2)`.
 
-    `name` is one of `CASES` or `FAMILIES`, or "mlp", a `Stack`.
+    `name` is a key of `CASES` or `FAMILIES`, or "mlp" for a `Stack`; sizes have the names of the model's config.
     """
     if name == "mlp":
         case = Case(name, Stack, vector_batch)

@@ -1,10 +1,10 @@
-"""Configs that tests train under, and matrices of tests.
+"""Configs for training tests, and decorators that run a test on combinations of values.
 
-`ZERO` are `zero` sections: the ZeRO stages on the device. `PLANS` are whole configs: these, states on other tiers of
-memory, lean states, recomputed activations.
+`ZERO` has `zero` sections: the ZeRO stages on the device. `PLANS` has full configs: the stages, states offloaded to
+host and disk, lean states, recomputed activations.
 
-Of a matrix `make test` runs as many cells as have every value once, `make test-all` as many as have every pair of
-values, and `make test-all MATRIX=full` all of them.
+From a matrix, `make test` runs enough cells to cover every value once, `make test-all` enough to cover every pair of
+values, and `make test-all MATRIX=full` all cells.
 """
 
 import os
@@ -38,7 +38,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:
-    """Values to parametrize a test by, of which those that are not in the ``sample`` are marked `thorough`."""
+    """Return pytest parameters for ``values``; those that are not in the ``sample`` are marked `thorough`."""
     values = list(values)
     assert all(value in values for value in sample), f"{sample} are not all among {values}"
     params = [value if isinstance(value, tuple) else (value,) for value in values]
@@ -47,8 +47,10 @@ def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:
 
 
 def matrix(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over combinations of values. `make test` runs as many as have every value once; the others are
-    marked `thorough`: as many as have every pair of values, or all with MATRIX=full in the environment.
+    """Parametrize a test over combinations of values.
+
+    `make test` runs enough combinations to cover every value once. The others are marked `thorough`: enough to cover
+    every pair of values, or all of them with MATRIX=full in the environment.
     """
     values = [list(axis) for axis in axes.values()]
     cells = list(product(*(range(len(axis)) for axis in values)))
@@ -64,8 +66,9 @@ def matrix(**axes: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 def _name(value: Any, place: str) -> str:
-    """Return the value's text in a test's id: as pytest's, but for a value without one its place on the axis, which
-    does not depend on the other cells.
+    """Return the value's text in a test's id, as pytest does.
+
+    A value without a text gets its place on the axis, which does not depend on the other cells.
     """
     if value is None or isinstance(value, str | int | float):
         return str(value)
@@ -73,8 +76,9 @@ def _name(value: Any, place: str) -> str:
 
 
 def _covering(cells: list[Cell], strength: int, taken: Collection[Cell] = ()) -> set[Cell]:
-    """Return cells that have every combination of ``strength`` values of different axes, the ``taken`` ones included,
-    and of pairs of values as many as so few can have.
+    """Return cells, including ``taken``, that cover every combination of ``strength`` values of different axes.
+
+    Among equally good cells, the greedy search prefers those with new pairs of values.
     """
     chosen = set(taken)
     strength = min(strength, len(cells[0]))

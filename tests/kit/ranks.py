@@ -1,4 +1,4 @@
-"""A pool of worker processes that stay, for tests on several ranks.
+"""A pool of persistent worker processes for tests on several ranks.
 
 `on_ranks(world, fn, *args)` calls `fn(*args)` on `world` ranks and returns their results in rank order:
 
@@ -10,9 +10,9 @@
     def test_sum() -> None:
         assert on_ranks(4, sum_of_ranks) == [6.0] * 4
 
-Workers are forked when first needed, from a server that has imported torch and transformers; rank r is always worker r.
-Each call has a fresh rendezvous, another seed on each rank, the warning filters of the test, and one thread per rank.
-Results are pickled by value: ranks and test share no memory.
+Workers are forked on first use from a server that has imported torch and transformers; rank r is always worker r. Each
+call has a fresh rendezvous, a different seed on each rank, the test's warning filters, and one thread per rank. Results
+are pickled by value: ranks and test share no memory.
 """
 
 import atexit
@@ -36,13 +36,14 @@ from tests.kit import worker
 
 T = TypeVar("T")
 
-# Imported once, in the server. Workers import the rest for themselves: partita, too, which some tests mutate.
+# Imported once, in the server. Workers import the rest themselves, including partita, which some tests mutate.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "transformers.modeling_utils"]
 
-# Once one rank has failed, the others, whose collectives break then, have this long to answer.
+# Time that the other ranks, whose collectives then break, have to answer after the first failure.
 GRACE_AFTER_FAILURE_S = 5.0
 
-# A death explains the errors of the other ranks, though they may notice it before the pool does.
+# The time of a rank's death sorts before all errors: a death causes the errors of other ranks, even if they are
+# reported before the pool notices it.
 BEFORE_ALL_ERRORS_S = 0.0
 
 
@@ -51,7 +52,7 @@ class WorkerError(Exception):
 
 
 class Failure(NamedTuple):
-    """An error on one rank, and its time."""
+    """An error on one rank, with its time."""
 
     rank: int
     time_s: float
@@ -63,7 +64,7 @@ class Failure(NamedTuple):
 class _Worker:
     process: ForkServerProcess
     pipe: connection.Connection
-    stacks: Path  # where faulthandler writes: on SIGUSR1, and on a crash
+    stacks: Path  # faulthandler writes this file on SIGUSR1 and on a crash
 
     def kill(self) -> None:
         self.process.kill()
@@ -90,7 +91,7 @@ class _Pool:
             self.workers.append(_Worker(process, ours, Path(stacks)))
 
     def shrink(self) -> None:
-        """End every worker, whatever it is doing."""
+        """Kill all workers, including busy ones."""
         while self.workers:
             self.workers.pop().kill()
 
@@ -99,20 +100,21 @@ _pool = _Pool()
 
 
 def on_ranks(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, with_group: bool = True) -> list[T]:
-    """Call `fn(*args)` on `world` ranks; returns the results in rank order.
+    """Call `fn(*args)` on `world` ranks and return the results in rank order.
 
     `fn` is a function at the top level of an importable module. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set for it, as by torchrun, whose agent holds the store. With `with_group` it finds
-    a default gloo process group; without, none.
-    `timeout` is in seconds.
+    MASTER_ADDR and MASTER_PORT are set as by torchrun, with the store in this process as in torchrun's agent.
+    `with_group` initializes a default gloo process group. `timeout` is in seconds.
 
-    Raises what the first rank to fail raised, with each failed rank's traceback in its notes; `WorkerError` where a
-    rank died or raised what cannot be pickled, or where the time was up: then with every busy rank's Python stack.
+    Raises the exception of the first rank that failed, with each failed rank's traceback in its notes. Raises
+    `WorkerError` if a rank died, raised an exception that cannot be pickled, or did not answer in time; after a
+    timeout the message has the Python stack of every busy rank.
     """
     task = pickle.dumps((fn, args))
     _pool.grow(world)
     workers = _pool.workers[:world]
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port could be taken meanwhile
+    # The store picks its port itself: a free port that was looked up before could be taken by now.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         for rank, member in enumerate(workers):
             job = worker.Job(task, rank, world, store.port, timeout, with_group, list(warnings.filters))
@@ -135,12 +137,12 @@ def on_ranks(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60, 
 
 
 def close_pool() -> None:
-    """End the workers. The next `on_ranks` starts new ones."""
+    """Kill the workers. The next `on_ranks` starts new ones."""
     _pool.shrink()
 
 
 def own_processes() -> set[int]:
-    """The processes of the pool: its workers, the server they are forked from, Python's tracker of resources."""
+    """Return the process ids of the pool: its workers, their fork server, and Python's resource tracker."""
     helpers = [
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
@@ -150,7 +152,7 @@ def own_processes() -> set[int]:
 
 
 def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[Failure], set[int]]:
-    """Results and failures by rank, and the ranks that did not answer in time."""
+    """Return the results by rank, the failures by time, and the ranks that did not answer in time."""
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     busy = set(range(len(workers)))
@@ -184,14 +186,14 @@ def _receive(rank: int, member: _Worker) -> Any:
 
 
 def _stacks(busy: dict[int, _Worker]) -> dict[int, str]:
-    """The Python stacks of workers that hang. faulthandler writes them even where the interpreter is blocked."""
+    """Return the Python stacks of busy workers. faulthandler writes them even if the interpreter is blocked."""
     for member in busy.values():
         assert member.process.pid is not None
         os.kill(member.process.pid, signal.SIGUSR1)
     deadline = time.monotonic() + 5
     stacks: dict[int, str] = {}
     while len(stacks) < len(busy) and time.monotonic() < deadline:
-        time.sleep(0.1)  # a stack is written in one go: what is there after this pause is whole
+        time.sleep(0.1)  # faulthandler writes a stack at once: after this pause it is complete
         stacks = {rank: text for rank, member in busy.items() if (text := member.stacks.read_text())}
     return {rank: stacks.get(rank, "no stack: the process does not answer") for rank in busy}
 

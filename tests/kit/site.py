@@ -1,4 +1,4 @@
-"""The documentation's site, built once per test run, whatever worker asks first."""
+"""The documentation site, built once per test run by the first worker that needs it."""
 
 import fcntl
 import os
@@ -19,9 +19,9 @@ cli(["build", "--strict", "--quiet", "--config-file", sys.argv[1], "--site-dir",
 
 
 def built_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the site, built without a warning and without a network."""
+    """Build the site once, without a network and with warnings as errors, and return its folder."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in that of the run
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has its own folder inside the run's folder
         folder = folder.parent
     site, done = folder / "documentation", folder / "documentation.done"
     with open(folder / "documentation.lock", "w") as lock:

@@ -1,4 +1,4 @@
-"""State of an engine between steps, and what is attached to a model."""
+"""Checks of an engine's state between steps, and of hooks and attributes on a model."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _VALUES = ("_parameters", "_buffers", "_modules")
 
 
 def attached_to(model: nn.Module) -> set[str]:
-    """Forwards, calls, hooks and attributes of the modules, and classes and hooks of their parameters."""
+    """Describe the hooks and attributes (including replaced forwards) of modules, and parameters' classes and hooks."""
     found = set[str]()
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -26,7 +26,7 @@ def attached_to(model: nn.Module) -> set[str]:
 
 
 def assert_idle(engine: partita.Engine) -> None:
-    """Between steps nothing is in use: units are sharded, all buffers are back in their pools, nothing is pending."""
+    """Assert that nothing is in use between steps: all units are sharded and all buffers are back in their pools."""
     unsharder, reducer = engine._parts.runtime.unsharder, engine._parts.runtime.reducer
     open_units = [
         u.title for u in unsharder.units if u.state is not UnitState.SHARDED or u.open_calls or u.pinned or u.slot

@@ -1,4 +1,4 @@
-"""The check that a test leaves nothing behind can itself fail."""
+"""Tests of the leak check: it finds processes, threads and variables that a test leaves behind."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_child_process_is_seen_unless_exempt() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # while it is starting, the system does not know its arguments yet
+        process.stdout.readline()  # a process that is still starting has no command line in /proc
         assert process.pid in child_processes()
         leaks = before.leaks(grace_s=0)
         exempted = before.leaks(exempt=lambda: {process.pid}, grace_s=0)

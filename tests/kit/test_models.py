@@ -1,4 +1,4 @@
-"""The models of the tests are what they promise: small, seeded, without dropout, their batch's loss the parts' mean."""
+"""Tests of the kit's models: small, seeded, without dropout, and a batch's loss is the mean of its parts' losses."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The sample that `make test` takes of a matrix."""
+"""Tests of `matrix`: the cells that `make test` and `make test-all` run."""
 
 from itertools import combinations, product
 from math import prod

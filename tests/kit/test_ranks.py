@@ -1,4 +1,4 @@
-"""The pool's own promises: results in rank order, errors with their rank, hangs with their stacks, clean ranks."""
+"""Tests of the pool of ranks: order of results, errors with their rank, hangs with their stacks, no leaks."""
 
 import os
 import random

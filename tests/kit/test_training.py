@@ -1,4 +1,6 @@
-"""The kit's training: plans train as plain PyTorch, comparisons find what differs, the documented example runs."""
+"""Tests of the kit's training: plans train like plain PyTorch, comparisons find differences, the documented example
+is the tested one.
+"""
 
 import copy
 import textwrap
@@ -87,7 +89,7 @@ def trained() -> Trained:
 
 
 def changed(what: str) -> Trained:
-    """A run that is not `trained()` in one value."""
+    """Return `trained()` with one value changed."""
     run = trained()
     match what:
         case "loss":

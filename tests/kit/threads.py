@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: the real groups and collectives on a mesh that needs no process group."""
+"""Ranks as threads of this process: partita's real collectives on a mesh that needs no process group."""
 
 import threading
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 
 
 def on_threads(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[str, ...]) -> list[T]:
-    """Call ``work`` on every rank of a mesh, with groups over ``axes`` and over all axes; returns the results in order.
+    """Call ``work`` on every rank of a mesh with groups over ``axes`` and over all axes; return results in rank order.
 
     Raises:
         Exception: the exception of the first rank, in rank order, that raised one.
@@ -39,7 +39,7 @@ def on_threads(shape: MeshShape, work: Callable[[Collectives], T], *axes: tuple[
 
 
 class Network:
-    """Messages between the threads, by operation; and the notes that they share."""
+    """Messages between threads, by operation, and the notes that the threads share."""
 
     def __init__(self, num_ranks: int) -> None:
         self.notes = [""] * num_ranks
@@ -55,7 +55,7 @@ class Network:
         """Wait for the messages of all ``num`` ranks.
 
         Raises:
-            RuntimeError: not all of them send within TIMEOUT_S.
+            RuntimeError: some ranks have not sent within TIMEOUT_S.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._sent[operation]) == num, TIMEOUT_S):
@@ -64,7 +64,7 @@ class Network:
 
 
 class Notes:
-    """A board of notes that the ranks of one process share."""
+    """A board of notes that is shared by the ranks of one process."""
 
     def __init__(self, rank: int, notes: list[str]) -> None:
         self._rank, self._notes = rank, notes
@@ -77,15 +77,16 @@ class Notes:
 
 
 class UnderWay:
-    """An operation that completes when it is waited for."""
+    """An asynchronous operation that completes in ``wait``."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait
 
 
 class FakeTransport(Transport):
-    """A transport between threads. A rank that calls a collective waits for the others, whose n-th call of this kind
-    must be the same.
+    """A transport between threads.
+
+    A collective waits for the other ranks. The n-th call of a kind on each rank belongs to the same collective.
     """
 
     separates_tags = True
@@ -158,7 +159,7 @@ class FakeTransport(Transport):
 
 
 def in_rank_order(parts: list[Tensor]) -> Tensor:
-    """Sum the parts from the first to the last; 16-bit tensors in fp32."""
+    """Sum the parts in rank order; 16-bit tensors are summed in fp32."""
     total = parts[0].float() if parts[0].dtype.itemsize < 4 else parts[0]
     for part in parts[1:]:
         total = total + part
@@ -194,7 +195,7 @@ class FakeMesh:
         for axes in map(self.shape.named, combinations):
             if axes not in self.transports:
                 ranks = next((group for group in self.shape.groups(axes) if self.rank in group), None)
-                if ranks is None:  # of other stages
+                if ranks is None:  # groups of other pipeline stages
                     continue
                 self.transports[axes] = FakeTransport(self._network, ranks, self.index(axes), axes)
 

@@ -1,8 +1,9 @@
-"""Train small models with an engine, or with plain PyTorch on the samples of all ranks, and compare what came of it.
+"""Train small models with an engine, or with plain PyTorch on the samples of all ranks, and compare the results.
 
-`train` takes a case of the kit and a whole config, `train_reference` the case; `assert_same_bits` and `assert_close`
-compare two runs. `Recipe` is a model with a loss of its own: `train_recipe` trains it at one stage, `check` at every
-stage, each compared with the first one and with plain PyTorch. Other loops use `train_engine` and `train_module`.
+`train` takes a case of the kit and a full config, `train_reference` only the case; `assert_same_bits` and
+`assert_close` compare two runs. `Recipe` is a model with its own loss: `train_recipe` trains it at one stage, `check`
+at every stage, and compares each with the first stage and the first with plain PyTorch. Other loops use `train_engine`
+and `train_module`.
 """
 
 import contextlib
@@ -27,17 +28,17 @@ from tests.kit.models import Case, square_loss
 from tests.kit.plans import ZERO
 from tests.kit.state import assert_idle
 
-ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # a large eps: gradients of nothing but rounding stay small
-FLOOR = 1e-8  # a gradient below it is none
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # large eps: gradients that are rounding errors change little
+FLOOR = 1e-8  # the smallest absolute tolerance of gradients
 
 
 def module_of(model: Any) -> Any:
-    """The user's module, of an engine or as it is."""
+    """Return an engine's module, or the module itself."""
     return model.module if isinstance(model, partita.Engine) else model
 
 
 def backward(model: Any, loss: Tensor) -> None:
-    """A backward of the loss's own, by an engine, or by plain PyTorch as one of the ranks'."""
+    """Call the engine's backward; for a plain module, the loss's backward, divided by the number of ranks."""
     if isinstance(model, partita.Engine):
         model.backward(loss)
     else:
@@ -52,15 +53,15 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-Loss = Callable[[Any, int, int], Tensor | None]  # of an engine or a module, a data rank's samples, and a step
+Loss = Callable[[Any, int, int], Tensor | None]  # (engine or module, data rank, step) -> loss; None: no backward
 
 
 @dataclass
 class Trained:
-    """Results of a run, on one rank.
+    """Results of a run on one rank.
 
-    For each step the loss, the gradient norm, whether parameters were updated, the full gradients (of the steps that
-    were asked for), and what `look` returned; at the end the full weights.
+    Per step: the loss, the gradient norm, True if parameters were updated, the full gradients (only of the kept steps),
+    and the result of `look`. At the end: the full weights.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -73,10 +74,10 @@ class Trained:
 
 @dataclass
 class Recipe:
-    """A model, its loss on each rank, and how it is trained.
+    """A model, its loss on each rank, and its training settings.
 
     ``loss(model, rank, step)`` is called with the engine or with a plain module. ``before_step`` may change the module
-    (freeze, unfreeze) before each step. ``plain``: whether plain PyTorch on all ranks' samples has the same gradients.
+    (freeze, unfreeze) before each step. ``plain``: True if plain PyTorch on all ranks' samples has the same gradients.
     """
 
     build: Callable[[], nn.Module]
@@ -84,7 +85,7 @@ class Recipe:
     num_steps: int = 3
     config: Mapping[str, Any] = field(default_factory=dict)
     before_step: Callable[[Any, int], None] = lambda module, step: None
-    ignored: str = ""  # the beginning of a warning that is expected
+    ignored: str = ""  # the beginning of an expected warning
     plain: bool = True
     bucket_bytes: int = 1
 
@@ -95,7 +96,7 @@ class Recipe:
 
 @contextlib.contextmanager
 def quiet(message: str) -> Iterator[None]:
-    """Without warnings that begin with ``message``."""
+    """Ignore warnings that begin with ``message``."""
     with warnings.catch_warnings():
         if message:
             warnings.filterwarnings("ignore", message)
@@ -103,27 +104,27 @@ def quiet(message: str) -> Iterator[None]:
 
 
 def small_buckets(num_bytes: int = 1) -> Any:
-    """Every segment of more than ``num_bytes`` has a bucket of its own, so that their order matters."""
+    """Limit buckets to ``num_bytes``: each larger segment gets its own bucket, so that the order of buckets matters."""
     return mock.patch.object(blueprint, "share_buckets", functools.partial(share_buckets, max_bytes=num_bytes))
 
 
 # -- a case of the kit -------------------------------------------------------------------------------------------------
 
-SAMPLES = 4  # of a data rank and step
+SAMPLES = 4  # per data rank and step
 
 
 def loss_of(case: Case) -> Loss:
-    """The loss of a case on SAMPLES samples, which differ by data rank and step."""
+    """Return a case's loss function; its SAMPLES samples differ by data rank and step."""
     return lambda model, data, step: case.loss(model(**case.batch(SAMPLES, 1000 * step + data)))
 
 
 def train(
     case: Case, config: Mapping[str, Any], *, steps: int = 3, look: Callable[[partita.Engine, int], Any] | None = None
 ) -> Trained:
-    """Train a case with an engine on the ranks that run, whatever the config; ``look(engine, step)`` after each step.
+    """Train a case with an engine on the running ranks under any config; ``look(engine, step)`` is called after a step.
 
-    Ranks with one data coordinate have the same samples. Pipelines and accumulated micro-batches are trained by
-    `engine.train_batch`, after which there are no gradients to keep; their losses are means over the data ranks.
+    Ranks with the same data coordinate have the same samples. Pipelines and accumulated micro-batches are trained by
+    `engine.train_batch`: no gradients are recorded, and losses are means over the data ranks.
     """
     with partita.initialize(case.build(), {"optimizer": ADAMW, **config}, loss_fn=case.loss_of_batch) as engine:
         if engine.mesh.size("pipeline") > 1 or engine.config.batch.accumulate not in (1, "auto"):
@@ -154,14 +155,14 @@ def train_engine(
     """Train with an engine, one backward for each step.
 
     Args:
-        data: the data rank whose samples the loss is computed of (by default the rank).
-        keep: the steps whose gradients are kept (by default all, if the engine keeps any).
-        mean: record the loss's mean over the ranks rather than this rank's.
+        data: the data rank that selects the samples (by default this rank).
+        keep: the steps whose gradients are recorded (by default all steps).
+        mean: record the mean of the loss over ranks instead of this rank's loss.
     """
     result = Trained()
     names = [name for name, _ in engine.module.named_parameters()]
     if engine.config.precision.gradients == "in_backward":
-        names = []  # there are none to look at
+        names = []  # the engine frees gradients during backward
     for step in range(num_steps):
         before_step(engine.module, step)
         found = loss(engine, rank() if data is None else data, step)
@@ -191,10 +192,10 @@ def train_module(
     keep: Container[int] | None = None,
     before_step: Callable[[Any, int], None] = lambda module, step: None,
 ) -> Trained:
-    """Train with plain PyTorch on the samples of ``num_data`` data ranks: the mean of their gradients.
+    """Train with plain PyTorch on the mean gradient of ``num_data`` data ranks' samples.
 
-    ``own``: the data rank whose losses are recorded, or None for the mean of all. Norms are recorded with ``clip``. The
-    optimizer is by default AdamW, as `train` has it.
+    ``own`` is the data rank whose losses are recorded, or None for the mean of all. Norms are recorded only with
+    ``clip``. The default optimizer is the AdamW of `train`.
     """
     result, params = Trained(), model.parameters()
     chosen = torch.optim.AdamW(params, **ADAMW) if optimizer is None else optimizer(params)
@@ -237,7 +238,7 @@ def _train_batches(
 
 
 def whole_weights(engine: partita.Engine) -> dict[str, Tensor]:
-    """Every parameter, whole, on every rank."""
+    """Return every full parameter, on every rank."""
     with engine.gathered():
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
@@ -246,7 +247,7 @@ def whole_weights(engine: partita.Engine) -> dict[str, Tensor]:
 
 
 def train_recipe(recipe: Recipe, zero: Mapping[str, Any]) -> Trained:
-    """Train a recipe with this `zero` section, on the ranks that run; between steps the engine is idle."""
+    """Train a recipe with this `zero` section on the running ranks; assert that the engine is idle between steps."""
     config = {"optimizer": ADAMW, **recipe.config, "zero": {**recipe.config.get("zero", {}), **zero}}
     with small_buckets(recipe.bucket_bytes), partita.initialize(recipe.built(), config) as engine:
         return train_engine(
@@ -259,7 +260,7 @@ def train_recipe(recipe: Recipe, zero: Mapping[str, Any]) -> Trained:
 
 
 def train_plain(recipe: Recipe) -> Trained:
-    """Train a recipe with plain PyTorch, in one process, on the samples of all ranks."""
+    """Train a recipe with plain PyTorch in one process, on the samples of all ranks."""
     return train_module(
         recipe.built(),
         recipe.loss,
@@ -271,7 +272,7 @@ def train_plain(recipe: Recipe) -> Trained:
 
 
 def check(recipe: Recipe, stages: Mapping[str, Mapping[str, Any]] = ZERO) -> None:
-    """Every stage trains bitwise as the first one does, and that one as plain PyTorch does."""
+    """Assert that every stage trains bitwise like the first one, and the first one like plain PyTorch to rounding."""
     with quiet(recipe.ignored):
         results = {name: train_recipe(recipe, zero) for name, zero in stages.items()}
         base = next(iter(stages))
@@ -285,10 +286,10 @@ def check(recipe: Recipe, stages: Mapping[str, Mapping[str, Any]] = ZERO) -> Non
 
 
 def assert_same_bits(one: Trained, other: Trained, what: str = "", *, losses: bool = True) -> None:
-    """Losses, norms (also those that are not finite) and weights are equal bit for bit.
+    """Assert that losses, norms (including non-finite ones) and weights are bitwise equal.
 
-    Gradients, which ranks may have summed in another order for `engine.gradient`, are equal to 1e-5. ``losses=False``
-    leaves the losses out, which differ between data ranks.
+    Gradients must agree to 1e-5: `engine.gradient` may sum ranks in another order. ``losses=False`` skips the losses,
+    which differ between data ranks.
     """
     if losses:
         assert str(one.losses) == str(other.losses), f"{what}: losses {one.losses}, {other.losses}"
@@ -305,7 +306,7 @@ def assert_same_bits(one: Trained, other: Trained, what: str = "", *, losses: bo
 
 
 def assert_close(one: Trained, plain: Trained) -> None:
-    """Losses, gradients and weights are those of plain PyTorch, as far as sums in another order allow."""
+    """Assert that losses, gradients and weights agree with plain PyTorch, up to the order of sums."""
     torch.testing.assert_close(one.losses, plain.losses, rtol=1e-4, atol=1e-6)
     for step, (mine, theirs) in enumerate(zip(one.gradients, plain.gradients, strict=True)):
         for name, expected in theirs.items():
@@ -318,9 +319,10 @@ def assert_close(one: Trained, plain: Trained) -> None:
 
 
 def assert_exact(one: Trained, plain: Trained, what: str = "", *, tolerance: float = 1e-5, losses: bool = True) -> None:
-    """Losses, norms and kept gradients are those of plain PyTorch to ``tolerance``, a share of each largest element.
+    """Assert that losses, norms and recorded gradients agree with plain PyTorch to ``tolerance``.
 
-    ``losses=False`` leaves the losses out, which differ between data ranks.
+    The tolerance is absolute for losses, relative for norms, and relative to the largest element of each gradient.
+    ``losses=False`` skips the losses, which differ between data ranks.
     """
     if losses:
         assert one.losses == pytest.approx(plain.losses, rel=0, abs=tolerance), f"{what}: losses"

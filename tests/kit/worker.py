@@ -1,4 +1,4 @@
-"""A worker of the pool: a process that runs one job after another, each time as a rank."""
+"""A worker of the pool: a process that runs jobs one after another, each as a rank."""
 
 import contextlib
 import faulthandler
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from tests.kit import seeds
 from tests.kit.hygiene import Snapshot
 
-# From the pool to a rank that has answered: all have, its process group may go.
+# The pool sends this to each rank when all ranks have answered: the rank may destroy its process group.
 RELEASE = b"release"
-# For partita's threads to end, once nothing asks more of them.
+# Time for partita's threads to end after a job.
 GRACE_S = 2.0
 
 
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """A pickled result, or, where `traceback` is set, the exception (None where pickle refuses) and its `summary`."""
+    """A pickled result; or, if `traceback` is set, an exception (None if it cannot be pickled) and its `summary`."""
 
     value: bytes | None
     traceback: str | None = None
@@ -66,14 +66,14 @@ def main(pipe: Connection, stacks: str) -> None:
         num_modules = 0
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
             while True:
-                if len(sys.modules) > num_modules:  # what they have made stays: no collection need look at it again
+                if len(sys.modules) > num_modules:  # exclude objects of imported modules from garbage collection
                     gc.freeze()
                     num_modules = len(sys.modules)
                 _serve(pipe, pickle.loads(pipe.recv_bytes()))
 
 
 def _serve(pipe: Connection, job: Job) -> None:
-    """Run one job as a rank, then undo what that needed and what the job leaves behind."""
+    """Run one job as a rank, then restore the process's state."""
     before = Snapshot.take()
     _set_environment(job)
     seeds.start(1000 + job.rank)  # differs by rank, so that nothing is equal on all ranks by accident
@@ -82,7 +82,7 @@ def _serve(pipe: Connection, job: Job) -> None:
         answer = _answer(job)
         if answer.traceback is None:
             pipe.send_bytes(pickle.dumps(answer))
-            released = pipe.recv_bytes()  # until all have answered, another rank may need this one's process group
+            released = pipe.recv_bytes()  # other ranks may need this rank's process group until all have answered
             assert released == RELEASE
     finally:
         if dist.is_initialized():
@@ -96,8 +96,10 @@ def _serve(pipe: Connection, job: Job) -> None:
 
 
 def _collect_garbage() -> None:
-    """Free what the job has left behind, once partita's threads have let go of it: before torch frees a process group
-    it waits for its operations, which wait for the other ranks as long as these still have their group.
+    """Free the job's objects after partita's threads, which may hold references to them, have ended.
+
+    Before torch frees a process group, it waits for the group's operations, which wait for the other ranks as long as
+    these have their group.
     """
     gc.collect()
     deadline = time.monotonic() + GRACE_S
@@ -113,13 +115,13 @@ def _answer(job: Job) -> Answer:
         with warnings.catch_warnings():
             warnings.filters = job.warning_filters
             if job.with_group:
-                # Longer than the pool waits: a hang is then seen by the pool, which knows the stacks of all ranks.
+                # Longer than the pool's timeout, so that the pool detects a hang and reports the stacks of all ranks.
                 dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s + 30))
             fn, args = pickle.loads(job.task)
             result = pickle.dumps(fn(*args))
         if leaks := before.leaks():
             raise AssertionError(f"the test leaked on rank {job.rank}: " + ", ".join(leaks))
-    except BaseException as error:  # a pytest.fail or a SystemExit is an answer too
+    except BaseException as error:  # includes pytest.fail and SystemExit
         return _failure(error)
     return Answer(result)
 
@@ -143,6 +145,6 @@ def _failure(error: BaseException) -> Answer:
     try:
         carried = pickle.dumps(error)
         pickle.loads(carried)
-    except Exception:  # whatever a class's own reduction raises
+    except Exception:  # a class's own __reduce__ may raise anything
         carried = None
     return Answer(carried, text, summary, time_s)

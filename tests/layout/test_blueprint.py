@@ -1,4 +1,4 @@
-"""A model on paper, without process groups: what hundreds of ranks would hold and send, told by a model on ``meta``."""
+"""Tests of blueprints: bytes that hundreds of ranks store and send, from a model on ``meta`` and no process groups."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def resolved(zero: dict[str, Any], precision: dict[str, Any] | None = None, num_
     ],
 )
 def test_of_512_ranks(build: Any, zero: dict[str, Any], whole: int, split: int, sent: int) -> None:
-    """Bytes held and sent by a rank are the papers' multiples of the parameters, padding aside."""
+    """The bytes that a rank stores and sends are the papers' multiples of the parameters, up to padding."""
     model = build()
     num = sum(param.numel() for param in model.parameters())
     blueprint = make_blueprint(model, resolved(zero, MIXED))
@@ -79,7 +79,7 @@ def test_the_same_model_gives_the_same_blueprint() -> None:
 
 
 class Mixed(nn.Module):
-    """Units in units, a batch norm, a shared module, a frozen and an integer parameter."""
+    """A model with nested units, batch norms, a shared module, a frozen and an integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_module_that_two_units_share_lies_inside_both() -> None:
 
 
 def test_states_go_where_there_is_memory() -> None:
-    """On paper as on the machine: the blueprint fits into the budget that it was made for, or says what is lacking."""
+    """The blueprint fits into the memory budget it was made for, or an error names the memory that is too small."""
     settings = resolved({"stage": 3, "offload": {"parameters": "auto", "optimizer": "auto"}}, MIXED, 8)
     plenty = MemoryBudget(10**15, 10**15, 10**15)
     near = make_blueprint(llama(), settings, budget=plenty)

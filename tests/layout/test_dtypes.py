@@ -1,4 +1,4 @@
-"""Encodings and torch dtypes stand for each other."""
+"""Tests of the mapping between encodings and torch dtypes."""
 
 import pytest
 import torch

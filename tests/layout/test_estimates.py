@@ -1,4 +1,4 @@
-"""Bytes held and sent, against the closed forms of the papers and against what the table says of single units."""
+"""Tests of estimated bytes held and sent, against the papers' formulas and against the table's residences."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def plan(
     *,
     frozen: Sequence[int] = (),
 ) -> list[PlannedUnit]:
-    """Units of parameters of the given shapes; the ``frozen`` ones (by number) do not train."""
+    """Return units with parameters of the given shapes; the units with numbers in ``frozen`` do not train."""
     planned = []
     for number, shapes_of_unit in enumerate(units):
         trains = number not in frozen
@@ -115,7 +115,7 @@ def test_ranks_together_hold_what_the_table_says(
 
 
 def test_moments_follow_the_cuts() -> None:
-    """Three parameters of one quantum on two ranks: the first holds two of them, the second one."""
+    """A rank has the moments of its shard: two of three parameters of up to one quantum, and the third one."""
     mesh = MeshShape(data=2)
     units = plan([[(100,), (200,), (QUANTUM,)]], "zero1", mesh, Encodings())
     held = [model_state_bytes(units, rank)["moments", "device"] for rank in range(2)]
@@ -138,7 +138,7 @@ def test_some_parameters_have_fewer_moments(
 
 
 def test_bound_of_fewer_moments() -> None:
-    """The shard with most states has the vector, which has two, and as many matrices as fit beside it."""
+    """The bound assumes a shard with the vector, which has two moments, filled up with elements of the matrix."""
     units = plan([[(1024, QUANTUM), (QUANTUM,)]], "zero1", MeshShape(data=2), Encodings())
     (matrix, _) = units[0].segments[0].layout.spans
     moments = Moments(2, {matrix.fqn: 1})
@@ -212,7 +212,7 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
     assert rows[TrafficKey("all_gather", ("local",), "parameters")] == near
 
 
-# Where all parameters are unsharded, nobody gathers.
+# ``meets``: ranks exchange a message after each micro-batch, but not if all parameters are unsharded.
 @pytest.mark.parametrize(
     ("name", "meets", "num_meetings"), [("zero3", True, 3), ("zero3", False, 0), ("zero2", True, 0)]
 )
@@ -222,8 +222,8 @@ def test_messages_are_counted_to_the_byte(name: str, meets: bool, num_meetings: 
     key = TrafficKey("all_gather", DATA, "control")
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
     shape = StepShape(accumulate=3, returns_loss=True, meets=meets)
-    num_words = num_meetings + 2  # what was drawn, and the loss
-    at_norm = 3 * 8  # the norm, the gradients' scale, whether something was written
+    num_words = num_meetings + 2  # the number of micro-batches and the loss
+    at_norm = 3 * 8  # the norm, the gradients' scale, and a flag of written gradients
     assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 2, 3 * (8 * num_words + used + at_norm))
 
 

@@ -1,4 +1,4 @@
-"""Figures are short."""
+"""Test of the formatting of byte counts."""
 
 import pytest
 

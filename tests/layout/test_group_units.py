@@ -1,4 +1,4 @@
-"""Units: what is gathered together is used together, and every parameter is in exactly one."""
+"""Tests of units: modules whose parameters are gathered together; every parameter is in exactly one unit."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def unit_of(units: list[UnitSpec], fqn: str) -> str:
 
 
 def check(model: nn.Module, units: list[UnitSpec]) -> None:
-    """Every parameter is in one unit, whose module contains it; units and parameters are in the model's order."""
+    """Assert that each parameter is in one unit, whose module contains it, and that all are in the model's order."""
     params = [id(info.param) for unit in units for info in unit.infos]
     assert sorted(params) == sorted(id(param) for param in model.parameters())
     position = {name: number for number, (name, _) in enumerate(model.named_modules())}
@@ -91,7 +91,7 @@ def test_tied_parameters_of_the_zoo(name: str, tied: list[str]) -> None:
     assert len(info.owners) == 2
 
 
-# ----------------------------------------------------------------------------------------------------- what is a block
+# -------------------------------------------------------------------------------------------------- finding the blocks
 
 
 class Block(nn.Module):
@@ -171,7 +171,7 @@ def test_children_that_have_no_sibling_of_their_class_are_no_blocks() -> None:
 
 
 def test_attention_is_never_split_from_its_projection() -> None:
-    """nn.MultiheadAttention reads out_proj's weight without calling it."""
+    """nn.MultiheadAttention and its out_proj are in one unit, because it reads out_proj's weight without calling it."""
 
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ class Bottleneck(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks that are attributes, the first of another width."""
+    """A stage whose blocks are attributes; the first block has another input width."""
 
     def __init__(self, width_in: int, width: int, depth: int) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Stages(nn.Module):
 
 
 def test_blocks_in_stages_that_are_attributes() -> None:
-    """A small stage is one unit, a large one is split into its blocks, whatever these contain."""
+    """A small stage is one unit; a large stage is split into its blocks, which are not split further."""
     model = Stages()
     assert names(model) == ["", "body.s1", "body.s2", "body.s3.b0", "body.s3.b1", "body.s3.b2"]
     check(model, group_units(model))

@@ -1,4 +1,6 @@
-"""Placement: never over budget, more memory brings nothing further away, and an error that says what is lacking."""
+"""Tests of placement: it stays in the budget, more memory moves no state to a slower tier, and errors name the memory
+that is too small.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,7 +46,7 @@ def placement(
     frozen: Sequence[int] = (),
     on_host: bool = True,
 ) -> Placement:
-    """The first unit is the root."""
+    """Return a placement of units with the given shapes; the first unit is the root."""
     layouts = []
     for number, shapes_of_unit in enumerate(units):
         entries = [
@@ -74,7 +76,7 @@ placements = st.builds(
 
 
 def used_bytes(made: Placement, tiers: Sequence[Tiers]) -> dict[Tier, int]:
-    """By the public estimates, of what is really planned."""
+    """Return the bytes used per tier if the units are planned on these tiers, from the public estimates."""
     units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
     states = model_state_bytes(units, None, made.moments)
     working = most_working_bytes(units, made.prefetch, made.moments, on_host=made.on_host)
@@ -82,7 +84,7 @@ def used_bytes(made: Placement, tiers: Sequence[Tiers]) -> dict[Tier, int]:
 
 
 def budget_of(shares: tuple[float, float], made: Placement, one_memory: bool) -> MemoryBudget:
-    """Shares of what the device needs for everything, so that something is at stake."""
+    """Return a budget of device and host memory as shares of the bytes needed for everything."""
     everything = sum(used_bytes(made, made.tiers(MemoryBudget(PLENTY, PLENTY, PLENTY))).values())
     device, host = (int(share * everything) for share in shares)
     return MemoryBudget(device, 0 if one_memory else host, PLENTY, one_memory)
@@ -100,7 +102,7 @@ def placed(made: Placement, budget: MemoryBudget) -> list[Tiers] | None:
 
 @given(placements, shares, st.booleans())
 def test_what_is_planned_for_is_a_bound(made: Placement, share: tuple[float, float], one_memory: bool) -> None:
-    """Of what buckets take once it is known which gradients share one."""
+    """The working bytes assumed by the placement are a bound on those computed with the final buckets."""
     if (tiers := placed(made, budget_of(share, made, one_memory))) is not None:
         units = [made.planned(number, chosen) for number, chosen in enumerate(tiers)]
         found = working_bytes(units, made.prefetch, made.moments, on_host=made.on_host)
@@ -157,12 +159,15 @@ def test_everything_is_on_disk_where_nothing_else_fits() -> None:
     least = used_bytes(made, on_disk)
     tiers = made.tiers(MemoryBudget(least[Tier.DEVICE], least[Tier.HOST], PLENTY))
     assert tiers[1:] == on_disk[1:]
-    # The root unit takes a slot for as long as it is in use: at rest on the device it takes no more.
+    # The root unit keeps its slot all the time it is in use: stored on the device, it takes no more memory.
     assert tiers[0] == Tiers(Tier.DEVICE, Tier.DISK, Tier.DISK)
 
 
 def test_parameters_come_first_and_the_models_order_counts() -> None:
-    """Of five equal units, from all to none: at each step one more state of one unit moves away, the last one first."""
+    """The states of five equal units move to the host one by one as the budget shrinks, the last unit's first.
+
+    All optimizer states move before the first parameters.
+    """
     made = placement([[(300, 40)]] * 5, Offload(parameters="auto", optimizer="auto"), mesh=MeshShape(data=2))
     every = made.tiers(MemoryBudget(PLENTY, PLENTY, PLENTY))
     assert every == [Tiers()] * 5

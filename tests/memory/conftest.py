@@ -1,4 +1,4 @@
-"""A disk to test with, whose blocks are small enough for small tensors to have many."""
+"""Fixtures of the disk tier, with blocks so small that small tensors have many."""
 
 import weakref
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def plain(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def mappings(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Mapping]"]:
-    """The mappings that are made, without keeping them."""
+    """Return a list that collects weak references to all new mappings."""
     made: list[weakref.ref[Mapping]] = []
 
     def watched(num_bytes: int) -> Mapping:

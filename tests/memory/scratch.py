@@ -1,4 +1,4 @@
-"""What the tests of the disk tier share: random memory, and filesystems that refuse what a file may ask for."""
+"""Helpers for tests of the disk tier: random memory, and filesystems that refuse requests."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ OPEN, PWRITEV = os.open, os.pwritev
 
 
 def some(num_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Random bits."""
+    """Return a page-aligned tensor of random bits."""
     tensor = allocate(num_bytes // dtype.itemsize, dtype, torch.device("cpu"))
     tensor.view(torch.uint8).random_(0, 256)
     return tensor
@@ -35,7 +35,10 @@ def read(disk: Disk, region: Region, like: Tensor) -> Tensor:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Have a filesystem that cannot do what the mode does without."""
+    """Patch system calls to act like a filesystem that forces the disk into this mode.
+
+    It has no unnamed files (``named``), or refuses O_DIRECT: at opening (``buffered``) or at the first write.
+    """
 
     def refusing(path: Path, flags: int, *rest: int) -> int:
         if mode == "named" and flags & os.O_TMPFILE == os.O_TMPFILE:

@@ -1,4 +1,4 @@
-"""Devices: which is used, and what is said of those that cannot do all. (tests/simulated has an accelerator.)"""
+"""The choice of a device, and messages about missing features. (tests/simulated has an accelerator.)"""
 
 import types
 
@@ -88,7 +88,7 @@ def test_memory_that_pytorch_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_error_of_pinning_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CUDA's runtime does, the device remembers the last error and raises it after the next launch."""
+    """A pinning error is cleared. Like CUDA's runtime, this device stores its last error until the next launch."""
     pending = list[str]()
 
     def register(address: int, num_bytes: int, flags: int) -> int:

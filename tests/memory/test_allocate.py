@@ -1,4 +1,4 @@
-"""Memory that stays: zeros in a mapping of its own, given back to the system when the tensor is dropped."""
+"""Allocation of zeros in a separate mapping, which returns to the system when the tensor is freed."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Runtime:
-    """Stands in for CUDA's: remembers what is registered."""
+    """A stand-in for CUDA's runtime that records registered memory."""
 
     def __init__(self, status: int = 0) -> None:
         self.registered: dict[int, int] = {}
@@ -27,7 +27,7 @@ class Runtime:
         return self._status
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        ctypes.string_at(address, self.registered.pop(address))  # still mapped, or this ends the process
+        ctypes.string_at(address, self.registered.pop(address))  # the process crashes here if it is unmapped
         return 0
 
     def cudaGetErrorString(self, status: int) -> str:  # noqa: N802

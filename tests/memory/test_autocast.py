@@ -1,4 +1,4 @@
-"""Autocast on the simulated device gives tensors the dtypes that torch gives them on the device it stands for."""
+"""Autocast on a simulated device yields the dtypes that torch yields on the device that it represents."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def test_a_simulated_host_is_the_host(name: str) -> None:
         assert OPERATORS[name](*(x.to(SIMULATED) for x in drawn)).dtype == expected
 
 
-# What torch's documentation lists for CUDA, https://docs.pytorch.org/docs/stable/amp.html.
+# True: runs in 16 bits on CUDA, False: in fp32. Source: https://docs.pytorch.org/docs/stable/amp.html.
 ON_CUDA = {"linear": True, "matmul": True, "layer_norm": False, "softmax": False, "exp": False, "attention": True}
 
 
@@ -61,7 +61,7 @@ def test_a_repeated_forward_is_under_autocast_again(kind: str) -> None:
         with autocast(SIMULATED, torch.bfloat16):
             out = checkpoint(layers, torch.randn(3, 4, device=SIMULATED), use_reentrant=False)
         assert out.dtype == torch.bfloat16
-        out.sum().backward()  # torch compares the dtypes of what both forwards save
+        out.sum().backward()  # torch compares the dtypes of the tensors that both forwards save
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in layers.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Slots: what is lent is never lent twice, classes are few, and the ledger knows every byte."""
+"""Slots: none is borrowed twice at a time, size classes waste little, and the ledger counts every byte."""
 
 import warnings
 
@@ -136,7 +136,7 @@ def test_the_newest_slot_is_the_one_that_came_back_last() -> None:
 
 
 class Borrowing(RuleBasedStateMachine):
-    """Random loans; the model is the list of slots that are out."""
+    """Random borrowing; the model is the list of borrowed slots."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is free: the least of what the system and a container say, and files in memory are no disk."""
+"""Free memory: the minimum of the system's and a container's. Filesystems in memory do not count as disk."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_on_a_cpu_the_device_is_the_hosts_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An accelerator's memory is asked for after PyTorch has given back what it only keeps."""
+    """An accelerator's free memory is read after PyTorch has released its cache."""
     monkeypatch.setattr(capacity, "host_memory", lambda: (64_000, 50_000))
     assert free_now(CPU) == 50_000
     calls = list[str]()
@@ -47,7 +47,7 @@ def test_what_is_free_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_pytorch_only_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of an earlier engine in the process neither moves states off the device nor refuses them."""
+    """Cached memory of an earlier engine counts as free: states are neither offloaded nor refused because of it."""
     kept = [600]
     monkeypatch.setattr(accelerator, "reclaim", lambda device: kept.clear())
     monkeypatch.setattr(accelerator, "free_bytes", lambda device: 1_000 - sum(kept))

@@ -1,4 +1,4 @@
-"""Python's garbage collector, while very many objects are made."""
+"""Pausing and freezing Python's garbage collector while many objects are created."""
 
 import gc
 import os

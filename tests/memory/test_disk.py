@@ -1,4 +1,4 @@
-"""The disk tier: what comes back is what was written, in whatever order, and nothing is left behind."""
+"""The disk tier: reads return what was written, in any order of requests, and nothing is left behind."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Gate:
-    """A system call that waits until it may."""
+    """A system call that blocks until ``may`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, holds: Callable[[int], bool] = lambda _: True):
         self._call, self._holds, self.may, self.reached = getattr(os, name), holds, threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Every way in which a disk can fail: a folder that refuses, no space, a broken request, a killed process."""
+"""Failures of a disk: a folder that refuses, no space, a failed request, a killed process."""
 
 import errno
 import os

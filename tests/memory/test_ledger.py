@@ -1,4 +1,4 @@
-"""The ledger: bytes now and at their peak, by state and tier."""
+"""The ledger: current and peak bytes, by state and tier."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A loan: a storage without memory has a slot's for a while, and everything that looks at the storage sees it."""
+"""Storage swap: a storage without memory temporarily takes a slot's memory, which all of its views see."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def slots(loan: StorageSwap, num: int) -> list[Slot]:
 
 
 def parameter(storage: torch.UntypedStorage) -> nn.Parameter:
-    """A permanent view ``[16]`` of a storage that has memory now."""
+    """Return a permanent view ``[16]`` of a storage that currently has memory."""
     return nn.Parameter(torch.empty(0).set_(storage, 0, (NUM_BYTES // 4,)))
 
 
@@ -44,7 +44,7 @@ def test_a_view_is_a_view_whenever_there_is_memory(swap: bool) -> None:
 
 @WAYS
 def test_what_autograd_saved_stays_an_alias(swap: bool) -> None:
-    """Between forward and backward the values go to another place and come back in a third."""
+    """Tensors that autograd saved stay aliases if the values move to another slot between forward and backward."""
     loan, storage = StorageSwap(swap), torch.UntypedStorage(0)
     first, second = slots(loan, 2)
     loan.attach(storage, first)

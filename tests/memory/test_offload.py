@@ -1,4 +1,4 @@
-"""States on the host and on disk: the same bits as on the device, and nothing read too soon."""
+"""Offloaded states: the same bits as on the device, and no value is read before it is ready."""
 
 import tempfile
 import warnings
@@ -39,7 +39,7 @@ STAGES = ("1", "2", "3")
 
 
 class Parts(nn.Module):
-    """A branch that a step leaves out, a frozen layer, a layer that is called twice."""
+    """A model with a branch that most steps skip, a frozen layer, and a layer that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_the_same_bits_in_every_training(recipe: str, stage: str, offload: str) 
 
 
 def test_whole_on_every_rank() -> None:
-    """Stage 0 with its whole states off the device, and stage 3 that keeps parameters whole in between."""
+    """Stage 0 with unsharded offloaded states, and stage 3 with ``keep_gathered``, have the bits of stage 0."""
     on_ranks(2, whole_on_every_rank)
 
 
@@ -117,11 +117,11 @@ def test_real_models(name: str) -> None:
     assert {key: unequal for key, unequal in verdict.from_stage_0.items() if unequal} == {}
 
 
-# ------------------------------------------------------------------------------------------------ what is seen of it
+# ------------------------------------------------------------------------------------------------------ visible effects
 
 
 def accumulated() -> None:
-    """Gradients of several micro-batches add up where they rest, with and without no_sync."""
+    """Check that gradients of several micro-batches accumulate on their tier, with and without ``no_sync``."""
     ends: list[tuple[list[float], dict[str, Tensor]]] = []
     for offload in ({}, {"optimizer": "host"}, ON_DISK):
         seeds.start()
@@ -147,7 +147,7 @@ def test_accumulation() -> None:
 
 
 def read_at_once() -> None:
-    """Right after a step, while updates go on, everything that can be asked for is that of after the step."""
+    """Check that all values read right after a step, while updates still run, are those after the step."""
     seen: list[dict[str, Any]] = []
     for offload in ({}, {"optimizer": "host"}, {"optimizer": "disk"}):
         for stage in (1, 3):
@@ -158,7 +158,7 @@ def read_at_once() -> None:
                     engine.backward(square_loss(engine, rank(), step))
                     engine.step()
                     for group in engine.optimizer.param_groups:
-                        group["lr"] = 100.0 if step == 1 else 0.001  # the next update's affair
+                        group["lr"] = 100.0 if step == 1 else 0.001  # affects only the next update
                     if stage == 1:
                         plain = {name: p.detach().clone() for name, p in model.named_parameters()}
                     else:
@@ -180,7 +180,7 @@ def test_what_is_read_at_once_is_up_to_date() -> None:
 
 
 def step_hooks_find_it_done() -> None:
-    """Who hooks on the optimizer's step is called once a step, when all parameters are updated."""
+    """Check that hooks on the optimizer's step run once per step, after all parameters are updated."""
     calls: list[Tensor] = []
     seeds.start()
     model = Stack(2)

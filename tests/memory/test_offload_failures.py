@@ -1,4 +1,4 @@
-"""What fails while states are offloaded: the disk, its folder, a process. All ranks end in an error, and none waits."""
+"""Failures of offload: the disk, its folder, a process. All ranks end with an error, and none hangs."""
 
 import errno
 import os
@@ -47,19 +47,19 @@ def take_steps(engine: partita.Engine, num_steps: int) -> None:
         assert engine.step().stepped
 
 
-# ----------------------------------------------------------------------------------------------------- while it starts
+# ------------------------------------------------------------------------------------------------------- initialization
 
 
 @contextmanager
 def replaced(name: str, raised: OSError) -> Iterator[None]:
-    """A system call that fails."""
+    """Replace a system call by one that fails."""
     with mock.patch.object(os, name, side_effect=raised):
         yield
 
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """A process that may not write large files."""
+    """Limit the size of the files that this process may write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
@@ -89,7 +89,10 @@ FAILING: dict[str, tuple[Failing, str]] = {
 
 
 def fails_at_the_start(name: str, ranks: tuple[int, ...], folder: str) -> str:
-    """Nothing of the model is touched, so that it can be put elsewhere."""
+    """Initialize with a disk that fails on these ``ranks``, and return the error.
+
+    The model is unchanged afterwards, so that it can be initialized again.
+    """
     failing, said = FAILING[name]
     model, before = Stack(2), {}
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -114,7 +117,7 @@ def test_a_disk_that_refuses_is_an_error_on_every_rank(name: str, ranks: tuple[i
 
 
 def wide() -> nn.Module:
-    """More states than a small filesystem has room for: 16 MB."""
+    """Return a model whose states, 16 MB, do not fit on a small filesystem."""
     return nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 4))
 
 
@@ -138,7 +141,7 @@ def test_a_filesystem_that_is_read_only(small_filesystem: Path) -> None:
 
 
 def a_full_disk_does_not_end_a_step(folder: str, optimizer: dict[str, Any]) -> None:
-    """All the space that states will take is taken at the start."""
+    """Check that a disk which fills up after the start ends no step: space for all states is already reserved."""
     with partita.initialize(Stack(3), config(folder, optimizer=optimizer)) as engine:
         with replaced("posix_fallocate", failure(errno.ENOSPC)):
             take_steps(engine, 3)
@@ -152,7 +155,7 @@ def test_space_is_taken_at_the_start(optimizer: dict[str, Any], tmp_path: Path) 
 
 
 def cannot_be_read(folder: str, weights: str) -> str:
-    """Every rank reads its part; one of them cannot."""
+    """Initialize from weights that rank 0 cannot read, and return the error. Every rank reads its own part."""
     broken = mock.patch.object(Weights, "read", side_effect=PartitaError("the file is damaged"))
     with broken if rank() == 0 else nullcontext(), pytest.raises(PartitaError, match="the file is damaged") as caught:
         partita.initialize(Stack(2), config(folder), weights=weights)
@@ -169,7 +172,7 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------------ while it trains
+# ------------------------------------------------------------------------------------------------------------- training
 
 
 def killed_in_a_step(folder: str, call: str) -> None:
@@ -181,7 +184,7 @@ def killed_in_a_step(folder: str, call: str) -> None:
 
 
 def meets_a_rank_that_is_gone() -> None:
-    """Gloo refuses at once to send to a process whose end it has seen."""
+    """Train after rank 1 has ended. Gloo refuses at once to send to a process whose end it has seen."""
     with partita.initialize(Stack(3), {"zero": {"stage": 3}}) as engine:
         take_steps(engine, 1)
         if rank() == 1:
@@ -204,7 +207,7 @@ def trains(folder: str) -> None:
 
 @pytest.mark.parametrize("call", ["_read", "_write"])
 def test_a_killed_rank(call: str, tmp_path: Path) -> None:
-    """The other rank ends in an error, nothing is left behind, and the folder serves the next run."""
+    """If a rank is killed, the other one ends with an error, no file is left, and the next run can use the folder."""
     with pytest.raises(WorkerError, match="rank 1 died with exit code -9") as caught:
         on_ranks(2, killed_in_a_step, str(tmp_path), call)
     (other,) = (note for note in caught.value.__notes__ if note.startswith("on rank 0:"))
@@ -230,7 +233,7 @@ def test_a_filesystem_without_direct_requests(tmp_path: Path) -> None:
 
 
 def waits_for_the_disk(folder: str) -> None:
-    """A gather that takes longer than a rank's patience is no disagreement."""
+    """Check that the unshard-order check accepts a gather which takes longer than its patience."""
     recipe = Recipe(Stack)
     expected = train_recipe(recipe, ZERO["3"])
     with mock.patch.object(unshard_order, "PATIENCE_S", 0.0):
@@ -242,11 +245,11 @@ def test_a_slow_disk(world: int, tmp_path: Path) -> None:
     on_ranks(world, waits_for_the_disk, str(tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------- memory of the host
+# ---------------------------------------------------------------------------------------------------------- host memory
 
 
 def bytes_on_host(offload: dict[str, str]) -> int:
-    """What a rank's states take on the host."""
+    """Return the bytes of this rank's states on the host."""
     seeds.start()
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))

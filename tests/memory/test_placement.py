@@ -1,4 +1,4 @@
-"""``auto``: some states on each tier, the same bits as without offload, and the ranks agree."""
+"""Offload ``auto``: states on several tiers, the same bits as without offload, and agreement of the ranks."""
 
 import contextlib
 import itertools
@@ -46,7 +46,7 @@ STATES = ("parameters", "gradients", "master", "moments")
 
 @contextlib.contextmanager
 def having(budget: MemoryBudget) -> Iterator[None]:
-    """With a machine that has so much for each rank."""
+    """Pretend that the machine has this budget for each rank."""
     with (
         mock.patch.object(agreed, "free_budget", return_value=budget),
         mock.patch.object(MemoryBudget, "shared", autospec=True, side_effect=lambda budget, num_ranks: budget),
@@ -55,7 +55,7 @@ def having(budget: MemoryBudget) -> Iterator[None]:
 
 
 def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK, model: nn.Module | None = None) -> list[Tiers]:
-    """Where the states of each unit rest with so much memory; nothing where they do not fit."""
+    """Return the tiers of each unit's states under this budget; empty if they do not fit."""
     config = partita.Config(zero={**recipe.config.get("zero", {}), **ZERO[stage], "offload": AUTO})
     try:
         blueprint = make_blueprint(model or recipe.built(), resolve(config, world(), "cpu"), budget=budget)
@@ -66,7 +66,7 @@ def tiers_of(stage: str, budget: MemoryBudget, recipe: Recipe = STACK, model: nn
 
 
 def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[MemoryBudget]:
-    """One with which parameters, and one with which optimizer states are on the device and elsewhere."""
+    """Return a budget that places parameters, and one that places optimizer states, on the device and elsewhere."""
     model, found = recipe.built(), dict[str, MemoryBudget]()
     for device, host in itertools.product(range(40_000, 260_000, 8_000), (60_000, 100_000, 160_000, 260_000)):
         tiers = tiers_of(stage, budget := MemoryBudget(device, host, PLENTY), recipe, model)
@@ -79,13 +79,14 @@ def mixed_budgets(stage: str, recipe: Recipe = STACK) -> list[MemoryBudget]:
 
 
 def three_tiers() -> MemoryBudget:
-    """With which the optimizer states of 24 blocks are on all three tiers, at stage 3."""
+    """Return a budget that places the optimizer states of 24 blocks on all three tiers, at stage 3."""
     model = TALL.built()
 
     def holds(tier: Tier, device: int, host: int) -> bool:
         return tier in {t.optimizer for t in tiers_of("3", MemoryBudget(device, host, PLENTY), TALL, model)}
 
-    # More memory moves nothing away: there is a least one with which some are on the device, and then on the host.
+    # More memory never moves states to a slower tier, so bisection finds the least device memory that some states use,
+    # and then the least host memory.
     device = bisect_left(range(PLENTY), True, key=lambda num: holds(Tier.DEVICE, num, PLENTY))
     host = bisect_left(range(PLENTY), True, key=lambda num: holds(Tier.HOST, device, num))
     assert all(holds(tier, device, host) for tier in Tier)
@@ -125,12 +126,15 @@ def test_the_same_bits_with_states_here_and_there(num_ranks: int, stage: str) ->
 
 @pytest.mark.parametrize("recipe", sampled(["16 bits", "momentum", "seldom used, frozen, thawed"], "16 bits"))
 def test_the_same_bits_in_every_training(recipe: str) -> None:
-    """Budgets are found for fp32 and Adam: of other trainings they place other units on the tiers."""
+    """Other recipes also have the same bits as without offload.
+
+    The budgets are found for fp32 and Adam, so with other recipes they place other units on the tiers.
+    """
     assert min(on_ranks(2, the_same_bits, ("1", "3"), recipe, timeout=240)) >= 2
 
 
 class Counting(torch.optim.AdamW):
-    """It counts its steps in the group, as some optimizers do, and lowers its rate by them."""
+    """An AdamW that counts its steps in the param group, as some optimizers do, and lowers its rate by the count."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -159,7 +163,7 @@ def counted(hooked: bool) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("hooked", sampled([False, True], True))
 def test_an_optimizer_that_counts_in_its_groups(hooked: bool) -> None:
-    """A step is one step, though some units are updated now and others beside the caller."""
+    """A step counts once, although some units are updated at once and others asynchronously."""
     partita.elementwise(Counting)
     plain, placed = counted(hooked)
     assert int(plain["count"]) == 3
@@ -208,7 +212,7 @@ def test_bytes_are_where_the_table_and_the_announcement_say(num_ranks: int, stag
 
 
 def of_different_ranks() -> list[Tiers]:
-    """Rank 1 has less than rank 0."""
+    """Train with less memory on rank 1 than on rank 0, and return the tiers of all units."""
     large, small = MemoryBudget(PLENTY, PLENTY, PLENTY), mixed_budgets("3")[0]
     with having(small if rank() == 1 else large):
         with partita.initialize(Stack(5), {"zero": {"stage": 3, "offload": AUTO}}) as engine:

@@ -1,4 +1,4 @@
-"""States that cannot fit are refused before anything is allocated, with what would fit."""
+"""Capacity check: states that cannot fit are refused before any allocation, with settings that would fit."""
 
 import logging
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def with_free(num_bytes: int) -> Iterator[None]:
 
 
 def refusal(free: int, config: dict[str, Any]) -> str | None:
-    """What is said; nothing was built, and the model is what it was."""
+    """Return the error of ``initialize``, or None. Check that it built nothing and left the model unchanged."""
     made = model()
     before = [param.data_ptr() for param in made.parameters()]
     with with_free(free), mock.patch("partita.engine.build.Runtime", wraps=Runtime) as built:
@@ -45,7 +45,7 @@ def refusal(free: int, config: dict[str, Any]) -> str | None:
 
 
 def told(free: int, config: dict[str, Any]) -> list[str]:
-    """What this rank says of lower stages."""
+    """Return the lines that this rank logs about lower stages."""
     said = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -61,7 +61,7 @@ def told(free: int, config: dict[str, Any]) -> list[str]:
         log.setLevel(before)
 
 
-PLENTY = 2 * 2 * STATE_BYTES  # two ranks share it, and activations have half
+PLENTY = 2 * 2 * STATE_BYTES  # two ranks share it, and half is reserved for activations
 HALVES = {"batch": {"accumulate": 2}}
 
 
@@ -76,7 +76,7 @@ HALVES = {"batch": {"accumulate": 2}}
         (PLENTY, {"zero": {"stage": 3, "keep_gathered": True}}, None),
         (PLENTY, {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}}, None),
         (PLENTY, {"zero": {"stage": 3}, "communication": {"gradients": "int8"}}, None),
-        (16 * STATE_BYTES // 10, {"zero": {"stage": 3}}, None),  # stage 2 would fit, but with little for activations
+        (16 * STATE_BYTES // 10, {"zero": {"stage": 3}}, None),  # stage 2 would fit, but leave little for activations
     ],
 )
 def test_a_lower_stage_is_named_where_it_is_certain_to_fit(
@@ -92,7 +92,7 @@ def test_one_rank_is_told_of_no_other_stage() -> None:
 
 
 def test_one_rank_is_told_of_the_disk() -> None:
-    own = STATE_BYTES // 4  # what the model's values take now is theirs later, too
+    own = STATE_BYTES // 4  # the current bytes of the model's values count as free
     assert refusal(STATE_BYTES - own + 2**16, {}) is None
     said = refusal(STATE_BYTES - own - 2**16, {})
     assert said is not None

@@ -1,4 +1,4 @@
-"""No memory: the error says who holds what and what would help, and the engine goes on."""
+"""Out-of-memory errors: they list the memory in use and remedies, and the engine remains usable."""
 
 import errno
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_what_is_none(error: BaseException) -> None:
 
 
 def deep() -> nn.Module:
-    """Units of more than a bucket, of which the disk needs but a few in memory at a time."""
+    """Return a model whose units exceed a bucket; with the disk tier, only a few are in memory at a time."""
     return nn.Sequential(nn.Linear(16, 1024), *(nn.Linear(1024, 1024) for _ in range(16)), nn.Linear(1024, 16))
 
 

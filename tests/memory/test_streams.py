@@ -1,4 +1,4 @@
-"""Streams on the CPU: a thread that works in order, whose errors reach everyone that waits."""
+"""Streams on the CPU: a thread runs work in order, and its errors are raised in every wait."""
 
 import threading
 import weakref

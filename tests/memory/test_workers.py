@@ -1,4 +1,4 @@
-"""Workers: one key in order, different keys side by side, and an error that stays with its key."""
+"""Workers: jobs of one key run in order, those of different keys in parallel, and an error stays with its key."""
 
 import random
 import subprocess
@@ -82,7 +82,7 @@ def test_threads_come_with_work_and_end(end: str) -> None:
         workers.close()
         workers.close()
     del workers
-    last.wait()  # also where nobody but the job itself keeps the workers
+    last.wait()  # also if only the job itself still references the workers
     for thread in own:
         thread.join(60)
         assert not thread.is_alive()
@@ -124,7 +124,7 @@ workers.run("stuck", [threading.Event().wait])
 
 
 def test_a_process_that_ends_finishes_what_goes_on() -> None:
-    """And does not wait for what never ends."""
+    """A process that exits finishes its jobs, but does not wait for a job that never ends."""
     ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "all done\n"

@@ -1,4 +1,4 @@
-"""Rows of metrics, to files and back."""
+"""Rows of metrics, written to files and read back."""
 
 import os
 from contextlib import closing

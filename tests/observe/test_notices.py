@@ -1,4 +1,4 @@
-"""What the library says is shown on the trainer's console, unless logging is set up."""
+"""The library's log messages are shown on the trainer's console, unless logging is set up."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""A step's timeline: the engine's work and waits beside torch's own, and what a step waited for."""
+"""Profile of a step: the engine's work and waits next to torch's events, and the report of waits."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ NUM_UNITS = 5  # four blocks and the root
 
 
 def profiled(folder: str) -> tuple[list[dict[str, Any]], Any, dict[str, float]]:
-    """The events of the rank's trace, the report, and what the traffic report counted for each purpose."""
+    """Return the events of this rank's trace, the report, and the bytes sent per step for each purpose."""
     path = Path(folder) / f"trace-{rank()}.json.gz"
     with partita.initialize(Stack(4), {"zero": {"stage": 3, "offload": {"optimizer": "disk"}}}) as engine:
         take_step(engine, 0)
@@ -41,7 +41,7 @@ def profiled(folder: str) -> tuple[list[dict[str, Any]], Any, dict[str, float]]:
 def take_step(engine: Any, step: int) -> None:
     engine.backward(square_loss(engine, rank(), step))
     engine.step()
-    engine.memory_report()  # the update has ended
+    engine.memory_report()  # waits for the end of the update
 
 
 def test_a_trace_has_what_was_done_and_waited_for(tmp_path: Path) -> None:

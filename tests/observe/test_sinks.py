@@ -1,4 +1,4 @@
-"""What shows metrics: each library's files read back, what stays when a run goes on, and what is said of failures."""
+"""Metrics sinks: files of each library are read back, resumed runs keep their rows, failures are reported."""
 
 import importlib.util
 import json
@@ -61,7 +61,10 @@ def test_tensorboard_of_another_run_replaces_the_events(tmp_path: Path) -> None:
 def test_tensorboard_of_a_run_that_goes_on_has_each_step_once(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``number``: that of the first file's name; of two files of one second, number 10 would sort before number 9."""
+    """A resumed run has each step once, although file 10 of a second sorts before its file 9.
+
+    ``number`` is the number in the first file's name.
+    """
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(number))
     write_all(Run(tmp_path), "tensorboard")
     write_all(Run(tmp_path, after=2), "tensorboard")
@@ -82,7 +85,7 @@ def test_tensorboard_takes_back_the_steps_that_are_undone(tmp_path: Path) -> Non
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """MLflow's client of a store in a folder."""
+    """Yield MLflow's client of a store in a folder."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
@@ -110,7 +113,7 @@ def test_mlflow_has_the_figures_and_the_settings_and_goes_on_in_the_same_run(tmp
 
 
 class Logged:
-    """What a run of W&B was told."""
+    """A stand-in for a run of W&B that records its calls."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments, self.rows, self.axes = arguments, list[dict[str, float]](), list[object]()
@@ -168,7 +171,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, wandb_runs: list[Logged])
 
 @pytest.mark.thorough
 def test_wandb_itself_writes_the_figures_offline(tmp_path: Path) -> None:
-    """In a process of its own: it leaves a service and threads behind."""
+    """W&B writes the figures offline. It has a separate process, because it leaves a service and threads behind."""
     script = (
         "from tests.observe.test_sinks import *\n"
         f"write_all(Run(Path({str(tmp_path)!r}), settings={{'train': {{'steps': 3}}}}), 'wandb')\n"
@@ -188,11 +191,11 @@ def test_wandb_itself_writes_the_figures_offline(tmp_path: Path) -> None:
     assert (tmp_path / "wandb_run").read_text().strip() in written.name
 
 
-# ------------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------------------- failures
 
 
 class Failing(MetricsSink):
-    """A service that goes down after a row."""
+    """A sink whose service fails after the first row."""
 
     def __init__(self, run: Run) -> None:
         self.closed = False
@@ -214,7 +217,7 @@ def test_a_service_that_is_down_is_left_out_with_a_warning(tmp_path: Path, monke
     writer.write(TRAIN[0])
     with pytest.warns(UserWarning, match="no longer written to mlflow: no route to host; all of them are in .*jsonl"):
         writer.write(TRAIN[1])
-    writer.write(TRAIN[2])  # nobody is asked again
+    writer.write(TRAIN[2])  # the failed sink is not called again
     writer.rewind(2)
     writer.close()
     assert read_metrics(tmp_path / METRICS_FILE)[0] == TRAIN[:2]
@@ -223,7 +226,7 @@ def test_a_service_that_is_down_is_left_out_with_a_warning(tmp_path: Path, monke
 
 @pytest.mark.parametrize("number", [9, 99])
 def test_rewinding_at_once_leaves_out_later_steps(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of one second have numbers, and 10 is before 9 where readers sort their names."""
+    """An immediate rewind hides the later steps, although readers sort file 10 of a second before its file 9."""
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(number))
     writer = MetricsWriter(Run(tmp_path), ["tensorboard"])
     for row in TRAIN[:3]:

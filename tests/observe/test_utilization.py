@@ -1,4 +1,4 @@
-"""FLOPs counted against their formula, peaks found by name, and the share of them."""
+"""Counted FLOPs against their formula, peak FLOPs by device name, and utilization."""
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
 """An optimizer outside the package that needs full matrices: SGD whose momentum of matrices is orthogonalized.
 
-Where ranks have slices of a matrix, they all-gather its momentum, orthogonalize the full matrix, and update their own
-slices.
+Ranks that have slices of a matrix all-gather its momentum, orthogonalize the full matrix, and update their own slices.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the scale of updates: Liu et
 al., "Muon is Scalable for LLM Training", 2025, section 2.2.
@@ -38,7 +37,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """Return an approximation of the nearest semi-orthogonal matrix, scaled by ``0.2 * sqrt(max(rows, columns))``.
 
     Args:
-        matrix: ``[rows, columns]``. The result is in fp32, and depends on its values and strides alone.
+        matrix: ``[rows, columns]``. The result is in fp32, and depends only on the matrix's values and strides.
     """
     rows, columns = matrix.shape
     x: Tensor = matrix.to(torch.float32, copy=True)
@@ -122,20 +121,23 @@ class Shards:
             )
 
     def has(self, params: Iterable[Tensor]) -> bool:
-        """Return whether all ``params`` are slices of the model's parameters (none is, too: a rank may have none)."""
+        """Return True if all ``params`` are slices of the model's parameters.
+
+        Also True without ``params``: a rank may have no slice.
+        """
         return all(param in self._params for param in params)
 
     def orthogonalized(self, momentum: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Return this rank's slices of the orthogonalized matrices, by the slice of the parameter. A collective.
 
         Args:
-            momentum: this rank's slices of the momentum. A matrix without one has no update.
+            momentum: this rank's slices of the momentum, by parameter. Parameters that are missing are not updated.
         """
         found = dict[Tensor, Tensor]()
         for unit in self._runtime.units:
             for segment in unit.trained:
                 matrices = [view for view in self._views.of_segment(segment) if _is_matrix(view)]
-                if matrices:  # on all ranks, whichever slices they have
+                if matrices:  # the same on all ranks, whichever slices they have
                     full = self._gathered(segment, matrices, momentum)
                     for view in matrices:
                         if view.tensor in momentum:

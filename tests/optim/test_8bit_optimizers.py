@@ -1,4 +1,4 @@
-"""8-bit optimizers of other libraries: saved and resumed, or refused at the start; settings of single parameters."""
+"""8-bit optimizers of other libraries: save and resume, refusal of unsupported states, settings per parameter."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.kit import seeds
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries
 
 
 def model() -> nn.Module:
@@ -94,7 +94,7 @@ def test_stages_have_the_same_losses() -> None:
 
 
 class Coded(Tensor):
-    """A state that is no plain tensor."""
+    """A tensor subclass, for a state that is not a plain tensor."""
 
 
 class KeepsCoded(torch.optim.AdamW):

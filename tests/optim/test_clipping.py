@@ -1,4 +1,4 @@
-"""Clipping by hand: one call at every stage; what is done to p.grad, which others have not, is refused."""
+"""Clipping by hand: one call works at every stage; reads and changes of p.grad are refused."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ def by_hand(config: Mapping[str, Any]) -> None:
 
 
 def once() -> None:
-    """It holds for one step, and a batch that is dropped takes it along."""
+    """Check that clipping by hand applies to one step only, and is dropped with its batch."""
     with partita.initialize(Stack(1), {"optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}}) as engine:
 
         def moved(*, clip: bool, drop: bool = False) -> float:
@@ -129,7 +129,10 @@ LOOKS: list[Callable[[Tensor], object]] = [
 
 
 def collected(config: Mapping[str, Any], accumulate: int = 1) -> None:
-    """From a batch's last backward to its step, `.grad` has no values where a bucket has them; else it is None."""
+    """Check that `.grad` is a placeholder from a batch's last backward to its step, and otherwise None.
+
+    The placeholder has no values: they are in a bucket.
+    """
     with partita.initialize(Stack(1), {**config, "batch": {"accumulate": accumulate}}) as engine:
         last, params = engine.module.last.weight, list(engine.module.parameters())
 
@@ -156,7 +159,10 @@ def collected(config: Mapping[str, Any], accumulate: int = 1) -> None:
 
 
 def inner_losses(zero: Mapping[str, Any], create_graph: bool) -> dict[str, Tensor]:
-    """Backwards that reach weights without passing the model's output, after one that was collected."""
+    """Train one step with a backward from the output, and then one from an inner activation, which bypasses the output.
+
+    Returns: the gradient of both, and the weights.
+    """
     seeds.start()
     with partita.initialize(Stack(1), {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1}}) as engine:
         kept = list[Tensor]()
@@ -191,7 +197,7 @@ def _step_by_grad_scaler(engine: partita.Engine) -> None:
 
 
 def loops_of_others(zero: Mapping[str, Any]) -> None:
-    """What a loop without an engine calls between backward and step finds no gradients, and says so."""
+    """Check that calls of a plain PyTorch loop between backward and step raise errors: they would find no gradients."""
     refused: dict[str, Callable[[partita.Engine], object]] = {
         r"optimizer.step\(\) between backward and engine.step\(\)": lambda engine: engine.optimizer.step(),
         r"optimizer.zero_grad\(\) between .* call engine.zero_grad": lambda engine: engine.optimizer.zero_grad(),
@@ -200,7 +206,7 @@ def loops_of_others(zero: Mapping[str, Any]) -> None:
     model = Stack(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with partita.initialize(model, {"zero": zero}, optimizer=optimizer) as engine:
-        optimizer.step()  # there is nothing that waits
+        optimizer.step()  # allowed: no gradients are pending
         for said, call in refused.items():
             optimizer.zero_grad()
             engine.backward(square_loss(engine, rank(), 0))

@@ -59,7 +59,7 @@ def losses_of(model: nn.Module, number: int, ranks: range) -> Tensor:
 
 
 def plain(name: str, num_ranks: int, start: int, nudge: float = 0.0) -> dict[str, Tensor]:
-    """The weights after steps of one process on all ranks' samples. ``nudge``: relative change of the first weights."""
+    """Train one process on all ranks' samples; return the weights. ``nudge``: relative change of initial weights."""
     seeds.start(start)
     model = Stack(2)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def plain(name: str, num_ranks: int, start: int, nudge: float = 0.0) -> dict[str
 
 
 def stable_start(name: str, num_ranks: int) -> int:
-    """The first sequence of random numbers with which rounding changes no decision of a line search."""
+    """Return the first seed for which rounding changes no decision of a line search."""
     for start in range(10):
         expected = plain(name, num_ranks, start)
         others = (plain(name, num_ranks, start, nudge) for nudge in (1e-6, -1e-6))
@@ -108,7 +108,7 @@ def steps(engine: partita.Engine, name: str, numbers: range = range(STEPS)) -> N
 
 
 def trained(name: str, config: Mapping[str, Any]) -> float:
-    """The largest difference from one process's weights."""
+    """Train with an engine; return the largest difference from the weights of one process."""
     start = stable_start(name, world())
     expected = plain(name, world(), start)
     seeds.start(start)
@@ -132,7 +132,7 @@ def test_bf16_parameters_follow_fp32_weights() -> None:
 
 
 def once() -> None:
-    """An optimizer that needs no closure gets the gradients of one evaluation, at every stage."""
+    """Check that an optimizer that needs no closure uses the gradients of one evaluation, at stages 0 and 3."""
     for stage in (0, 3):
         weights = []
         for by_closure in (False, True):

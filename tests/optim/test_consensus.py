@@ -1,4 +1,4 @@
-"""What ranks agree on around an update, with the ranks in threads of this process."""
+"""Agreement of the ranks around an update, with ranks as threads of this process."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,12 @@ def rank(
     wrote: str = "",
     suspect: bool = False,
 ) -> dict[str, Any]:
-    """What one rank has after a batch: names of parameters that got a gradient, and so on."""
+    """Return stubs of one rank's reducer and written values after a batch.
+
+    Args:
+        used: names of the parameters that got a gradient.
+        wrote: names of the parameters that the rank wrote.
+    """
     ids = {id(member) for member in MEMBERS if member.fqn in used}
     arrivals = SimpleNamespace(used=ids)
     buckets = [SimpleNamespace(arrivals=arrivals, members=members) for members in (MEMBERS[:3], MEMBERS[3:])]
@@ -50,7 +55,7 @@ def rank(
 
 
 def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_scale: float = 1.0) -> list[T]:
-    """What each rank is told."""
+    """Call ``ask`` with the consensus of each rank; return the results in rank order."""
 
     def work(collectives: Collectives) -> T:
         group = collectives.group(DATA)
@@ -74,7 +79,7 @@ def before(consensus: Consensus) -> Agreed:
 
 
 def scale(consensus: Consensus) -> float:
-    """What the gradients are multiplied by, as all ranks learn with the norm."""
+    """Return the loss scale of the gradients, on which ranks agree together with the norm."""
     return consensus.norm((), before(consensus), 7)[1]
 
 

@@ -1,4 +1,4 @@
-"""States in lists, tuples and dictionaries: flat for checkpoints, and back."""
+"""States in lists, tuples and dictionaries: flattened for checkpoints, and restored."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Units with ranks of their own and another mean: experts that are split over the data ranks, without a file of the
-core.
+"""Parameters that differ between data ranks: expert parallelism as an extension, without changes in the core.
 
-A rank holds one part of the experts' weights, and computes for the samples of all ranks of its node. Its gradient is
-the sum over those ranks already: it is summed over the ranks that hold the same experts, and averaged over all.
+A rank has one part of the experts' weights, and applies it to the samples of all ranks of its node. Its gradient is
+already the sum over those ranks: it is summed over the ranks that have the same experts, and divided by the number of
+all ranks.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ NUM_EXPERTS, WIDTH, NUM_STEPS = 4, 8, 3
 
 
 class Gather(torch.autograd.Function):
-    """All ranks' samples; backward sums the gradients of one's own."""
+    """An all-gather of the ranks' samples, whose backward is a reduce-scatter of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -44,7 +44,7 @@ class Gather(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over the ranks of the outputs for one's own samples."""
+    """A reduce-scatter of the ranks' outputs, whose backward is an all-gather of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -69,7 +69,7 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Sample i goes to expert i % NUM_EXPERTS. ``group``: the ranks over which the experts are split."""
+    """Experts; sample i is processed by expert i % NUM_EXPERTS. ``group``: the ranks over which experts are split."""
 
     group: Any = None
 
@@ -100,7 +100,7 @@ class Model(nn.Module):
 
 
 class ExpertParallel(RunExtension):
-    """Splits experts over the data ranks of a node."""
+    """An extension that splits experts over the data ranks of a node."""
 
     def shares(self, model: nn.Module, mesh: MeshShape, rank: int) -> Shares:
         num, index = mesh.size("local"), mesh.coordinate(rank, "local")
@@ -128,7 +128,7 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def reference(accumulate: int = 1, clip: float | None = None) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """One process's weights, and the experts' mean gradient in each step."""
+    """Train in one process; return the weights, and the experts' mean gradient in each step."""
     torch.manual_seed(0)
     model, gradients = Model(), list[Tensor]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -146,7 +146,7 @@ def reference(accumulate: int = 1, clip: float | None = None) -> tuple[dict[str,
 
 
 def groups_of(size: int) -> Any:
-    """This rank's group of ``size`` neighbours."""
+    """Create groups of ``size`` consecutive ranks; return this rank's group."""
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world(), size)]
     return groups[rank() // size]
 
@@ -159,7 +159,7 @@ def config_of(zero: dict[str, Any], accumulate: int, clip: float | None) -> dict
 
 
 def starts(config: dict[str, Any], per_node: int, *, splits: bool = True) -> partita.Engine:
-    torch.manual_seed(rank())  # rank 0's values are those of all
+    torch.manual_seed(rank())  # all ranks receive rank 0's values
     if rank() == 0:
         torch.manual_seed(0)
     model = Model()
@@ -189,7 +189,7 @@ def trains(zero: dict[str, Any], per_node: int, accumulate: int = 1, clip: float
             engine.save(at)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
-    if at:  # every rank has all experts
+    if at:  # the checkpoint loads where every rank has all experts
         with starts(config_of({"stage": 2}, accumulate, clip), per_node, splits=False) as engine:
             engine.load(at)
             found = whole_weights(engine)
@@ -198,7 +198,7 @@ def trains(zero: dict[str, Any], per_node: int, accumulate: int = 1, clip: float
 
 
 class ExpertsInCodes(CompressionExtension):
-    """Compression, and experts split over the data ranks."""
+    """An extension for compression and for experts split over the data ranks."""
 
     def shares(self, model: nn.Module, mesh: MeshShape, rank: int) -> Shares:
         return ExpertParallel().shares(model, mesh, rank)

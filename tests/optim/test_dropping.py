@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def trained(plan: str, drops: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Train with a batch before each step that is dropped: by the ``module`` or by the ``engine``."""
+    """Train with an additional batch before each step, dropped by ``zero_grad()`` of the ``module`` or ``engine``."""
     model = Recipe(lambda: Stack(2)).built()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=0.1)
     with partita.initialize(model, {"zero": (ZERO | TIERS)[plan], **config}, optimizer=optimizer) as engine:
@@ -36,7 +36,7 @@ def a_batch(plan: str, config: dict[str, Any]) -> None:
 
 
 def one_parameter(plan: str, clips: bool) -> None:
-    """A parameter without a gradient keeps its values and its states, as in torch, and is not in the norm."""
+    """Check that a parameter without a gradient keeps values and states, as in torch, and is not part of the norm."""
     config = {"zero": (ZERO | TIERS)[plan], **({"clip_grad_norm": 0.05} if clips else {})}
     build = Recipe(lambda: Stack(2)).built
     plain, model = build(), build()

@@ -1,4 +1,4 @@
-"""Optimizers that need full parameters: on slices at every stage and tier they have the bits of stage 0."""
+"""Optimizers that need full parameters: the same bits at every stage and tier."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -83,7 +83,7 @@ FEW = ("torch's Adafactor", "SOAP", "LAMB")
 
 
 class Scaled(Optimizer):
-    """``p -= lr * g / |g|``, with a counter in its group that the first step creates."""
+    """``p -= lr / count * g / |g|``; the first step creates the counter in the group."""
 
     def __init__(self, params: Params, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -101,7 +101,7 @@ class Scaled(Optimizer):
 
 
 class Signs(Scaled):
-    """Elementwise, with the same counter."""
+    """An elementwise variant with the same counter."""
 
     def change(self, grad: Tensor) -> Tensor:
         return grad.sign()
@@ -163,7 +163,7 @@ def test_axes_have_the_results_of_one_process(kind: str, num_ranks: int, paralle
 
 
 def of_matrices_alone() -> None:
-    """torch's Muon refuses parameters that are no matrices."""
+    """Check torch's Muon on a model of matrices only; Muon refuses other parameters."""
     results = []
     for stage in (0, 1, 3):
         seeds.start()
@@ -199,7 +199,7 @@ def test_updates_in_backward_have_the_same_bits() -> None:
 
 
 def counts_in_groups() -> None:
-    """Counters that a step creates in a group advance wherever the optimizer runs."""
+    """Check that counters that a step creates in a group advance wherever the optimizer runs."""
     case = tiny("llama")
     for kind in (Scaled, Signs):
         results = []
@@ -210,7 +210,7 @@ def counts_in_groups() -> None:
         for result in results[1:]:
             assert_same_bits(result, results[0])
 
-    model = nn.Linear(4, 4, bias=False)  # which one rank owns
+    model = nn.Linear(4, 4, bias=False)  # one matrix, which one rank owns
     with partita.initialize(model, {"zero": {"stage": 3}}, optimizer=Scaled) as engine:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 4)).square().mean())
@@ -248,7 +248,7 @@ def test_frozen_parameters_and_skipped_steps() -> None:
 
 
 def dropped_gradients() -> None:
-    """A gradient that the user drops before the step leaves its parameter and states as they are (DINO)."""
+    """Check that a parameter whose gradient is dropped before the step stays as it is (DINO), equally at all stages."""
     case, results = tiny("llama"), []
     for stage in (0, 1, 3):
         with partita.initialize(case.build(), {"zero": {"stage": stage}}, optimizer=adafactor) as engine:
@@ -287,7 +287,7 @@ def test_hooks_of_the_optimizer() -> None:
 
 
 def states_from_before() -> None:
-    """An optimizer that has taken steps without an engine keeps its states."""
+    """Check that an optimizer that has taken steps without an engine keeps its states."""
     case, results = tiny("llama"), []
     for stage in (0, 3):
         model = case.build()
@@ -314,7 +314,10 @@ def states(engine: partita.Engine) -> dict[str, Tensor]:
 
 
 def resumed(kind: str, folder: Path, zero: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The states before two more steps on the same samples as on one rank, and the weights after them."""
+    """Save after three steps, or resume; return the states at that point, and the weights after two more steps.
+
+    The two steps use the same samples on any number of ranks.
+    """
     case = tiny("llama")
     with partita.initialize(case.build(), {"zero": zero}, optimizer=KINDS[kind], loss_fn=case.loss_of_batch) as engine:
         if engine.resume(folder) is None:
@@ -330,7 +333,7 @@ def resumed(kind: str, folder: Path, zero: Mapping[str, Any]) -> tuple[dict[str,
 
 @pytest.mark.parametrize("kind", sampled(KINDS, "SOAP", "CAME"))
 def test_resumes_on_other_ranks(tmp_path: Path, kind: str) -> None:
-    """The states are the same bits on any number of ranks, at stage 0 too; so is what follows on as many ranks."""
+    """States load bitwise on any number of ranks and stage; later weights are bitwise equal on as many ranks."""
     saved, expected = on_ranks(2, resumed, kind, tmp_path, {"stage": 3})[0]
     assert len(saved) >= 20
     for num_ranks, zero in ((1, ZERO["0"]), (2, ZERO["0"]), (2, TIERS["3-host"]), (4, ZERO["1"])):
@@ -414,7 +417,7 @@ def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
 
 
 class OfAll(Scaled):
-    """It divides by the norm of all gradients."""
+    """A variant that divides by the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -425,7 +428,7 @@ class OfAll(Scaled):
 
 
 class WithModes(Scaled):
-    """It writes parameters when it leaves training (Schedule-Free)."""
+    """A variant that writes parameters in ``eval()``, like Schedule-Free."""
 
     def train(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Updates in backward: the numbers of updates at the step, and no gradient at rest."""
+"""Updates in backward: the same results as updates at the step, without stored gradients."""
 
 import math
 from itertools import product
@@ -48,7 +48,7 @@ def same_numbers(name: str, precision: str, stage: str, offload: str) -> None:
     expected = at_the_step(recipe, ZERO["3"], PRECISIONS[precision])
     got = in_backward(recipe, {**ZERO[stage], "offload": OFFLOADS[offload]}, PRECISIONS[precision])
     assert got.norms == pytest.approx(expected.norms, rel=1e-5)
-    got.norms = expected.norms  # added up in another order
+    got.norms = expected.norms  # summed in another order
     assert_same_bits(got, expected, f"{name}, {precision}, stage {stage}, {offload}")
 
 
@@ -91,8 +91,11 @@ def test_real_models(name: str) -> None:
 
 
 def clipped_by_hand(num_steps: int) -> tuple[float, dict[str, Tensor]]:
-    """Plain PyTorch on all ranks' samples, with the gradients of each unit clipped by their own norm: to the mean of
-    those in the first step, above which some are, and below which others.
+    """Train plain PyTorch on all ranks' samples, with the gradients of each unit clipped by the unit's own norm.
+
+    The limit is the mean of the units' norms in the first step, so that some units are clipped and others are not.
+
+    Returns: the limit, and the weights.
     """
     seeds.start()
     model, limit = Stack(), 0.0
@@ -137,7 +140,7 @@ def test_each_unit_is_clipped_by_itself() -> None:
 
 
 def bytes_of(offload: dict[str, str]) -> float:
-    """Bytes of states a parameter, over all ranks; every figure is the table's."""
+    """Check bytes of states and buffers against the plan; return the states' bytes per parameter, over all ranks."""
     config = {"precision": {**LEAN, "gradients": "in_backward"}, "zero": {"stage": 3, "offload": offload}}
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(20)))
     with partita.initialize(model, config) as engine:
@@ -158,11 +161,11 @@ def bytes_of(offload: dict[str, str]) -> float:
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_six_bytes_a_parameter(offload: str) -> None:
-    blocks = 2 * 4 / 256  # a scale for each block of both moments
+    blocks = 2 * 4 / 256  # an fp32 scale per block of each moment
     assert on_ranks(2, bytes_of, OFFLOADS[offload]) == [pytest.approx(6 + blocks)] * 2
 
 
-# ----------------------------------------------------------------------------------------------------------- what fails
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def engine_of(stage: int = 3, num_blocks: int = 3, **sections: Any) -> partita.Engine:
@@ -220,7 +223,7 @@ def test_a_gradient_that_is_not_finite_leaves_out_its_unit(stage: int) -> None:
 
 
 def steps_without_a_loss() -> None:
-    """A rank without a loss joins the others' updates; if no rank has one, the step is an error."""
+    """Check that a rank without a loss joins the update, and that a step is an error if no rank has a loss."""
     ends = []
     for stage in (1, 2):
         with engine_of(stage) as engine:
@@ -242,7 +245,7 @@ def test_a_rank_without_a_loss() -> None:
 
 
 def uses_the_users_own() -> None:
-    """An optimizer, a scheduler and a hook of the user's."""
+    """Check an optimizer, a scheduler and a step hook of the user."""
     called: list[Tensor] = []
     for stage in (1, 3):
         seeds.start()

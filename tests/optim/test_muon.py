@@ -1,4 +1,4 @@
-"""Muon: the same bits at every stage and tier, the results of torch.optim.Muon on one process, under every axis."""
+"""Muon: the same bits at every stage and tier, and the results of torch.optim.Muon under every parallel axis."""
 
 import logging
 import math
@@ -107,7 +107,7 @@ def test_composes_with_slow_networks(communication: dict[str, Any]) -> None:
 
 
 class Plain(torch.optim.Optimizer):
-    """torch.optim.Muon on the matrices of an unfused model, in fp32, and AdamW on the rest."""
+    """torch.optim.Muon on the matrices of an unfused model, in fp32, and AdamW on the remaining parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         matrices = find_matrices(model)
@@ -204,7 +204,7 @@ def test_accumulated_micro_batches_equal_one_batch() -> None:
 
 
 def clips_gradients() -> None:
-    """The first update has the length of the learning rate, whatever clipping does to the gradient."""
+    """Check that the first update has about the learning rate as its spectral norm, however gradients are clipped."""
     seeds.start()
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -237,7 +237,7 @@ def skips_change_nothing() -> None:
 
 
 def states(engine: partita.Engine) -> dict[str, Tensor]:
-    """This rank's slices of all states, by group, position and key."""
+    """Return this rank's slices of all states, by group, position and key."""
     found = dict[str, Tensor]()
     for number, group in enumerate(engine.optimizer.param_groups):
         for place, param in enumerate(group["params"]):
@@ -250,7 +250,7 @@ def test_skipped_steps_change_nothing() -> None:
 
 
 def frozen_later() -> None:
-    """A parameter that is frozen, and trains again later, keeps its momentum meanwhile."""
+    """Check that a parameter keeps its momentum while it is frozen."""
     case, results = tiny("llama"), []
 
     def freeze(module: nn.Module, step: int) -> None:
@@ -295,7 +295,7 @@ def test_updates_in_backward_have_the_same_bits() -> None:
 
 
 def save_after(folder: Path, steps: int, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The states when two steps are saved or loaded, and the weights some steps later."""
+    """Save after two steps, or resume; return the states at that point, and the weights ``steps`` steps later."""
     case = tiny("qwen3moe")
     with partita.initialize(case.build(), {**CONFIG, **config}, loss_fn=case.loss_of_batch) as engine:
         if engine.resume(folder) is None:
@@ -310,7 +310,7 @@ def save_after(folder: Path, steps: int, config: Mapping[str, Any]) -> tuple[dic
 
 
 def train_step(engine: partita.Engine, case: Case, step: int) -> None:
-    """A step on the samples of two data ranks, whatever the number of ranks."""
+    """Train one step on the same batch for any number of data ranks, which each take a part of it."""
     num_data, own = engine.mesh.size("data"), engine.mesh.coordinate("data")
     batch = case.batch(4, step)
     part = {key: values.chunk(num_data)[own] for key, values in batch.items()}
@@ -338,7 +338,7 @@ def test_resumes_on_other_layouts(tmp_path: Path, num_ranks: int, config: dict[s
 
 
 def disk_has_each_state_once() -> None:
-    """Moments on disk fit into the space that is reserved: two for each element of a segment."""
+    """Check that moments on disk fit into the reserved space: two per element of a segment."""
     case = tiny("llama")
     with partita.initialize(case.build(), {**CONFIG, "zero": TIERS["3-disk"]}) as engine:
         train_engine(engine, loss_of(case), 1, keep=())
@@ -361,7 +361,7 @@ def test_disk_has_each_state_once() -> None:
 
 
 def sent_bytes(stage: int) -> tuple[int, int]:
-    """The bytes that this rank sends in a step, for updates and in all, in units of fp32 elements."""
+    """Return the number of fp32 elements that this rank sends in a step: for updates, and in total."""
     case = tiny("llama")
     with partita.initialize(case.build(), {**CONFIG, "zero": {"stage": stage}}) as engine:
         train_engine(engine, loss_of(case), 1, keep=())
@@ -389,7 +389,7 @@ def test_traffic_is_that_of_the_formula(num_ranks: int) -> None:
 def updates_sent(
     parallel: dict[str, Any], name: str = "llama"
 ) -> tuple[dict[TrafficKey, TrafficCount], dict[TrafficKey, TrafficCount]]:
-    """This rank's exchanges with owners in a step, and those planned."""
+    """Return this rank's measured and planned exchanges with the owners of matrices in a step."""
     case, config = tiny(name), {**CONFIG, "zero": {"stage": 3}, "parallel": parallel}
     work = plan_optimizer(case.build(), load_config(config)).work
     with partita.initialize(case.build(), config, loss_fn=case.loss_of_batch) as engine:
@@ -517,7 +517,7 @@ def test_matrices_of_a_parameter(form: MatrixForm, leading: tuple[int, ...]) -> 
 
 
 def test_heads_of_fused_projections() -> None:
-    """GPT-NeoX orders the outputs by head; the matrices of queries, keys and values are each of all heads."""
+    """The query, key and value matrices each contain all heads, although GPT-NeoX orders the fused outputs by head."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -571,7 +571,7 @@ def test_two_lines_name_the_parameters() -> None:
 
 
 def test_work_is_even() -> None:
-    """Llama-3-8B on 8 to 64 ranks: the owners with most work take at most 1.1 times the mean, round by round."""
+    """Llama-3-8B on 8 to 64 ranks: the largest work of an owner, summed over rounds, is at most 1.1 times the mean."""
     model, config = read_source("llama-3-8b").model, load_config({"optimizer": OPTIMIZER})
     work = plan_optimizer(model, config).work
     for num_ranks in (8, 16, 32, 64):

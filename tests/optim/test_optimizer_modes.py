@@ -1,4 +1,4 @@
-"""Optimizers that write parameters in train() and eval(), as Schedule-Free does: every rank has what they wrote."""
+"""Optimizers that write parameters in train() and eval(), like Schedule-Free: every rank has the written values."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.kit.ranks import on_ranks
 
 
 class Averaged(torch.optim.Optimizer):
-    """SGD on ``y``; ``eval`` puts the running average of the weights in its place, and ``train`` takes it out again."""
+    """SGD that keeps a running average of each parameter; ``eval`` and ``train`` swap the parameter and the average."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "train_mode": True})
@@ -50,7 +50,7 @@ class Averaged(torch.optim.Optimizer):
 
 
 def trained(stage: int, offload: dict[str, str], compute: str) -> tuple[list[Tensor], list[float]]:
-    """Weights in evaluation mode as this rank sees them, and the losses of all ranks."""
+    """Train, and return the weights in evaluation mode and the losses, both of this rank."""
     seeds.start(0)
     config = {"zero": {"stage": stage, "offload": offload}, "precision": {"compute": compute}}
     with partita.initialize(Stack(2), config, optimizer=Averaged) as engine:

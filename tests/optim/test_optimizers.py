@@ -1,4 +1,4 @@
-"""Any elementwise torch optimizer, however it is given, trains as it does on whole parameters; others are refused."""
+"""Elementwise optimizers, passed in any form, train as on full parameters; ones that combine parameters are refused."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Signed(Optimizer):
-    """A user's own elementwise optimizer (Chen et al., 2023, Lion without its second average)."""
+    """A user-defined elementwise optimizer: Lion (Chen et al., 2023) without its second average."""
 
     def __init__(self, params: Any, lr: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -57,7 +57,7 @@ class Signed(Optimizer):
 
 
 class NormalizedStep(Optimizer):
-    """A user's own optimizer that divides by the norm of each parameter's gradient."""
+    """A user-defined optimizer that divides by the norm of each parameter's gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -71,7 +71,7 @@ class NormalizedStep(Optimizer):
 
 
 class Rounding(Signed):
-    """One that draws random numbers."""
+    """A variant that draws random numbers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -80,7 +80,7 @@ class Rounding(Signed):
 
 
 class ClippingAll(NormalizedStep):
-    """A user's own optimizer that divides by the norm of all gradients."""
+    """A user-defined optimizer that divides by the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -91,7 +91,7 @@ class ClippingAll(NormalizedStep):
 
 
 class Counting(Optimizer):
-    """A user's own Adam that counts its steps in attributes, as a number and as a tensor, and in its groups."""
+    """A user-defined Adam that counts its steps in attributes, as a number and as a tensor, and in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "k": 0})
@@ -115,7 +115,7 @@ class Counting(Optimizer):
 
 
 class Listing(Counting):
-    """One that keeps a list."""
+    """A variant that keeps a list of its steps in an attribute."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -136,7 +136,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 
 
 def counts_right(plan: str, hooks: bool, folder: Path) -> None:
-    """Counted once a step wherever the update runs, and brought back from a checkpoint."""
+    """Check that counters advance once per step wherever the update runs, and are restored from a checkpoint."""
 
     def trained(plan: str, stops: bool) -> dict[str, Tensor]:
         for first, last in ((0, 3), (3, 5)) if stops else ((0, 5),):
@@ -154,7 +154,7 @@ def counts_right(plan: str, hooks: bool, folder: Path) -> None:
                     engine.backward(square_loss(engine, rank(), step))
                     assert engine.step().stepped
                     if stops:
-                        engine.zero_grad()  # a loop that drops gradients once more loses no count
+                        engine.zero_grad()  # an additional zero_grad() loses no count
                 weights = whole_weights(engine)
                 assert (optimizer.t, optimizer.param_groups[0]["k"]) == (last, last)
                 if stops:
@@ -182,7 +182,7 @@ def keeps_a_list() -> str:
 
 
 def adafactor(folder: Path, stage: int) -> None:
-    """States of shapes of their own are saved whole, and brought back."""
+    """Check that states with shapes other than the parameter's are saved in full and restored."""
     config = {"zero": {"stage": stage}}
 
     def engine_of() -> partita.Engine:
@@ -219,7 +219,7 @@ def state_added_later(config: Mapping[str, Any], make: Make | None, setting: Map
 
 
 def momentum_added_later() -> None:
-    """As torch's own SGD does, where a kernel of ours updates, too."""
+    """Check that SGD from the config, with momentum added after the first step, trains like torch's SGD."""
     sgd, bf16 = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}, {"compute": "bf16"}
     expected = state_added_later({"precision": bf16}, lambda params: torch.optim.SGD(params, 0.1), {"momentum": 0.9})
     for offload in ("none", "disk"):
@@ -230,7 +230,7 @@ def momentum_added_later() -> None:
 
 
 class Alternates(nn.Module):
-    """Uses another layer in each step."""
+    """A model that uses a different layer in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Alternates(nn.Module):
 
 
 def first_gradient_later() -> None:
-    """The config's SGD with momentum, where each layer gets its first gradient in another step."""
+    """Check the config's SGD with momentum if each layer gets its first gradient in a different step."""
     batches = [torch.randn(4, WIDTH, generator=seeds.generator(step)) for step in range(6)]
     seeds.start()
     plain = Alternates()
@@ -269,7 +269,7 @@ def amsgrad_added_later(offload: str) -> None:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Rates and decay by kind of parameter."""
+    """Return parameter groups with learning rates and weight decay by kind of parameter."""
     named = dict(model.named_parameters())
     return [
         {"params": [p for name, p in named.items() if "norm" in name], "lr": 0.003, "weight_decay": 0.0},
@@ -336,7 +336,7 @@ def from_config(section: Mapping[str, Any], plan: str) -> None:
 
 
 def with_state() -> None:
-    """An optimizer that has been used already goes on with its state."""
+    """Check that an optimizer that has already taken steps keeps its state."""
 
     def used(model: nn.Module) -> Optimizer:
         optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, eps=1e-3)
@@ -358,7 +358,7 @@ def with_state() -> None:
 
 
 def with_state_under_tensor() -> None:
-    """Each rank goes on with its part of the state, as plain PyTorch does with all of it."""
+    """Check that each rank keeps its part of the state, and trains like plain PyTorch with the full state."""
 
     def used() -> tuple[nn.Module, Optimizer]:
         seeds.start()
@@ -376,7 +376,7 @@ def with_state_under_tensor() -> None:
         optimizer.zero_grad()
     model, optimizer = used()
     with partita.initialize(model, {"parallel": {"tensor": 2}}, optimizer=optimizer) as engine:
-        with torch._C.DisableTorchFunctionSubclass():  # split parameters answer with the shape of the whole
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise split parameters report their full shape
             own = sum(param.numel() for param in model.parameters())
         assert own < sum(param.numel() for param in plain.parameters())
         for step in range(3):
@@ -388,7 +388,7 @@ def with_state_under_tensor() -> None:
 
 
 def with_state_under_pipeline() -> None:
-    """What other stages hold takes no memory here."""
+    """Check that the optimizer keeps no parameters or states of other stages, which would take memory."""
     model = Stack(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     square_loss(model, 0, 100).backward()
@@ -401,7 +401,7 @@ def with_state_under_pipeline() -> None:
 
 
 def part_of_the_model() -> None:
-    """Parameters that no group holds are left alone."""
+    """Check that parameters in no group are not updated."""
 
     def some(model: nn.Module) -> Optimizer:
         return torch.optim.AdamW([p for name, p in model.named_parameters() if "blocks" in name], lr=0.01, eps=1e-3)
@@ -440,7 +440,7 @@ def group_added_twice() -> None:
 
 
 def hooks_of_the_optimizer() -> None:
-    """The user's hooks on the optimizer run, once a step."""
+    """Check that the user's hooks on the optimizer run once per step."""
     calls = []
     model = Stack(2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -477,7 +477,7 @@ def combines_parameters() -> list[str]:
 
 
 def whole_at_stage_0() -> None:
-    """What couples a parameter's elements is right where parameters are whole."""
+    """Check that an optimizer that couples a parameter's elements is correct at stage 0, where parameters are full."""
     results = train({"stage": 0}, lambda model: NormalizedStep(model.parameters()))
     expected = train_plain(lambda model: NormalizedStep(model.parameters()))
     for name, value in results.items():
@@ -485,7 +485,7 @@ def whole_at_stage_0() -> None:
 
 
 def declared() -> None:
-    """A declaration holds for a class that cannot be tried, and not for one that a trial refutes."""
+    """Check that a declaration is accepted for a class that cannot be tried, and refused if a trial refutes it."""
     known = set(traits._DECLARED)
     try:
         for kind in (Rounding, NormalizedStep):
@@ -536,7 +536,7 @@ def rates(schedule: Mapping[str, Any], num_steps: int) -> list[float]:
 
 
 def rates_count_optimizer_steps() -> None:
-    """Neither micro-batches nor ranks nor skipped steps move the schedule."""
+    """Check that micro-batches, ranks and skipped steps do not advance the schedule."""
     config = {
         "batch": {"accumulate": 2},
         "optimizer": {"lr": 1.0},
@@ -580,7 +580,7 @@ def torch_schedulers() -> None:
 
 
 def attached_by_the_user() -> None:
-    """A scheduler that the user makes on engine.optimizer and steps by himself."""
+    """Check a scheduler that the user creates on engine.optimizer and steps."""
     config = {"optimizer": {"lr": 0.4}}
     with partita.initialize(Stack(1), config) as engine:
         scheduler = CosineAnnealingLR(engine.optimizer, 4)
@@ -594,7 +594,7 @@ def attached_by_the_user() -> None:
 
 
 def rate_at_the_step() -> None:
-    """The rate that counts is the one at step(): one that is set by hand, too."""
+    """Check that step() uses the learning rate at its call, also one that was set by hand."""
     for zero in ZERO.values():
         seeds.start()
         config = {"zero": zero, "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0}}

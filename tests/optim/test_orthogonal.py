@@ -1,4 +1,4 @@
-"""A collective optimizer trains alike whatever slices of matrices the ranks have, and as plain PyTorch does."""
+"""A collective optimizer trains bitwise equally on any slices of matrices, and like plain PyTorch."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def orthogonal(params: Any) -> Orthogonal:
 
 
 def by_singular_values(matrix: Tensor) -> Tensor:
-    """The same orthogonalization on the singular values of the matrix, in fp64."""
+    """Return the same orthogonalization, computed on the singular values of the matrix in fp64."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / s.norm()
     for _ in range(5):
@@ -37,7 +37,7 @@ def by_singular_values(matrix: Tensor) -> Tensor:
 
 
 class Plain(Optimizer):
-    """The optimizer on full parameters, by singular values."""
+    """The same optimizer on full parameters, with orthogonalization by singular values."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {})
@@ -52,12 +52,12 @@ class Plain(Optimizer):
 
 
 def wide() -> nn.Module:
-    """Matrices large enough to be cut: shards begin at multiples of 256 elements."""
+    """Return a model with matrices large enough to be sharded: shards begin at multiples of 256 elements."""
     return nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, 80), nn.Tanh(), nn.Linear(80, WIDTH))
 
 
 class Uneven(nn.Module):
-    """Units of which one rank has the whole matrix and the other nothing, and one that is not used."""
+    """A model with units whose matrix lies on a single rank, and with an unused unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_stages_train_alike(model: str) -> None:
 
 
 def resumes(folder: Path) -> None:
-    """A checkpoint of stage 3 continues at stage 0 as the run that it was saved by."""
+    """Check that a checkpoint of stage 3, loaded at stage 0, continues like the run that saved it."""
 
     def engine_at(stage: int) -> partita.Engine:
         seeds.start()
@@ -153,7 +153,7 @@ def refuses_states_elsewhere() -> None:
     optimizer = Orthogonal(model.parameters(), lr=LR)
     with pytest.raises(ConfigError, match=r"gathers matrices at the step, on the device.*set zero.offload.optimizer"):
         partita.initialize(model, {"zero": {"stage": 1, "offload": {"optimizer": "host"}}}, optimizer=optimizer)
-    model(inputs(0, 0))  # it is the user's again
+    model(inputs(0, 0))  # the refused model still runs without an engine
 
 
 def test_refuses_states_elsewhere() -> None:

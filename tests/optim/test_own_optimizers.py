@@ -1,4 +1,4 @@
-"""Optimizers of our own keep torch's contracts: closures may run forward and backward; steps are counted exactly."""
+"""Partita's optimizers keep torch's contracts: closures may run forward and backward; steps are counted exactly."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ def test_closure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_steps_are_counted_in_any_default_dtype(name: str) -> None:
-    """In bf16 257 is 256."""
+    """The step count is exact in any default dtype; a count in bf16 would stop at 256."""
     param = nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     optimizer = MAKES[name]([param])

@@ -1,4 +1,4 @@
-"""Schedules against their closed forms, and against torch's own where it has the same."""
+"""Schedules equal their closed forms, and torch's schedulers where torch has the same schedule."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def optimizer(*rates: float) -> torch.optim.Optimizer:
 def rates_of(
     schedule: Callable[[torch.optim.Optimizer], LRScheduler], num_steps: int, *peaks: float
 ) -> list[list[float]]:
-    """The rate of each update, a list for each parameter group."""
+    """Return the learning rate of each update, one list per parameter group."""
     updated = optimizer(*peaks)
     scheduler, rates = schedule(updated), []
     for _ in range(num_steps):
@@ -66,7 +66,7 @@ def test_cosine() -> None:
 
 @given(st.sampled_from(["linear", "cosine"]), RATES, st.floats(0.0, 1.0), st.integers(0, 10), st.integers(1, 20))
 def test_shape(name: str, peak: float, share: float, warmup: int, decay: int) -> None:
-    """Up to the peak, which the first update after the warm-up has; down to ``min_lr`` from ``total_steps`` on."""
+    """The rate rises to the peak at the first update after the warm-up, and falls to ``min_lr`` at ``total_steps``."""
     least, total = share * peak, warmup + decay
     (rates,) = built(total + 3, peak, name=name, warmup_steps=warmup, total_steps=total, min_lr=least)
     assert rates[:warmup] == sorted(rates[:warmup])

@@ -1,4 +1,4 @@
-"""A step beside the caller: with the settings of one moment, on some parameters, and counted once."""
+"""Optimizer snapshots: a step uses the settings of the snapshot, updates chosen parameters, and is counted once."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from partita.optim.optimizer import Snapshot
 
 
 class Counting(Optimizer):
-    """Counts in an attribute, in its groups' numbers, and in their tensors in place."""
+    """An optimizer that counts its steps in an attribute, in a number of its groups, and in place in their tensors."""
 
     def __init__(self, params: Any) -> None:
         self.steps = 0

@@ -1,4 +1,4 @@
-"""Which optimizers may run on slices: known by name, declared, or tried on a small matrix whole and in two halves."""
+"""Optimizers that may run on slices: known by name, declared, or tried on small parameters, full and in two halves."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from partita.optim.traits import check_closure, elementwise, needs_full_paramete
 
 @pytest.fixture(autouse=True)
 def own_declarations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test declares is forgotten after it."""
+    """Discard the declarations of each test."""
     monkeypatch.setattr(module, "_DECLARED", set(module._DECLARED))
 
 
@@ -30,7 +30,7 @@ def made(kind: Any) -> Optimizer:
 
 
 class Scaled(Optimizer):
-    """``p -= lr * f(g)``; ``f`` is for the classes below."""
+    """``p -= lr * f(g)``; subclasses override ``f`` (``change``)."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -57,21 +57,21 @@ class RowMeans(Scaled):
 
 
 class Required(Scaled):
-    """Its arguments cannot be read from its defaults."""
+    """An optimizer with an argument that is not in its defaults."""
 
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params)
 
 
 class Noisy(Scaled):
-    """It draws random numbers, as stochastic rounding does."""
+    """An optimizer that draws random numbers, as stochastic rounding does."""
 
     def change(self, grad: torch.Tensor) -> torch.Tensor:
         return grad + torch.randn_like(grad)
 
 
 class Clipping(Scaled):
-    """It clips by the norm of all gradients."""
+    """An optimizer that clips by the norm of all gradients."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 100.0)
@@ -82,7 +82,7 @@ class Clipping(Scaled):
 
 
 class LearnedStep(Scaled):
-    """Its step size is learned from all parameters together, as those of Prodigy and D-Adaptation are."""
+    """An optimizer that learns its step size from all parameters together, like Prodigy and D-Adaptation."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -98,7 +98,7 @@ class LearnedStep(Scaled):
 
 
 class Projecting(Scaled):
-    """It leaves radial changes of matrices out, where the gradient is orthogonal to the rows (AdamP)."""
+    """An optimizer that removes radial changes of matrices whose gradient is orthogonal to the rows (AdamP)."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -114,7 +114,7 @@ class Projecting(Scaled):
 
 
 class SmallStatesOfLarge(Scaled):
-    """It rounds what it keeps of large parameters, by blocks of 256 elements (8-bit optimizers)."""
+    """An optimizer that rounds gradients of large parameters to 8 bits, as 8-bit optimizers round their states."""
 
     def change(self, grad: torch.Tensor) -> torch.Tensor:
         if grad.numel() < 4096:
@@ -123,7 +123,7 @@ class SmallStatesOfLarge(Scaled):
 
 
 class WithModes(Scaled):
-    """It steps in training mode only (Schedule-Free)."""
+    """An optimizer that steps only in training mode (Schedule-Free)."""
 
     training = False
 
@@ -139,7 +139,7 @@ class WithModes(Scaled):
 
 
 class Wrapping(Optimizer):
-    """It steps another optimizer (Lookahead), whose groups are its own."""
+    """An optimizer that steps another optimizer and shares its groups (Lookahead)."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -150,7 +150,7 @@ class Wrapping(Optimizer):
 
 
 class PassingOn(torch.optim.AdamW):
-    """A subclass whose arguments are its base's."""
+    """A subclass that passes all arguments to its base."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -162,7 +162,7 @@ class PassingOn(torch.optim.AdamW):
 
 
 class StatesFromTheStart(Scaled):
-    """Its ``__init__`` makes the states."""
+    """An optimizer that creates its states in ``__init__``."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
@@ -178,7 +178,7 @@ class StatesFromTheStart(Scaled):
 
 
 class Ascending(Scaled):
-    """It needs a closure, though that has a default (SAM)."""
+    """An optimizer that requires a closure, although the argument has a default (SAM)."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is not None
@@ -304,7 +304,7 @@ def test_one_that_cannot_be_tried_is_refused_until_it_is_declared() -> None:
 
 
 def test_a_subclass_that_keeps_the_step_is_known_whoever_is_made_first() -> None:
-    """torch wraps the step of the class whose object is made first."""
+    """The order of creation does not matter, although torch wraps the step of the class that is instantiated first."""
 
     @elementwise
     class Base(Noisy):
@@ -370,7 +370,7 @@ def test_the_trial_uses_the_optimizers_settings() -> None:
 
 def test_the_trial_uses_the_settings_of_every_group() -> None:
     class OfTheGroup(Scaled):
-        """Elementwise where the group has no decay."""
+        """Elementwise if the group has no weight decay."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

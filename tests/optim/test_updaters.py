@@ -1,4 +1,4 @@
-"""Updaters without autograd and config, on ranks in threads: at once or overlapped, wherever states rest."""
+"""Updaters without autograd and config, on ranks as threads: immediate or overlapped, with states on any tier."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def optimizer_of(params: list[Any]) -> SGD:
 
 
 def gradient(shape: torch.Size, rank: int, step: int) -> Tensor:
-    """Whole numbers, so that means of two are exact."""
+    """Return a gradient of integers, so that the mean of two is exact."""
     return torch.arange(float(shape.numel())).view(shape) + 10 * rank + 4 * step
 
 
@@ -89,7 +89,7 @@ def on_two(
 
 
 def backward(parts: Made, updater: StepUpdater, step: int, bad: str = "") -> None:
-    """Autograd leaves a gradient with every member."""
+    """Simulate a backward: set the gradient of every member, and end the reduce pass. ``bad`` gets a NaN on rank 1."""
     rank = parts.collectives.mesh.rank
     updater.begin()
     for member in reversed(parts.members):
@@ -101,7 +101,7 @@ def backward(parts: Made, updater: StepUpdater, step: int, bad: str = "") -> Non
 
 
 def expected(num_steps: int, max_norms: Sequence[float] = ()) -> dict[str, Tensor]:
-    """What torch makes of the means."""
+    """Return the weights after updates with the mean gradients by torch's optimizer."""
     model = blocks(NUM_UNITS)
     optimizer = optimizer_of(list(model.parameters()))
     for step in range(num_steps):
@@ -114,7 +114,7 @@ def expected(num_steps: int, max_norms: Sequence[float] = ()) -> dict[str, Tenso
 
 
 def whole(parts: Made, member: Member) -> Tensor:
-    """A parameter as the next forward finds it."""
+    """Return the full values of a parameter as the next forward reads them."""
     unit = next(unit for unit in parts.units if any(own is member for own in unit.members))
     if unit.always_unsharded:
         unit.finish_update()
@@ -145,7 +145,7 @@ def test_parameters_as_on_one_process(name: str, where: str) -> None:
 
 
 def test_settings_are_those_of_the_step() -> None:
-    """Whatever a schedule does before an overlapped update has run."""
+    """An overlapped update uses the settings of its step, even if a schedule changes them before it has run."""
 
     def work(parts: Made, updater: StepUpdater) -> None:
         backward(parts, updater, 0)
@@ -188,7 +188,7 @@ def test_gathers_between_nodes_are_under_way_when_the_step_returns(name: str) ->
 
 @pytest.mark.parametrize("where", PLACES)
 def test_clipping(where: str) -> None:
-    """To the configured norm, or to one that holds for one update."""
+    """Gradients are clipped to the configured norm, or to a norm set for one update."""
     values = expected(2, [5.0, 1000.0])
 
     def work(parts: Made, updater: StepUpdater) -> None:

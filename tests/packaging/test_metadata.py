@@ -1,4 +1,4 @@
-"""What a release consists of: one version everywhere, bounds that are tested, and workflows that call the Makefile."""
+"""Tests of release metadata: one version everywhere, tested version bounds, and workflows that call the Makefile."""
 
 import re
 import tomllib
@@ -32,7 +32,7 @@ def requirements() -> dict[str, Requirement]:
 
 
 def versions(name: str) -> dict[str, Requirement]:
-    """The requirements that ``make test-versions`` installs, under the Makefile's name for them."""
+    """Return the requirements that ``make test-versions`` installs, from the Makefile's variable ``name``."""
     (line,) = re.findall(rf"^{name} \?= (.*)$", MAKEFILE, re.MULTILINE)
     return {found.name: found for found in map(Requirement, line.split())}
 

@@ -1,4 +1,4 @@
-"""The source archive and the wheels, built from it and installed into fresh environments, away from the checkout."""
+"""Tests of the source archive, and of wheels built from it and installed in fresh environments outside the checkout."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print(partita.__file__)
 
 
 def done(*arguments: str | Path, folder: Path, **environment: str) -> str:
-    """Standard output of a command that ends well."""
+    """Run a command, assert that it succeeds, and return its standard output."""
     import os
 
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
@@ -48,14 +48,17 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wheel_of(archive: Path, folder: Path, **environment: str) -> Path:
-    """A wheel that is built from the source archive alone."""
+    """Build a wheel from the source archive alone, and return its path."""
     done(*PIP, "wheel", archive, "--no-deps", "--no-build-isolation", "-w", folder, folder=folder, **environment)
     (wheel,) = folder.glob("partita-*.whl")
     return wheel
 
 
 def fresh_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
-    """An environment with the wheel, and with the other packages of this one; its Python and its folder of packages."""
+    """Create an environment with the wheel and this environment's other packages.
+
+    Return its Python and its folder of packages.
+    """
     python = folder / "venv" / "bin" / "python"
     done(sys.executable, "-m", "venv", "--without-pip", "venv", folder=folder)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")

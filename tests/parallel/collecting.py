@@ -1,6 +1,4 @@
-"""Small models of transformers that read the hidden states of single blocks, or have blocks for images beside those for
-text; and batches for them.
-"""
+"""Small transformers models that read the hidden states of single blocks, or also have vision blocks; and batches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +49,7 @@ _SOUND: dict[str, Any] = {
 
 
 def llava(layer: int | list[int] = -2) -> nn.Module:
-    """The text reads the image's hidden states after an inner block."""
+    """Return a LLaVA model whose text model reads the image's hidden states at ``layer``."""
     import transformers as t
 
     vision, text = t.CLIPVisionConfig(**_CLIP), t.LlamaConfig(**_TEXT)
@@ -61,7 +59,7 @@ def llava(layer: int | list[int] = -2) -> nn.Module:
 
 
 def qwen2vl() -> nn.Module:
-    """Blocks for images take ``[patches, width]``; positions of the text have three coordinates."""
+    """Return a Qwen2-VL model: vision blocks take ``[patches, width]``, and text positions have three coordinates."""
     import transformers as t
 
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
@@ -72,7 +70,7 @@ def qwen2vl() -> nn.Module:
 
 
 def wav2vec2() -> nn.Module:
-    """The head takes a trained, weighted sum of all hidden states."""
+    """Return a Wav2Vec2 model whose head takes a trained, weighted sum of all hidden states."""
     import transformers as t
 
     return t.Wav2Vec2ForSequenceClassification(t.Wav2Vec2Config(**_SOUND, use_weighted_layer_sum=True))

@@ -1,4 +1,4 @@
-"""What runs on the ranks for ``test_dropout``: models with dropout on tensor ranks, by the streams of one seed."""
+"""Rank functions of ``test_dropout``: models with dropout on tensor ranks, with random streams from one seed."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _T5 = {"vocab_size": zoo.VOCAB, "d_model": zoo.WIDTH, "d_kv": 8, "d_ff": 96, "nu
 
 
 def build(name: str) -> nn.Module:
-    """Six heads; T5 drops out what its feed-forward layers hold between them, too."""
+    """Return a model with six heads, in training mode. T5 also has dropout between its two feed-forward layers."""
     seeds.start()
     model: nn.Module
     if name == "t5":
@@ -44,7 +44,7 @@ def losses(name: str, parallel: dict[str, int], num_steps: int = 3) -> list[floa
 
 
 def heads_of_kernel() -> tuple[Tensor, Tensor]:
-    """What this rank's heads give, all of which have the same weights: without dropout, and with."""
+    """Return the outputs of this rank's heads without and with dropout. All heads have the same weights."""
     model, seen = build("gpt2-sdpa"), list[Tensor]()
     attention = model.transformer.h[0].attn
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What runs on the ranks for ``test_sequence``: models on slices, beside the same model whole in the same process."""
+"""Rank functions of ``test_sequence``: models on slices of the sequence, compared with models on full sequences."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "use_cache": False,
 }
-# Gathering sends less; fewer heads than ranks; capped scores, which transformers computes eagerly, and windows.
+# Gathering keys sends less; fewer heads than ranks; encoder and decoder; soft-capped scores (eager) and windows.
 OWN = {
     "llama-one-key-head": partial(FAMILIES["llama"], **_SIZES, num_key_value_heads=1),
     "decoder-two-heads": lambda: Decoder(DecoderShape(2, WIDTH, 2, 2, 64, VOCAB)),
@@ -80,7 +80,7 @@ def built(name: str) -> nn.Module:
 
 
 def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH) -> Batch:
-    """Every second batch is padded, the first sample on the left and the last on the right; some labels are ignored."""
+    """Return a step's batch. Odd steps pad the first sample left and the last one right; some labels are ignored."""
     random = seeds.generator(step)
     if name == "vit":
         return zoo.batch(name, step, samples)
@@ -94,7 +94,7 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
         mask[0, :3], mask[-1, length - 5 :] = 0, 0
     labels = tokens.masked_fill(mask == 0, -100)
     labels[0, 7 % length] = -100
-    if name.startswith("t5"):  # an encoder of as many positions, of fewer, and of as many as a rank has of the others
+    if name.startswith("t5"):  # encoder length: the decoder's, a shorter one, that of a rank's slice of the decoder
         kept = (length, 9, 12 if length == LENGTH else 7)[step % 3]
         return {"input_ids": tokens[:, :kept], "attention_mask": mask[:, :kept], "labels": labels}
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
@@ -102,7 +102,7 @@ def batch_of(name: str, step: int = 0, *, samples: int = 2, length: int = LENGTH
 
 @contextmanager
 def connected() -> Iterator[Collectives]:
-    """All ranks along the sequence axis."""
+    """Connect all ranks along the sequence axis."""
     mesh = Mesh(MeshShape(sequence=world()), HOST, Processes(HOST, Rendezvous(rank(), world(), 60.0)))
     try:
         collectives = Collectives(mesh)
@@ -126,8 +126,12 @@ def on_slices(model: nn.Module, collectives: Collectives) -> Iterator[SequencePa
 
 @dataclass
 class Beside:
-    """How far a model on slices is from the whole one: the loss, and of all gradients the largest difference, as a
-    share of its parameter's largest; of which one.
+    """Largest differences of a model on slices from the full model.
+
+    Attributes:
+        loss: the largest difference of a loss.
+        gradient: the largest difference of a gradient, relative to the gradient's largest element.
+        name: the parameter of that gradient.
     """
 
     loss: float = 0.0
@@ -136,7 +140,7 @@ class Beside:
 
 
 def beside_whole(name: str) -> Beside:
-    """Two batches of 23 positions, and one of 14."""
+    """Compare a model on slices with the full model, on two batches of 23 positions and one of 14."""
     found, whole = Beside(), built(name)
     model = copy.deepcopy(whole)
     with connected() as collectives, on_slices(model, collectives):
@@ -158,7 +162,7 @@ def beside_whole(name: str) -> Beside:
 
 
 def mean_gradient(param: nn.Parameter, group: Group) -> Tensor:
-    """What the engine makes of the ranks' gradients."""
+    """Return the mean of the ranks' gradients, as the engine computes it."""
     gradient = torch.zeros_like(param) if param.grad is None else param.grad
     return group.sum(gradient, "test") / group.size
 
@@ -170,8 +174,8 @@ WAYS = (ALL_TO_ALL, GATHER_KEYS, RING)
 
 @dataclass
 class Alone:
-    """One attention on slices: how far its output and gradients are from the whole one's, and the bytes that this rank
-    sent in forward and backward, as counted and by the formula.
+    """Result of one attention on slices: the largest difference of its output and gradients from full attention, and
+    the bytes that this rank sent in forward and in backward, as counted and by the formula.
     """
 
     off: float
@@ -214,7 +218,7 @@ def attention_alone(way: str, heads: int, key_heads: int, mask: str) -> Alone:
 
 
 def _mask(kind: str, generator: torch.Generator) -> Tensor | None:
-    """Broadcast to [batch, heads, positions, positions]; every query sees itself."""
+    """Return a mask that broadcasts to [batch, heads, positions, positions]; every query sees at least one key."""
     if kind == "padding":
         seen = torch.rand((2, 1, 1, LENGTH), generator=generator) < 0.7
         seen[..., 0] = True
@@ -227,19 +231,19 @@ def _mask(kind: str, generator: torch.Generator) -> Tensor | None:
     return None
 
 
-# -- what is kept, and what is wrong ----------------------------------------------------------------------------------
+# -- recomputation and logits ------------------------------------------------------------------------------------------
 
 
 class Checkpointing(Block):
-    """Its call, with the hooks, is what is run again."""
+    """Block that checkpoints its call, including the module's hooks."""
 
     def __call__(self, x: Tensor, table: Tensor) -> Any:
         return checkpoint(super().__call__, x, table, use_reentrant=False)
 
 
 def recomputed(name: str, by: str) -> tuple[float, float]:
-    """The largest difference that recomputed blocks make to any gradient, and the largest gradient: two forwards of
-    different lengths come before their backwards.
+    """Return the largest change of a gradient by recomputation, and the largest gradient. Two forwards of different
+    lengths run before their backwards.
     """
     results = []
     for again in (False, True):
@@ -264,8 +268,8 @@ def recomputed(name: str, by: str) -> tuple[float, float]:
 
 
 def logits_bytes(name: str) -> tuple[int, int, int]:
-    """The largest tensor of a forward and backward whose last dim are the classes; a rank's part of the logits, and all
-    of them.
+    """Return numbers of elements: of the largest tensor over the vocabulary in a forward and backward, of this rank's
+    logits, and of all logits.
     """
     model, largest = built(name), 0
     batch = batch_of(name)
@@ -276,7 +280,7 @@ def logits_bytes(name: str) -> tuple[int, int, int]:
             out = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(out):
                 shape = tensor.shape[-2:] if isinstance(tensor, Tensor) and not tensor.is_meta else ()
-                if shape[1:] == (VOCAB,) and shape[0] != WIDTH:  # no weight of the head, nor its gradient
+                if shape[1:] == (VOCAB,) and shape[0] != WIDTH:  # not the head's weight or its gradient
                     largest = max(largest, tensor.numel())
             return out
 
@@ -287,7 +291,7 @@ def logits_bytes(name: str) -> tuple[int, int, int]:
 
 
 def whole_logits(name: str) -> float:
-    """How far logits that are read, and gradients through them, are from one process's."""
+    """Return the largest difference of read logits, and of gradients through them, from those of the full model."""
     whole = built(name)
     model, batch = copy.deepcopy(whole), batch_of(name)
     batch.pop("targets", None)
@@ -308,7 +312,7 @@ def whole_logits(name: str) -> float:
 
 
 def losses_of_own(name: str) -> list[tuple[float, float]]:
-    """Losses as people write them, of sliced logits and of whole ones."""
+    """Return losses as users write them, each computed from sliced and from full logits."""
     whole = built(name)
     model, tokens = copy.deepcopy(whole), batch_of(name)["tokens"]
     weight = torch.rand(VOCAB, generator=seeds.generator(5))
@@ -336,11 +340,11 @@ def losses_of_own(name: str) -> list[tuple[float, float]]:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 STEPS, CLIP = 10, 0.5
-ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4}  # gradients of nothing but rounding stay small
+ADAMW: dict[str, Any] = {"lr": 2e-3, "eps": 1e-4}  # limits updates by gradients that are only rounding errors
 
 
 def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Trained:
-    """By an engine, on samples of the rank's data coordinate; lengths change. The first step's gradients are kept."""
+    """Train with an engine on the data coordinate's samples, of changing lengths; keep the first step's gradients."""
     config = {
         "parallel": {"sequence": sequence},
         "clip_grad_norm": CLIP,
@@ -350,14 +354,14 @@ def trained(name: str, sequence: int, stage: int = 1, **sections: Any) -> Traine
     }
     model = built(name)
     if hasattr(model, "config"):
-        model.config.use_cache = True  # as configurations of transformers have it, which no training needs
+        model.config.use_cache = True  # the default of transformers, which training does not need
     with partita.initialize(model, config) as engine:
         data = engine.mesh.coordinate("data")
         return train_engine(engine, _loss_of(name), STEPS, data=data, keep=(0,), mean=True)
 
 
 def trained_plainly(name: str, num_data: int) -> Trained:
-    """By one process, on the samples of all data coordinates."""
+    """Train with plain PyTorch in one process, on the samples of all data coordinates."""
     optimizer = partial(torch.optim.AdamW, weight_decay=0.01, **ADAMW)
     return train_module(
         built(name), _loss_of(name), STEPS, num_data=num_data, own=None, optimizer=optimizer, clip=CLIP, keep=(0,)
@@ -372,7 +376,7 @@ def _samples(name: str, step: int, data: int) -> Batch:
     return batch_of(name, 10 * step + data, length=LENGTH - 4 * (step % 2))
 
 
-# The samples and positions of each step's batch.
+# The numbers of samples and positions of each step's batch.
 FEW = {
     "no samples": ((0, LENGTH), (2, LENGTH), (0, LENGTH), (2, LENGTH)),
     "few positions": ((2, 1), (2, LENGTH), (2, 2), (2, LENGTH)),
@@ -406,7 +410,7 @@ class Attender(nn.Module):
 
 
 def trained_on_few(name: str, what: str, sequence: int | None) -> Trained:
-    """Train on batches without samples, or with fewer positions than ranks; None: in plain PyTorch."""
+    """Train on batches without samples, or with fewer positions than ranks; ``sequence=None``: with plain PyTorch."""
 
     def loss(model: Any, data: int, step: int) -> Tensor:
         samples, length = FEW[what][step]
@@ -425,14 +429,14 @@ def trained_on_few(name: str, what: str, sequence: int | None) -> Trained:
         return train_engine(engine, loss, len(FEW[what]), data=0)
 
 
-# -- what cannot be cut ------------------------------------------------------------------------------------------------
+# -- models that cannot be split ---------------------------------------------------------------------------------------
 
 
 GATES = {"gate of 0": 0.0, "gate of 1e-6": 1e-6}
 
 
 class _GradientsOfNormOne(torch.autograd.Function):
-    """The identity, whose gradient has the norm 1 over all positions."""
+    """Identity whose backward divides the gradient by its norm over all positions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -444,7 +448,7 @@ class _GradientsOfNormOne(torch.autograd.Function):
 
 
 class Mixing(nn.Module):
-    """[batch, positions, WIDTH] to the same, in one of several ways."""
+    """Block of [batch, positions, WIDTH] in which positions depend on each other in one of several ways (``how``)."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -459,7 +463,7 @@ class Mixing(nn.Module):
         if self.how == "by hand":
             heads = self.layer(x)
             return x + (heads @ heads.mT).softmax(-1) @ heads
-        if self.how == "causal by hand":  # which the first rank computes rightly
+        if self.how == "causal by hand":  # correct on the first rank's slice
             heads = self.layer(x)
             seen = torch.ones(x.shape[1], x.shape[1]).tril() > 0
             return x + (heads @ heads.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ heads
@@ -471,7 +475,7 @@ class Mixing(nn.Module):
             return x + _GradientsOfNormOne.apply(self.layer(x))
         if self.how == "batch norm":
             return x + self.norm(x.mT).mT
-        if self.how == "alike":  # the positions of the first block's input are
+        if self.how == "alike":  # all positions of the first block's input are equal
             return x + self.layer(x.mean(1, keepdim=True))
         if self.how == "table":
             return x + self.layer(x) * torch.arange(LENGTH)[None, :, None]
@@ -495,7 +499,7 @@ class Mixer(nn.Module):
 
 
 def mixed(how: str, config: Mapping[str, Any] = {}) -> bool:
-    """Whether a model that mixes positions like this trains."""
+    """Return whether a step of a model with such blocks updates the parameters."""
     seeds.start()
     with partita.initialize(Mixer(how), {"parallel": {"sequence": world()}, **config}) as engine:
         tokens = batch_of("decoder")["tokens"]
@@ -504,13 +508,13 @@ def mixed(how: str, config: Mapping[str, Any] = {}) -> bool:
 
 
 def first_call_changes() -> list[str]:
-    """What a call that is checked leaves changed beside its gradients: of random numbers, parameters and buffers."""
+    """Return the names of what the first, checked call changed: random state, parameters, buffers, training modes."""
     seeds.start()
     model = Mixer("nothing")
     for block in model.blocks:
         block.register_buffer("scale", torch.ones(3))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    zero = {"stage": 3, "units": ["Mixing", "Linear"]}  # inside a block, parameters are at rest until they are used
+    zero = {"stage": 3, "units": ["Mixing", "Linear"]}  # parameters inside a block are sharded until they are used
     with partita.initialize(model, {"parallel": {"sequence": world()}, "zero": zero}) as engine:
         state = torch.get_rng_state()
         engine(batch_of("decoder")["tokens"])
@@ -523,7 +527,7 @@ def first_call_changes() -> list[str]:
 
 
 class Penalized(Mixer):
-    """Its loss has a penalty on gradients inside its forward, or returns its embeddings for one outside."""
+    """Model that penalizes gradients inside its forward, or returns its embeddings for a penalty outside of it."""
 
     def __init__(self, how: str) -> None:
         super().__init__("nothing")
@@ -541,7 +545,7 @@ class Penalized(Mixer):
 
 
 def penalized(how: str) -> None:
-    """Ends in an error."""
+    """Compute gradients inside the model's forward, or gradients of gradients outside of it; raises an error."""
     seeds.start()
     with partita.initialize(Penalized(how), {"parallel": {"sequence": world()}}) as engine:
         loss, first = engine(batch_of("decoder")["tokens"])
@@ -557,7 +561,7 @@ def mixed_in_stages(how: str) -> None:
 
 
 def refused(what: str) -> None:
-    """Ends in an error."""
+    """Run a model or a call that sequence parallelism does not support; raises an error."""
     model, batch = built("llama"), batch_of("llama")
     if what == "no blocks":
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
@@ -576,7 +580,7 @@ def refused(what: str) -> None:
 
 
 def cached() -> tuple[float, list[int]]:
-    """A first call fills a cache: the difference of its loss, and the positions that this rank has of each layer."""
+    """Fill a cache in the first call; return the difference of its loss, and this rank's cached positions per layer."""
     model, batch = built("llama"), batch_of("llama")
     expected = model(**batch, use_cache=True).loss.item()
     with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
@@ -585,7 +589,7 @@ def cached() -> tuple[float, list[int]]:
 
 
 def generated() -> bool:
-    """Whether text is generated as one process does, inside ``gathered``; training goes on on slices."""
+    """Return whether text generated inside ``gathered`` is one process's, and later losses on slices are unchanged."""
     model, batch = built("llama"), batch_of("llama")
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
     tokens = batch["input_ids"][:, :7]
@@ -605,7 +609,7 @@ def generated() -> bool:
 
 
 def masks(sequence: int, seed: int | None) -> list[Tensor]:
-    """What dropout keeps of ones, before the blocks and in them, on each rank."""
+    """Return this rank's dropout masks: that of the dropout before the blocks, then that of each block."""
     seen = list[Tensor]()
     model = Mixer("nothing").train()
     model.embedding = nn.Sequential(model.embedding, nn.Dropout(0.5))
@@ -622,7 +626,7 @@ def masks(sequence: int, seed: int | None) -> list[Tensor]:
 
 
 def hooked(when: str) -> None:
-    """A gradient is divided by its norm, by a hook that is registered before or after the engine is made."""
+    """Train with a hook that divides a gradient by its norm, registered before or after the engine is created."""
     torch.manual_seed(0)
     model = Decoder(DecoderShape(layers=2, width=32, heads=4, kv_heads=2, ffn_width=64, vocab=32))
     param = next(model.parameters())

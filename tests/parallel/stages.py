@@ -18,7 +18,7 @@ Batch = dict[str, Tensor]
 
 
 class Skipping(nn.Module):
-    """Blocks that read the embedding, too, and a parameter that the model itself reads before each of them."""
+    """Model whose blocks also read the embedding, and which itself reads a parameter before each block."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Skipping(nn.Module):
 
 
 class Images(nn.Module):
-    """A ResNet (with activations first) whose four blocks change their inputs in place."""
+    """Pre-activation ResNet whose four blocks change their inputs in place."""
 
     class Block(nn.Module):
         def __init__(self, num_in: int, num_out: int) -> None:
@@ -87,7 +87,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama": partial(FAMILIES["llama"], **_GROUPED),
     "qwen3": partial(FAMILIES["qwen3"], **_GROUPED, head_dim=8),
     "qwen3moe": partial(FAMILIES["qwen3moe"], **_GROUPED, **_MOE),
-    # Its loss depends on the router logits of all blocks.
+    # The loss depends on the router logits of all blocks.
     "balanced": partial(FAMILIES["qwen3moe"], **_GROUPED, **_MOE, output_router_logits=True, router_aux_loss_coef=0.5),
     "gpt2": partial(FAMILIES["gpt2"], **_GPT2),
     "bloom": Family(
@@ -123,7 +123,7 @@ def build(name: str) -> nn.Module:
 
 
 def batch(name: str, number: int, num_samples: int = 2) -> Any:
-    """Random tokens, the first sample padded on the left, with labels; images where the model takes them."""
+    """Return random tokens with labels, the first sample padded on the left; images for models that take them."""
     if name in collecting.BUILD:
         return collecting.batch(name, number, num_samples)
     generator = seeds.generator(number)

@@ -1,4 +1,4 @@
-"""What runs on the ranks for ``test_tensor``: models on slices, beside the same model whole in the same process."""
+"""Rank functions of ``test_tensor``: models split over tensor ranks, compared with the full model in one process."""
 
 import copy
 from collections.abc import Sequence
@@ -25,8 +25,14 @@ from tests.parallel import zoo
 
 @dataclass
 class Beside:
-    """How far a model on slices is from the whole one: the loss, and of each gradient the largest difference, as a
-    share of the largest element; what was sent; and how the modules were split.
+    """Comparison of a split model with the full model.
+
+    Attributes:
+        loss: the difference of the losses.
+        gradients: the largest difference of each gradient, relative to the gradient's largest element.
+        calls: the number of calls of each collective.
+        lines: a description of each module's split.
+        share: the number of this rank's parameter elements, relative to the full model's.
     """
 
     loss: float
@@ -56,7 +62,7 @@ def on_slices(model: nn.Module, collectives: Collectives, rules: dict[str, str] 
 
 
 def whole_gradient(param: nn.Parameter, applied: AppliedParallelism, collectives: Collectives) -> Tensor:
-    """What the engine makes of the ranks' gradients."""
+    """Return the full gradient, combined from the ranks' gradients as the engine does."""
     share, group = applied.shares.get(id(param)), collectives.group(("tensor",))
     assert param.grad is not None
     if share is None:
@@ -98,6 +104,6 @@ def beside_whole(names: Sequence[str], rules: dict[str, str] | None = None) -> d
 
 
 def counts(collectives: Collectives) -> dict[str, int]:
-    """Calls of forward and backward so far, by collective."""
+    """Return the number of calls in forward and backward so far, by collective."""
     rows: dict[TrafficKey, object] = collectives.meter.report().rows  # type: ignore[assignment]
     return {key.collective: row.calls for key, row in rows.items() if key.purpose == "tensor"}  # type: ignore[attr-defined]

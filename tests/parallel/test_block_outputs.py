@@ -1,4 +1,4 @@
-"""What a model collects from its blocks, where it cannot be completed: errors that name the setting to change."""
+"""Outputs that a model collects from its blocks: they are completed, or an error names the setting to change."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def fixed(axis: str) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, axis: str, batch: Any) -> float:
-    """The loss of one batch on two ranks of an axis, whose learning rate is 0."""
+    """Return the loss of one batch on two ranks of an axis, with learning rate 0."""
     with partita.initialize(model, fixed(axis)) as engine:
         return engine.train_batch([batch]).item()
 
 
 def asked_in_the_call() -> None:
-    """The same as by the model's config, and nothing is collected in calls that do not ask for it."""
+    """Request router logits in every second call; each loss must be the one of the model in one process."""
     for axis in AXES:
         model, batch = stages.build("balanced"), stages.batch("balanced", 1)
         expected = [model(**batch, output_router_logits=asked).loss.item() for asked in (True, False)]
@@ -46,7 +46,7 @@ def test_a_call_may_ask_for_router_logits() -> None:
 
 
 def hidden_states() -> float:
-    """How far hidden states on slices are from those of one process."""
+    """Return the largest difference of hidden states on slices from those of one process."""
     model, batch = sequence.built("llama"), sequence.batch_of("llama")
     expected = model(**batch, output_hidden_states=True).hidden_states
     with partita.initialize(model, {"parallel": {"sequence": 2}}) as engine:
@@ -60,7 +60,7 @@ def test_hidden_states_have_all_positions() -> None:
 
 
 def on_two_axes(name: str) -> None:
-    """Slices of hidden states, and router logits, pass from stage to stage."""
+    """Check the loss on sequence 2 x pipeline 2, where stages pass on slices of hidden states, and router logits."""
     model, batch = stages.build(name), stages.batch(name, 1)
     expected = model(**batch).loss.item()
     config = {**fixed("sequence"), "parallel": {"sequence": 2, "pipeline": 2}}
@@ -74,14 +74,14 @@ def test_stages_pass_on_slices(name: str) -> None:
 
 
 def of_two_parts() -> float:
-    """How far hidden states of an encoder are from those of one process, if it has as many positions in all as this
-    rank has of the decoder's.
+    """Return the largest difference of an encoder's hidden states from those of one process. The encoder has as many
+    positions as this rank's slice of the decoder.
     """
     model, batch = sequence.built("t5"), sequence.batch_of("t5")
     batch = {"input_ids": batch["input_ids"][:, :11], "labels": batch["labels"][:, :22].contiguous()}
     expected = model(**batch, output_hidden_states=True).encoder_hidden_states
     with partita.initialize(model, fixed("sequence")) as engine:
-        for _ in range(2):  # in the second forward, the slices of the decoder's first one are known
+        for _ in range(2):  # the second forward knows the decoder's slices of the first one
             found = engine(**batch, output_hidden_states=True).encoder_hidden_states
         assert [one.shape for one in found] == [one.shape for one in expected]
         return max(float((one - other).detach().abs().max()) for one, other in zip(found, expected, strict=True))
@@ -136,4 +136,4 @@ def test_router_logits_that_a_run_without_data_does_not_find_are_named() -> None
         "parallel.pipeline: 'model.layers.1': expected the router logits of 1 routers, whose shapes are found by a run "
         "without data; got 0; set output_router_logits to False"
     ]
-    outputs.check_found(model.model.layers[1], "model.layers.1", [])  # outside a forward that collects them
+    outputs.check_found(model.model.layers[1], "model.layers.1", [])  # no error outside a forward that collects them

@@ -1,4 +1,4 @@
-"""Checkpoints saved under one mesh and loaded under another, and what is exported of them."""
+"""Checkpoints saved on one mesh and loaded on another, and exports of them."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ NAMES, TIMEOUT_S = ("llama", "gpt2", "qwen3moe"), 300
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and a stage."""
+    """A mesh and a ZeRO stage."""
 
     pipeline: int
     data: int
@@ -52,7 +52,7 @@ class Layout:
 
 
 def layouts() -> Iterator[Layout]:
-    """Those of at most so many ranks that can be trained under."""
+    """Yield the valid layouts of 2 to ``MOST_RANKS`` ranks."""
     for sizes in product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 3), range(4)):
         layout = Layout(*sizes)
         if 1 < layout.num_ranks <= MOST_RANKS:
@@ -64,7 +64,7 @@ def layouts() -> Iterator[Layout]:
 
 
 def pairs() -> list[tuple[str, Layout, Layout]]:
-    """Sampled by this run's seed; two meshes, where the stages differ."""
+    """Return pairs of layouts with different meshes and different stages, sampled with this run's seed."""
     draw, possible = random.Random(seeds.chosen()), list(layouts())
     found = []
     while len(found) < NUM_PAIRS:
@@ -75,7 +75,7 @@ def pairs() -> list[tuple[str, Layout, Layout]]:
 
 
 def losses_of(engine: partita.Engine, name: str, first: int, num: int) -> list[float]:
-    """The same samples however many data ranks there are, and in each as many labels."""
+    """Train on the same samples for any number of data ranks, each with equally many labels; return the losses."""
     losses, index, num_data = list[float](), engine.mesh.coordinate("data"), engine.mesh.size("data")
     for step in range(first, first + num):
         whole = stages.batch(name, step, SAMPLES)
@@ -87,7 +87,7 @@ def losses_of(engine: partita.Engine, name: str, first: int, num: int) -> list[f
 
 
 def states_of(engine: partita.Engine) -> dict[str, Tensor]:
-    """Weights and optimizer states, whole, on rank 0."""
+    """Return the full weights and optimizer states on rank 0, and nothing on other ranks."""
     states = dict(engine.state_dict())
     for name, _ in engine.module.named_parameters():
         states |= {f"{name} {key}": value for key, value in engine.optimizer_state(name).items()}

@@ -1,4 +1,4 @@
-"""Which way attention over a cut sequence takes, and what it sends."""
+"""Choice of the attention method for a split sequence, and the bytes that each method sends."""
 
 import itertools
 
@@ -13,7 +13,7 @@ def sizes(heads: int, key_heads: int, positions: tuple[int, ...], **others: int)
 
 @pytest.mark.parametrize("num", [2, 4, 8])
 def test_even_shares_send_what_the_papers_say(num: int) -> None:
-    """Ulysses: 4 n h / p x (p - 1) / p elements for n positions of width h; gathering: 2 n h (p - 1) / p."""
+    """A rank sends 4 n h (p - 1) / p^2 elements (Ulysses) or 2 n h (p - 1) / p (gathering); n positions, width h."""
     even = Sizes(8, 8, 16, 16, (32,) * num, batch=3, itemsize=2)
     whole = 32 * num * 8 * 16 * 3 * 2
     assert set(even.sent_bytes(ALL_TO_ALL)) == {4 * whole * (num - 1) // num**2}
@@ -42,7 +42,7 @@ def test_every_query_head_is_on_one_rank() -> None:
 
 
 def test_the_way_that_sends_less() -> None:
-    assert choose(sizes(8, 8, (16, 16))) == ALL_TO_ALL  # as much by keys, of which there would be all on each rank
+    assert choose(sizes(8, 8, (16, 16))) == ALL_TO_ALL  # gathering sends as much, and stores all keys on each rank
     assert choose(sizes(8, 8, (16, 16, 16, 16))) == ALL_TO_ALL
     assert choose(sizes(8, 1, (16, 16, 16, 16))) == GATHER_KEYS
     for heads, key_heads, num in itertools.product((4, 8, 16), (1, 2, 4), (2, 3, 4)):

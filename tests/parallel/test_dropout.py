@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: what is whole has one process's masks, and what is split its part of them."""
+"""Dropout under tensor parallelism: full tensors have one process's masks, and split tensors their part of them."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.parallel import dropout
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "t5"])
 def test_masks_are_parts_of_one_process_s(name: str) -> None:
-    """Of attention's weights by heads, and of features between two layers: training is one process's."""
+    """Dropout of attention weights (split by heads) and of features between two layers gives one process's losses."""
     (alone,) = on_ranks(1, dropout.losses, name, {})
     found = on_ranks(2, dropout.losses, name, {"tensor": 2}, timeout=120)
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Tensor 4 x pipeline 4 x data 2: training is one process's on 32 ranks, too."""
+"""Training on 32 ranks (tensor 4 x pipeline 4 x data 2) matches one process."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What a stage of a pipeline holds: its own parameters and their states, and activations of as many micro-batches as
-the order of its work keeps. (Logits: ``test_tensor_training``, ``test_sequence``.)
+"""Memory of a pipeline stage: its own parameters with their states, and the activations of as many micro-batches as its
+schedule keeps. (Logits: ``test_tensor_training``, ``test_sequence``.)
 """
 
 from collections.abc import Callable
@@ -19,15 +19,22 @@ from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 MICROS, TIMEOUT_S = 6, 240
-ON_THE_WAY = 2  # gradients that a stage sends back, and that may not have arrived when the next forward comes
+ON_THE_WAY = 2  # gradients that a stage sends back and that may still be in flight after the next forward
 NAME = "llama"
 
 
 @dataclass(frozen=True)
 class Held:
-    """On a rank: bytes of its model states, and of these by the plan; bytes of the parameters' memory, of which
-    ``elsewhere`` those that other stages hold; and by order the most bytes that forwards had made and that were alive
-    when one ended, but for the gradients of the parameters; bytes that pass an edge for a micro-batch.
+    """Memory of one rank, in bytes.
+
+    Attributes:
+        states: the model states, as reported.
+        planned: the model states, as planned.
+        own: the parameters of this rank's stage.
+        elsewhere: the storage on this rank of parameters of other stages.
+        kept: the most that a batch had allocated when a forward ended, without parameter gradients, by schedule;
+            ``one``: with a single micro-batch.
+        payload: the data that one stage sends to the next for a micro-batch.
     """
 
     states: dict[tuple[str, str], int]
@@ -51,13 +58,13 @@ def held(orders: tuple[str, ...]) -> Held:
             away = sum(bytes_elsewhere(param) for param in params)
             own = sum(param.nbytes for param in params if not is_off_stage(param))
             planned = model_state_bytes(engine.units, engine.mesh.rank)
-    states = [key for key, num in planned.items() if num and key[0] != "gradients"]  # which a step has used up
+    states = [key for key, num in planned.items() if num and key[0] != "gradients"]  # a step frees the gradients
     payload = 4 * stages.WIDTH * batch["input_ids"].numel()
     return Held({key: report[key] for key in states}, {key: planned[key] for key in states}, own, away, kept, payload)
 
 
 def bytes_elsewhere(param: torch.Tensor) -> int:
-    """What the memory of a parameter takes here that other stages hold."""
+    """Return the bytes on this rank of a parameter's storage if the parameter belongs to another stage, else 0."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if not is_off_stage(param) or param.is_meta else param.untyped_storage().nbytes()
 
@@ -79,7 +86,7 @@ def most_after_forwards(engine: partita.Engine, train: Callable[[], Any]) -> int
 
 
 def test_a_stage_holds_its_own() -> None:
-    """GPipe keeps what all micro-batches left, 1F1B on each rank as many as the simulation says."""
+    """A rank stores only its stage's states, and activations of as many micro-batches as the simulation says."""
     whole = sum(param.nbytes for param in stages.build(NAME).parameters())
     found = on_ranks(3, held, ("1f1b", "gpipe"), timeout=TIMEOUT_S)
     assert sum(one.own for one in found) == whole

@@ -1,4 +1,4 @@
-"""Meshes of several axes: training is one process's, and the stages of ZeRO agree bit for bit."""
+"""Meshes of several axes: training matches one process, and ZeRO stages that accumulate alike match bit for bit."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, TIERS["3-host"
 
 
 def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
-    """By ``train_batch``, in evaluation mode: there is no dropout."""
+    """Train with ``train_batch``. The models have no dropout, so the loss of ``eval_batch`` must be the same."""
     config = {
         "parallel": parallel,
         "zero": zero,
@@ -49,7 +49,7 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
 
 
 def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int, num_data: int = 1) -> None:
-    """Stages that add up a batch's gradients before they are reduced have the same bits, and so have the others."""
+    """Compare with one process, and bit for bit between stages 0 and 1 (which reduce once per batch), and 2 and 3."""
     world = num_data * math.prod(parallel.values())
     (alone,) = on_ranks(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
     before = dict[bool, Trained]()
@@ -82,7 +82,7 @@ def nested(axis: str, stage: int) -> None:
             assert weight.shape == shape
             assert torch.equal(weight, written)
         assert all(torch.equal(2 * value, written) for value in whole.values())
-        engine.train_batch([zoo.batch("decoder", 0, 2)])  # on what each rank has of it
+        engine.train_batch([zoo.batch("decoder", 0, 2)])  # on this rank's part again
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 3), ("tensor", 1), ("pipeline", 1), ("sequence", 3)])
@@ -101,7 +101,7 @@ def test_two_axes(parallel: dict[str, int], name: str) -> None:
     "parallel", [{"tensor": 3, "sequence": 2}, {"tensor": 2, "sequence": 3}, {"pipeline": 2, "sequence": 3}]
 )
 def test_three_along_an_axis(parallel: dict[str, int], name: str) -> None:
-    """Which divides neither lengths nor key heads nor vocabulary."""
+    """Three ranks on an axis match one process; 3 divides neither most lengths nor key heads nor the vocabulary."""
     check(name, parallel, [{"stage": 1}, {"stage": 3}], num_steps=10)
 
 
@@ -119,7 +119,7 @@ def test_three_axes(name: str) -> None:
 
 
 def on_nodes(name: str, parallel: dict[str, int], communication: dict[str, Any], num_steps: int) -> Trained:
-    """Stage 3 on nodes of two ranks, each with a copy of the parameters."""
+    """Train with stage 3 on nodes of two ranks; each node has a secondary copy of the parameters."""
     with on_nodes_of(2):
         return course(name, parallel, HIERARCHICAL, num_steps, communication=communication)
 
@@ -143,7 +143,7 @@ def test_changes_pass_between_nodes(parallel: dict[str, int]) -> None:
 
 
 def tiled(name: str, parallel: dict[str, int], num_steps: int) -> Trained:
-    """Tiles of seven rows, which divide no number of them."""
+    """Train with a loss in tiles of seven rows, which leave an incomplete last tile."""
     return course(name, parallel, {"stage": 3}, num_steps, loss={"tiled": 7 * 4 * zoo.VOCAB})
 
 
@@ -156,11 +156,11 @@ def test_tiled_losses(parallel: dict[str, int], name: str) -> None:
 
 
 def sent_over_edges(sequence: int) -> tuple[int, int, int]:
-    """This rank's stage and positions, and the bytes that it sent to other stages for a batch of one length."""
+    """Return this rank's stage, its number of positions, and the bytes that it sends to other stages for a batch."""
     config = {"parallel": {"pipeline": 2, "sequence": sequence}, "batch": {"accumulate": MICROS}}
     batch = zoo.batch("llama", 0)
     with partita.initialize(zoo.build("llama"), config) as engine:
-        engine.train_batch([batch] * MICROS)  # for the first of a form, what is lacked is asked for
+        engine.train_batch([batch] * MICROS)  # the first batch also sends requests for missing values
         before = engine.traffic_report().sent_bytes("pipeline")
         engine.train_batch([batch] * MICROS)
         sent = engine.traffic_report().sent_bytes("pipeline") - before
@@ -169,7 +169,7 @@ def sent_over_edges(sequence: int) -> tuple[int, int, int]:
 
 
 def test_slices_pass_the_edges() -> None:
-    """One payload each way for each micro-batch: two samples' own positions."""
+    """Stages exchange one payload per micro-batch and direction: this rank's positions of two samples."""
     found = on_ranks(4, sent_over_edges, 2)
     assert {(stage, positions) for stage, positions, _ in found} == {(0, 6), (0, 5), (1, 6), (1, 5)}
     for _, positions, sent in found:

@@ -1,4 +1,4 @@
-"""Pipelines of processes: the bits of data parallelism, at every stage and in every order of work."""
+"""Pipeline parallelism on several processes: the bits of data parallelism, at every ZeRO stage and schedule."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class TrainingRun(Trained):
-    """A rank's run, with the loss in evaluation, and the names of the weights that it holds."""
+    """Training run of one rank, with the evaluation loss, and the names of the parameters of its stage."""
 
     evaluated: float = 0.0
     held: set[str] = field(default_factory=set)
@@ -97,7 +97,7 @@ def test_every_order_of_work_has_the_same_bits(schedule: str, zero: str) -> None
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None:
-    """What stages receive is in the dtype that the one before computes in, not in that of its parameters as built."""
+    """A stage receives values in the previous stage's compute dtype, not in the dtype of its parameters as built."""
     (expected,) = on_ranks(1, course, "llama", {}, ZERO["1"], "bf16", timeout=240)
     for one in on_ranks(2, course, "llama", {"pipeline": 2, **SCHEDULES[schedule]}, ZERO["1"], "bf16", timeout=240):
         assert_same_bits(one, expected)
@@ -106,7 +106,7 @@ def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None
 
 @dataclass
 class Batch:
-    """Of a batch's course: what came with backward, and later, in elements; what was sent, and all weights."""
+    """Record of a run: elements of weight gradients computed with backward and later, traffic, and all weights."""
 
     with_backward: int = 0
     later: int = 0
@@ -130,7 +130,7 @@ def batch_apart(config: Mapping[str, Any], schedule: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(DeferredGradients, "add_gradient", add_gradient)
     monkeypatch.setattr(DeferredGradients, "run", run)
     model = stages.build("llama")
-    model.config.use_cache = False  # a block that runs again would add its keys again
+    model.config.use_cache = False  # a recomputed block would append its keys again
     with partita.initialize(model, config) as engine:
         data = engine.mesh.coordinate("data")
         for step in range(2):
@@ -195,7 +195,7 @@ def alike_on_all_stages(name: str, zero: str, num_stages: int) -> None:
 
 
 def sent(zero: str) -> tuple[dict[str, TrafficCount], int, int]:
-    """What a batch sends, by purpose; elements of a payload; units."""
+    """Return the traffic of a batch by purpose, the number of elements of a payload, and the number of units."""
     config = {"parallel": {"pipeline": 2}, "zero": ZERO[zero], "batch": {"accumulate": MICROS}}
     with partita.initialize(stages.build("llama"), config) as engine:
         batch = stages.batch("llama", 0)
@@ -212,8 +212,8 @@ def sent_by_all() -> dict[str, tuple[dict[str, TrafficCount], int, int]]:
 
 
 def test_bytes_sent() -> None:
-    """A payload each way for each micro-batch; what is kept gathered is gathered once a batch, and gradients that are
-    kept whole are reduced once.
+    """A micro-batch sends one payload per direction; with ``keep_gathered``, parameters are all-gathered once per
+    batch, and with ``keep_gradients``, gradients are reduced once per batch.
     """
     for by_row in on_ranks(4, sent_by_all):
         once = by_row["3-once"][0]["gradients"]
@@ -293,7 +293,7 @@ def test_what_cannot_be_cut() -> None:
 
 
 def generated(stage: int) -> None:
-    """Inside ``gathered`` each rank runs the model as one process does; batches before and after are not changed."""
+    """Check that inside ``gathered`` each rank runs the model as one process does, and later batches do not change."""
     model, batch = stages.build("llama"), stages.batch("llama", 0)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": True}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -338,7 +338,7 @@ def test_a_value_that_bypasses_the_cut_is_named() -> None:
 
 
 class Leaking(nn.Module):
-    """A model whose loss, or whose code between blocks, uses values of blocks that they do not return.
+    """Model whose loss, or code between blocks, uses values that the blocks do not return.
 
     Args:
         way: how such a value leaves a block.
@@ -389,7 +389,7 @@ class Leaking(nn.Module):
 
 
 def leaked(way: str) -> tuple[str, float, int]:
-    """The error of a pipeline of two stages, and where there is none the loss and how often the hook has logged."""
+    """Return the error of a batch (empty if there is none), the loss, and the number of values that hooks logged."""
     torch.manual_seed(0)
     batch = {"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(1, 13).view(2, 6)}
     with partita.initialize(Leaking(way), {"parallel": {"pipeline": dist.get_world_size()}}) as engine:
@@ -419,7 +419,7 @@ def test_hooks_of_blocks_of_other_stages(way: str) -> None:
     for error, loss, _ in of_ranks:
         assert not error
         assert loss == pytest.approx(expected, abs=1e-6)
-    assert sum(logged for _, _, logged in of_ranks) == logs  # each rank those of its own blocks
+    assert sum(logged for _, _, logged in of_ranks) == logs  # each rank logs only for its own blocks
 
 
 def counts_forwards(config: dict[str, Any]) -> tuple[int, list[bool]]:

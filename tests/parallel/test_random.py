@@ -1,4 +1,4 @@
-"""Streams of random numbers: by seed, step, micro-batch, block and data coordinate, and by nothing else."""
+"""Random streams: they depend on the seed, step, micro-batch, forward, block, data coordinate and slice only."""
 
 import copy
 from pathlib import Path
@@ -20,7 +20,7 @@ WIDTH, HOST = 24, torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Drops out twice by one module, and once by a function, of as many numbers as it is told."""
+    """Block that calls one dropout module twice, and ``F.dropout`` once on ``drawn`` numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def output(
     part: str = "",
     calls: int = 1,
 ) -> Tensor:
-    """Of the last of so many forwards; whatever torch's own generator is at, which stays there."""
+    """Return the output of the last of ``calls`` forwards. Torch's generator has a random state, which is restored."""
     streams = RandomStreams(model, seed, data, HOST, part)
     streams.begin_micro_batch(step, micro_batch)
     torch.manual_seed(torch.seed() % 1000)
@@ -92,7 +92,7 @@ def test_masks_follow_from_the_key() -> None:
 
 
 def test_a_mask_does_not_depend_on_what_ran_before() -> None:
-    """Of the last block, where it gets the same input: with other blocks, and with more drawn in it, before it."""
+    """The last block's masks stay the same if another block is replaced, or if more numbers are drawn in between."""
     seen = []
     for num_blocks, drawn in ((3, 3), (2, 3), (3, 50)):
         model = stack()
@@ -109,7 +109,7 @@ def test_a_mask_does_not_depend_on_what_ran_before() -> None:
 
 
 def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
-    """Of two forwards, whose backwards come in their order."""
+    """Return the gradients of two forwards whose backwards run in the same order."""
     streams = RandomStreams(model, 7, 0, HOST)
     transforms = ModuleTransforms()
     if recomputed == "by the config":
@@ -124,7 +124,7 @@ def gradients(model: nn.Module, recomputed: str) -> list[Tensor]:
 
 
 class Checkpointing(Block):
-    """Its call, with the hooks, is what the model itself checkpoints."""
+    """Block that checkpoints its own call, including the module's hooks."""
 
     def __call__(self, x: Tensor) -> Any:
         return torch.utils.checkpoint.checkpoint(super().__call__, x, use_reentrant=False)
@@ -156,7 +156,7 @@ def test_evaluation_and_parts_of_a_model_are_left_alone() -> None:
     x = torch.ones(4, WIDTH)
     assert torch.equal(model.eval()(x), copy.deepcopy(model)(x))
     model.train()
-    assert not torch.equal(model.blocks[0](x), model.blocks[0](x))  # no forward of the model: torch's own numbers
+    assert not torch.equal(model.blocks[0](x), model.blocks[0](x))  # outside the model's forward: torch's own numbers
     streams.remove()
 
 
@@ -165,7 +165,7 @@ def square(output: Tensor, batch: Tensor) -> Tensor:
 
 
 def losses(seed: int | None, checkpoint: str = "none") -> list[float]:
-    """Of four steps of two micro-batches; torch's own generator is somewhere else each time."""
+    """Return the losses of four steps of two micro-batches. Torch's generator starts from a random state."""
     config = {"seed": seed, "batch": {"accumulate": 2}, "activations": {"checkpoint": checkpoint}}
     with partita.initialize(stack(), config, loss_fn=square) as engine:
         torch.manual_seed(torch.seed() % 1000)
@@ -184,7 +184,7 @@ def test_an_engine_draws_by_seed_and_step() -> None:
 def test_a_resumed_run_goes_on_with_the_masks_of_its_steps(tmp_path: Path) -> None:
     config: dict[str, Any] = {"seed": 7, "optimizer": {"lr": 0.0}}
     x, found = torch.ones(4, WIDTH), []
-    for _ in range(2):  # the second goes on where the first has stopped
+    for _ in range(2):  # the second engine resumes the first one's run
         with partita.initialize(stack(), config, loss_fn=square) as engine:
             if any(tmp_path.iterdir()):
                 engine.load(tmp_path)

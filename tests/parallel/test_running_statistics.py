@@ -1,4 +1,4 @@
-"""Buffers that a forward changes, under a pipeline: those of the micro-batches, one after the other."""
+"""Buffers that a forward changes, under a pipeline: the micro-batches change them one after another."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ STEPS, MICROS = 2, 3
 
 
 def statistics(parallel: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], set[str]]:
-    """Losses, running statistics, and those of the modules that this rank runs."""
+    """Return the losses, all running statistics, and the names of those that this rank has changed."""
     with partita.initialize(stages.build("resnet"), {"parallel": parallel, "batch": {"accumulate": MICROS}}) as engine:
         losses = []
         for step in range(STEPS):

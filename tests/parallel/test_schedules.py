@@ -1,4 +1,4 @@
-"""Orders of a pipeline's work: what they cost on paper is what theory says, and none of them hangs."""
+"""Pipeline schedules: their simulated cost is the theoretical one, and deadlocks are detected."""
 
 from dataclasses import replace
 
@@ -39,7 +39,8 @@ def test_long_batches_wait_as_long_as_short_ones(name: str, chunks: int, backwar
 
 
 def test_recomputation_lengthens_the_bubbles_of_zero_bubble() -> None:
-    shape = Shape(4, 16)  # weight gradients fill a third of a bubble, or, with a second forward in backward, a fourth
+    # A rank waits for 3 x (forward + input gradient - weight gradient): 1 + 1 - 1, or 1 + 2 - 1 with recomputation.
+    shape = Shape(4, 16)
     assert waiting_per_work("zero_bubble", shape, 2.0) == pytest.approx(3 * 1 / (16 * 3))
     assert waiting_per_work("zero_bubble", shape, 3.0) == pytest.approx(3 * 2 / (16 * 4))
 

@@ -1,4 +1,4 @@
-"""Gradients of gradients under tensor parallelism, beside the same in one process by PyTorch alone."""
+"""Gradients of gradients under tensor parallelism, compared with plain PyTorch in one process."""
 
 import copy
 import re
@@ -15,7 +15,7 @@ from tests.kit.ranks import on_ranks
 
 
 class Adapted(nn.Module):
-    """The loss after two steps of gradient descent on half of the samples (MAML)."""
+    """Model that returns the loss after two steps of gradient descent on half of the samples (MAML)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 
 
 class Smooth(Adapted):
-    """A loss with a penalty on the gradient of the input."""
+    """Model whose loss has a penalty on the gradient of the input."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -50,7 +50,7 @@ RULES: dict[str, dict[str, str]] = {
 
 
 def gradients_of(kind: type[Adapted], rules: dict[str, str], stage: int) -> float:
-    """The largest difference from PyTorch's gradients, relative to the largest of each parameter."""
+    """Return the largest difference from PyTorch's gradients, relative to each gradient's largest element."""
     torch.manual_seed(0)
     x, y, model = torch.randn(6, 8), torch.randn(6), kind()
     alone = copy.deepcopy(model)
@@ -79,7 +79,7 @@ def test_gradients_of_gradients_are_those_of_one_process(
 
 
 class Tagger(nn.Module):
-    """An output layer whose logits are split, and a loss that is differentiated twice."""
+    """Model with split logits whose loss is differentiated twice."""
 
     def __init__(self) -> None:
         super().__init__()

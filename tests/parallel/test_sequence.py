@@ -1,4 +1,4 @@
-"""Sequence parallelism: one process's losses and gradients, on unmodified models."""
+"""Sequence parallelism on unmodified models: losses and gradients match one process."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from tests.parallel import sequence
 
 @matrix(name=sequence.NAMES, ranks=[2, 3])
 def test_losses_and_gradients_are_those_of_one_process(name: str, ranks: int) -> None:
-    """Masks on both sides, ignored labels, sliding windows, grouped heads, both directions, lengths that change."""
+    """Losses and gradients match one process, with padding on both sides, ignored labels, sliding windows, grouped
+    heads, causal and bidirectional attention, and changing lengths.
+    """
     for found in on_ranks(ranks, sequence.beside_whole, name, timeout=120):
         assert found.loss < 1e-5
         assert found.gradient < 1e-5, found.name
@@ -20,7 +22,7 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, ranks: int) ->
 
 @matrix(way=sequence.WAYS, heads=[(6, 6), (6, 2), (8, 1)], mask=["causal", "none", "padding", "added", "window"])
 def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int], mask: str) -> None:
-    """On three ranks, with the bytes that the formula says."""
+    """Each attention method equals full attention on three ranks, and sends the bytes that its formula says."""
     for found in on_ranks(3, sequence.attention_alone, way, *heads, mask):
         assert found.off < 1e-5
         assert found.counted == found.formula
@@ -78,7 +80,7 @@ def test_batches_that_cannot_be_split_train(name: str, what: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_every_stage_is_the_same_beside_data(name: str) -> None:
-    """States are shards over data x sequence; on sequence 2 x data 2 all stages have the same bits."""
+    """On sequence 2 x data 2, where states are sharded over both axes, all ZeRO stages have the same bits."""
     (plain,) = on_ranks(1, sequence.trained_plainly, name, 2)
     first = None
     for stage in range(4):
@@ -145,7 +147,7 @@ PENALTIES = {
 
 @pytest.mark.parametrize("how", PENALTIES)
 def test_gradients_of_slices_are_not_given_out(how: str) -> None:
-    """Each rank would have its own part, and gradients of gradients would be without what ranks exchange."""
+    """Reading gradients of slices is an error: they are one rank's part, and their gradients would lack exchanges."""
     with pytest.raises(PartitaError, match=f"parallel.sequence: 2: {PENALTIES[how]}"):
         on_ranks(2, sequence.penalized, how)
 
@@ -167,7 +169,7 @@ def test_blocks_that_mix_nothing_train() -> None:
 
 
 def test_the_first_call_may_fill_a_cache() -> None:
-    """The check of each block leaves nothing in it."""
+    """The first call fills a cache with each position once, although every block is checked in it."""
     found = on_ranks(2, sequence.cached)
     assert max(off for off, _ in found) < 1e-5
     assert [positions for _, positions in found] == [[12, 12], [11, 11]]
@@ -178,7 +180,7 @@ def test_text_is_generated_on_a_gathered_model() -> None:
 
 
 def test_masks_are_those_of_one_process_where_a_tensor_is_whole() -> None:
-    """In the blocks each rank draws for its slice, others than the other ranks."""
+    """Dropout of full tensors has one process's masks; in the blocks, each rank draws different masks for its slice."""
     ((whole, *_),) = on_ranks(1, sequence.masks, 1, 7)
     first, second = on_ranks(2, sequence.masks, 2, 7)
     assert torch.equal(first[0], whole)

@@ -1,4 +1,4 @@
-"""Logits of which ranks have parts, read in ways that PyTorch does not announce: whole values, and right gradients."""
+"""Split logits, read in ways of which PyTorch does not notify subclasses: full values, and correct gradients."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reads_all(config: dict[str, Any]) -> None:
-    """Each loss and its gradients, beside plain PyTorch."""
+    """Compare each loss and its gradients with plain PyTorch."""
     (ids, targets), model = batch(), llama()
     plain = copy.deepcopy(model)
     with partita.initialize(model, {**config, "precision": {"compute": "fp32"}}) as engine:

@@ -1,5 +1,5 @@
-"""Split parameters under tensor parallelism: whole, and differentiable, wherever code other than their module's own
-forward reads them; user hooks see whole gradients.
+"""Parameters split by tensor parallelism: code other than the forward of their own module reads them full and
+differentiable, and user hooks see full gradients.
 """
 
 import copy
@@ -20,7 +20,7 @@ TOKENS, WIDTH = 13, 8  # 7 + 6 rows of the vocabulary
 
 
 class Attention(nn.Module):
-    """Two heads over one key head, which both ranks need, with a norm of each query head."""
+    """Attention with two query heads, a norm of each query head, and one key head, which both ranks need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         samples, length, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(samples, length, -1, 4)).transpose(1, 2)
         k, v = (layer(x).view(samples, length, 1, 4).transpose(1, 2) for layer in (self.k_proj, self.v_proj))
-        heads = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v  # no kernel, whose backward has no derivative
+        heads = (q @ k.transpose(2, 3) / 2).softmax(-1) @ v  # the backward of the fused kernel has no derivative
         return self.o_proj(heads.transpose(1, 2).reshape(samples, length, -1))
 
 
@@ -71,7 +71,7 @@ def orthogonality(model: Model, hidden: Tensor) -> Tensor:
 
 
 def norms(model: Model, hidden: Tensor) -> Tensor:
-    """Of every parameter: rows, columns, copies of which each rank computes a part of the gradient, and others."""
+    """Return a penalty on every parameter: split by rows or columns, or replicated, with partial or full gradients."""
     return 0.1 * torch.stack([param.norm() for param in model.parameters()]).sum()
 
 
@@ -96,7 +96,7 @@ def slope(model: Model, hidden: Tensor) -> Tensor:
 
 
 def replaced(model: Model, hidden: Tensor) -> Tensor:
-    """A call of a module with tensors in place of its parameters."""
+    """Return a value from a call of a module with other tensors in place of its parameters."""
     params: dict[str, Any] = {key: param * 0.5 for key, param in model.blocks[0].named_parameters()}
     out: Tensor = torch.func.functional_call(model.blocks[0], params, (hidden,))
     return out.pow(2).mean()
@@ -119,7 +119,7 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def worst(engine: Any, alone: nn.Module) -> dict[str, float]:
-    """Differences of gradients above 1e-5 of the largest."""
+    """Return the differences of gradients that exceed 1e-5, relative to the model's largest gradient element."""
     largest = max(param.grad.abs().max().item() for param in alone.parameters() if param.grad is not None)
     far = dict[str, float]()
     for name, param in alone.named_parameters():
@@ -247,7 +247,7 @@ def test_hooks_after_accumulation_are_refused() -> None:
 
 
 class SquareOf(torch.autograd.Function):
-    """Computes both gradients by hand, as fused losses do."""
+    """Function that computes both gradients itself, as fused losses do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class WithFunction(nn.Module):
 
 
 class NormOf(torch.autograd.Function):
-    """The square of a weight's norm, with a gradient by hand."""
+    """Squared norm of a weight, with a hand-written gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class NormOf(torch.autograd.Function):
 
 
 def gives_a_function_a_copy() -> None:
-    """Of a parameter whose gradients the tensor ranks sum."""
+    """Pass to a function a parameter whose gradients the tensor ranks sum, directly and as a clone."""
     torch.manual_seed(0)
     config = {"parallel": {"tensor": 2}, "optimizer": {"name": "sgd", "lr": 0.0}}
     with partita.initialize(Model(), config) as engine:
@@ -332,7 +332,7 @@ def test_a_function_that_is_given_a_split_weight_is_named() -> None:
 
 
 def penalizes_inside_gathered(stage: int, whole: bool) -> None:
-    """A penalty on weights that are whole in a block, with its backward after it."""
+    """Compute a penalty on full weights inside ``gathered``, and its backward after the block."""
     config = {"parallel": {"tensor": 2}, "zero": {"stage": stage}, "optimizer": {"name": "sgd", "lr": 0.0}}
     tokens = torch.arange(12).view(2, 6)
     torch.manual_seed(0)
@@ -354,7 +354,7 @@ def penalizes_inside_gathered(stage: int, whole: bool) -> None:
 
 
 def looks_inside_gathered(stage: int) -> None:
-    """At gradients, by a hook and by ``torch.autograd.grad``, and at copies, of a weight that is whole in a block."""
+    """Check gradients (by a hook and by ``torch.autograd.grad``) and copies of a weight inside ``gathered``."""
     torch.manual_seed(0)
     model, seen = Model(), list[Tensor]()
     config = {"parallel": {"tensor": 2}, "zero": {"stage": stage}, "optimizer": {"name": "sgd", "lr": 0.0}}

@@ -1,4 +1,4 @@
-"""Every stage in one process, one after the other: together they compute what the model does, bit for bit."""
+"""Pipeline stages, run one after another in one process, together compute what the model does, bit for bit."""
 
 import copy
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from tests.kit.ranks import on_ranks
 from tests.parallel import stages
 
 CPU = torch.device("cpu")
-ROUNDING = 3e-6  # of a gradient's largest: sums over branches that a cut takes apart
+ROUNDING = 3e-6  # relative to a gradient's largest element: a cut changes the order of sums over branches
 
 
 def _placeholder(block_outputs: BlockOutputs, module: nn.Module, name: str) -> PlaceholderOutput:
@@ -35,7 +35,7 @@ def _placeholder(block_outputs: BlockOutputs, module: nn.Module, name: str) -> P
 
 
 class Stage:
-    """One stage of a copy of the model; of the other stages' parameters nothing is there."""
+    """One stage of a copy of the model; parameters of other stages have no storage."""
 
     def __init__(self, model: nn.Module, number: int, num_stages: int) -> None:
         self.model = copy.deepcopy(model)
@@ -82,7 +82,7 @@ def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
     model = stages.build(name)
     whole = [Stage(model, number, num_stages) for number in range(num_stages)]
     assert sum(not is_off_stage(param) for param in whole[0].model.parameters()) < len(list(model.parameters()))
-    for number in range(2):  # of other lengths
+    for number in range(2):  # batches of different lengths
         batch = stages.batch(name, number)
         loss = stages.loss_of(model(**batch) if isinstance(batch, dict) else model(batch))
         model.zero_grad()
@@ -92,7 +92,7 @@ def test_stages_compute_what_the_model_does(name: str, num_stages: int) -> None:
             stage.model.zero_grad()
             outputs.append(stage.forward(batch, outputs[-1] if outputs else None))
         found = stages.loss_of(outputs[-1])
-        if name == "t5":  # a kernel of attention rounds by the alignment of the bias, which another stage computes
+        if name == "t5":  # attention rounds according to the alignment of the bias, which another stage computes
             torch.testing.assert_close(found, loss, rtol=ROUNDING, atol=0)
         else:
             assert torch.equal(found, loss)
@@ -119,7 +119,7 @@ def _compare(name: str, model: nn.Module, whole: Sequence[Stage]) -> None:
 
 
 def test_registration_order_is_not_call_order() -> None:
-    """OPT's last norm is registered before its blocks, and called behind them."""
+    """OPT's last norm, registered before the blocks but called after them, is on the last stage."""
     model = stages.build("opt")
     found = cut(model, 2, None, CPU)
     norm = model.get_parameter("model.decoder.final_layer_norm.weight")
@@ -208,7 +208,7 @@ def test_outside_a_batch_no_block_can_be_called() -> None:
 
 
 class _BlocksFirst(torch.nn.Module):
-    """Its embedding is registered after its blocks, and so on the last stage."""
+    """Model whose embedding is registered after its blocks, and is therefore on the last stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +228,6 @@ def _train_blocks_first() -> None:
 
 
 def test_an_embedding_registered_after_the_blocks_is_named() -> None:
-    """The first stage does not wait for an input that nobody sends."""
+    """The first stage raises an error, and does not wait for an input that no stage sends."""
     with pytest.raises(partita.PartitaError, match="the input of 'blocks.0', the first block, depends on parameters"):
         on_ranks(2, _train_blocks_first)

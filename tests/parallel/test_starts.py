@@ -1,4 +1,4 @@
-"""What starts of engines refuse under the axes, and what models are after one that failed."""
+"""Errors of ``partita.initialize`` under the parallel axes, and the state of a model after a failed start."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.parallel import stages, zoo
 
 
 def fails_late(axis: str) -> tuple[bool, str]:
-    """A start that fails when every rank has its share. Whether modules are what they were; what the next one says."""
+    """Fail a start after sharding; return whether the modules are restored, and the error of the next start."""
     model = stages.build("llama")
     own = {name: type(module).forward for name, module in model.named_modules()}
     config = {"parallel": {axis: 2}, "zero": {"stage": 3}}
@@ -57,7 +57,7 @@ def test_shares_of_a_closed_engine_are_not_taken_for_whole_parameters() -> None:
 
 
 def differing_buckets() -> str:
-    """Rank 0 reduces more together than the others do, as it may where its parts are smaller."""
+    """Return the error of a start in which rank 0 has larger buckets, as it may if its shards are smaller."""
     config = {"parallel": {"tensor": 2}, "precision": {"gradients": "in_backward"}}
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0:
@@ -75,7 +75,7 @@ def test_updates_in_backward_need_the_same_buckets_on_all_ranks() -> None:
 
 
 def course_of_meta() -> list[float]:
-    """Losses of a model that is initialized by the engine."""
+    """Return the losses of a model on the meta device, which the engine initializes."""
     with torch.device("meta"):
         model = stages.build("decoder")
     config = {"parallel": {"pipeline": 2}, "zero": {"stage": 3}, "batch": {"accumulate": 2}}

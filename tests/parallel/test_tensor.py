@@ -1,5 +1,5 @@
-"""Tensor parallelism on unmodified models: outputs and gradients of slices against the whole model, what is sent, and
-which rule decided.
+"""Tensor parallelism on unmodified models: losses and gradients compared with the full model, traffic, and the rules
+that split the modules.
 """
 
 import copy
@@ -32,9 +32,9 @@ def test_slices_compute_what_the_whole_does(size: int, name: str) -> None:
 
 
 def test_llama_sums_four_times_a_layer() -> None:
-    """Forward 2, backward 2; the embedding's output, the head's input and the loss are summed once each."""
+    """A layer has two all-reduces in forward and two in backward; embedding, head and loss have one each."""
     for found in on_ranks(2, tensor.beside_whole, ("llama",), timeout=TIMEOUT_S):
-        assert found["llama"].calls == {"all_reduce": 2 * 4 + 3, "all_gather": 1}  # the largest logit of each row
+        assert found["llama"].calls == {"all_reduce": 2 * 4 + 3, "all_gather": 1}  # of each row's largest logit
 
 
 @pytest.mark.parametrize("name", ["gpt2", "decoder", "phi3", "t5"])
@@ -89,7 +89,7 @@ def test_rules_that_fit_nothing_are_errors(rules: dict[str, str], message: str) 
 
 
 class Plain(nn.Module):
-    """Ten features to ten: what looks like a feed-forward layer, and is one only of kind ``halves``."""
+    """Module of ten features that resembles a gated feed-forward layer, and is one only for the kind ``halves``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Plain(nn.Module):
 
 
 class Attend(nn.Module):
-    """Attention of no known class, of five heads: ``mixed`` also hands each the mean of all."""
+    """Attention of an unknown class with five heads; ``mixed`` also adds the mean of all heads to each head."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Stack(nn.Module):
 
 
 def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
-    """The largest error of outputs and inputs' gradients, and the lines."""
+    """Return the largest relative error of the gradient of the inputs, and the description of the split, by kind."""
     collectives, found = tensor.connected(2), {}
     for kind in kinds:
         seeds.start()
@@ -162,7 +162,9 @@ def stacks(kinds: tuple[str, ...]) -> dict[str, tuple[float, list[str]]]:
 
 
 def test_only_what_stands_the_proof_is_believed() -> None:
-    """A softmax over features, features in pairs, and a mean over heads fit in shape, and are wrong on slices."""
+    """Modules are split only if a check on slices succeeds. A softmax over features, interleaved features and a mean
+    over heads fit by shape, and would be wrong on slices.
+    """
     for found in on_ranks(2, stacks, ("halves", "pairs", "softmax", "attention", "mixed")):
         assert {kind: error < 1e-5 for kind, (error, _) in found.items()} == dict.fromkeys(found, True)
         proven = {kind: any("proven" in line for line in lines) for kind, (_, lines) in found.items()}
@@ -195,7 +197,7 @@ def test_fewer_heads_than_ranks_fall_to_the_floor() -> None:
 
 
 def logits_of() -> tuple[Any, ...]:
-    """What is computed of split logits, beside the same of whole ones; and what was gathered for it."""
+    """Compare losses and the argmax of split logits with those of full logits; check the number of all-gathers."""
     collectives = tensor.connected(2)
     whole = zoo.build("llama")
     model = copy.deepcopy(whole)
@@ -215,11 +217,11 @@ def logits_of() -> tuple[Any, ...]:
         ]
         assert logits.shape == (*batch["input_ids"].shape, zoo.VOCAB)
         assert (logits.size(-1), logits.dim(), logits.numel()) == (zoo.VOCAB, 3, logits.shape.numel())
-        assert (gathered(collectives) - gathers) == (3 if each is model else 0)  # each loss's largest logits
+        assert (gathered(collectives) - gathers) == (3 if each is model else 0)  # the largest logits, for each loss
         chosen = logits.argmax(-1)
         smoothed = F.cross_entropy(rows, targets, label_smoothing=0.1)
         found.append([loss.detach() for loss in (*losses, smoothed)] + [chosen])
-    smoothed.backward()  # through a gather
+    smoothed.backward()  # through an all-gather
     assert all(param.grad is not None for param in model.parameters())
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-5, atol=1e-5)
@@ -228,7 +230,7 @@ def logits_of() -> tuple[Any, ...]:
 
 
 def outside_the_vocabulary() -> None:
-    """Tokens and targets that no rank has are errors on all of them, as they are of a whole model."""
+    """Check that tokens and targets outside the vocabulary are errors on all ranks, as in an unsplit model."""
     collectives = tensor.connected(2)
     model = zoo.build("llama")
     tensor.on_slices(model, collectives)
@@ -258,7 +260,7 @@ def test_logits_stay_slices_until_they_are_read() -> None:
 
 
 class Counted(nn.Module):
-    """A model that divides an embedding's gradient by how often each token occurs."""
+    """Model that divides its embedding's gradient by the frequency of each token."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Training under tensor parallelism from the config alone: parity with one process at every stage, what is held and
-sent, and what goes wrong when ranks are not fed or read alike.
+"""Training under tensor parallelism by config: parity with one process at every stage, memory, and errors if ranks get
+different batches or only one rank reads logits.
 """
 
 import re
@@ -41,7 +41,7 @@ def check(name: str, world: int, size: int, plans: tuple[str, ...]) -> None:
 
 @matrix(size=(2, 3), name=NAMES)
 def test_tensor_ranks_train_as_one_process(size: int, name: str) -> None:
-    """Ten steps with clipping; three divides neither key heads nor vocabulary."""
+    """Ten steps with clipping match one process, also where 3 divides neither key heads nor vocabulary."""
     check(name, size, size, ("0", "3"))
 
 
@@ -53,11 +53,11 @@ def test_stages_are_equal_beside_data_ranks(name: str, plans: tuple[str, ...]) -
     check(name, 4, 2, plans)
 
 
-# -- what is held ------------------------------------------------------------------------------------------------------
+# -- memory, export, generation, compilation ---------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any tensor computed inside has."""
+    """Dispatch mode that records the number of elements of the largest computed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_tensor(size: int) -> int:
-    """Of a step whose logits have more elements than anything else."""
+    """Return the elements of the largest tensor of a step whose logits have more elements than any other tensor."""
     with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": size}}) as engine:
         tokens = zoo.batch("llama", 0, 64)["input_ids"]
         with Largest() as largest:
@@ -86,7 +86,7 @@ def test_logits_are_never_whole() -> None:
 
 
 def looked_at(folder: Path) -> tuple[float, float]:
-    """Losses by the whole model inside ``gathered``, and of an exported copy."""
+    """Return the losses of the engine and of an exported copy. The full model inside ``gathered`` has the same loss."""
     from transformers import LlamaForCausalLM
 
     with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}, "zero": {"stage": 3}}) as engine:
@@ -96,7 +96,7 @@ def looked_at(folder: Path) -> tuple[float, float]:
             assert engine.module.lm_head.weight.shape == (zoo.VOCAB, zoo.WIDTH)
             assert engine.module(**batch).loss.item() == pytest.approx(split, abs=1e-5)
         engine.export(folder)
-        engine.backward(engine(**batch).loss)  # slices again
+        engine.backward(engine(**batch).loss)  # on slices again
         copied = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return split, copied(**batch).loss.item()
 
@@ -153,13 +153,13 @@ def generated(stage: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_text_is_generated_on_slices(stage: int) -> None:
-    """With a cache of each rank's own key heads."""
+    """Generation on slices, with a cache of each rank's own key heads, gives one process's text."""
     one, other = on_ranks(2, generated, stage, timeout=TIMEOUT_S)
     assert one == other
 
 
 def compiled() -> list[list[float]]:
-    """Losses of three steps, as it is and with compiled blocks."""
+    """Return the losses of three steps, without and with compiled blocks."""
     losses = []
     for compiles in (False, True):
         model = zoo.build("decoder")
@@ -177,13 +177,13 @@ def compiled() -> list[list[float]]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
 def test_blocks_may_be_compiled() -> None:
     for plain, with_compile in on_ranks(2, compiled, timeout=TIMEOUT_S):
         assert plain == pytest.approx(with_compile, abs=1e-6)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- errors, and weights from files ------------------------------------------------------------------------------------
 
 
 def fed_differently(kind: str) -> None:
@@ -233,7 +233,7 @@ def test_a_rule_that_fits_no_module_is_an_error_and_changes_nothing() -> None:
 
 
 def from_files(folder: str, device: str) -> list[float]:
-    """Losses of a model whose weights each rank reads its shares of."""
+    """Train a model of whose weights each rank reads its shards from files; return the losses."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device(device):

@@ -1,4 +1,4 @@
-"""Gradients of weights apart from backward: the same bits, in two halves of the work."""
+"""Weight gradients computed separately from backward: they have the same bits as in one backward."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ WIDTH = 24
 
 
 class InPlace(nn.Module):
-    """What follows changes a layer's output in place; a layer is used twice; its input is a leaf."""
+    """Model in which an in-place ReLU changes a layer's output, layers run twice, and the input is a leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class InPlace(nn.Module):
 
 
 class Tied(nn.Module):
-    """The output layer has the embedding's weight."""
+    """Model whose output layer shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ SHAPES = [(5, WIDTH), (2, 5, WIDTH), (2, 3, 2, WIDTH)]
 
 
 def pair(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, WeightGradients]:
-    """The model, one of the same values whose weights' gradients are computed apart, and by whom."""
+    """Return a model, a copy that defers its weight gradients, and the object that stores the deferred gradients."""
     seeds.start()
     plain = MODELS[name]().to(dtype)
     deferring = MODELS[name]().to(dtype)
@@ -66,7 +66,7 @@ def at_weights() -> Level:
 
 
 def gradient_sink(model: nn.Module, left: DeferredGradients) -> None:
-    """What the engine's reducer does: gradients that came already are added later, too."""
+    """Move gradients that backward has already computed to the deferred ones, as the engine's reducer does."""
     for param in model.parameters():
         if param.grad is not None:
             left.add_gradient(param, param.grad)
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: torch.dtype, call: str) -> None:
     plain, deferring, weights = pair(name, dtype)
     products = {id(p) for m in deferring.modules() if "forward" in vars(m) for p in m.parameters(recurse=False)}
-    for number in range(2):  # gradients add up
+    for number in range(2):  # gradients accumulate
         x = torch.randn(shape, generator=seeds.generator(number)).to(dtype)
         one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected = plain(one).square().sum()
@@ -103,7 +103,7 @@ def test_the_same_bits_in_two_halves(name: str, shape: tuple[int, ...], dtype: t
 
 
 def test_order_of_batches_is_free() -> None:
-    """Two backwards, then both halves that they left: as if each had been whole."""
+    """Weight gradients that are computed after two backwards are the same as in those backwards."""
     plain, deferring, weights = pair("linear", torch.float32)
     inputs = [torch.randn(4, WIDTH, generator=seeds.generator(number)) for number in range(2)]
     for x in inputs:
@@ -118,7 +118,7 @@ def test_order_of_batches_is_free() -> None:
 
 
 def test_who_else_has_a_parameter() -> None:
-    """Where another kind of module owns the weight, too, its gradient comes whole with the backward."""
+    """A layer that shares a parameter with a module of another kind does not defer its weight gradients."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Bilinear(WIDTH, WIDTH, 3))
     model[1].weight = model[0].bias
     defer_weight_gradients(model, at_weights())

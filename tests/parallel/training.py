@@ -1,4 +1,4 @@
-"""Ten steps of training under a mesh, and the same in one process by PyTorch alone."""
+"""Ten training steps on a mesh, and the same steps with plain PyTorch in one process."""
 
 from functools import partial
 from typing import Any
@@ -10,24 +10,24 @@ from tests.kit.training import Loss, Trained, train_engine, train_module
 from tests.parallel import zoo
 
 STEPS = 10
-SAMPLES = 4  # of a step, over all data ranks
+SAMPLES = 4  # per step, over all data ranks
 ADAMW: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.01, "eps": 1e-6}
 CLIP = 0.5
 
 
 def part(name: str, step: int, index: int, num: int) -> zoo.Batch:
-    """The samples of a step that one of ``num`` data ranks is fed."""
+    """Return the samples of a step for data rank ``index`` of ``num``."""
     size = SAMPLES // num
     return {key: value[index * size : (index + 1) * size] for key, value in zoo.batch(name, step, SAMPLES).items()}
 
 
 def loss_of(name: str, num: int) -> Loss:
-    """The loss of a data rank's samples, of ``num`` data ranks."""
+    """Return the loss function for the samples of one of ``num`` data ranks."""
     return lambda model, index, step: zoo.loss_of(model(**part(name, step, index, num)))
 
 
 def train(name: str, config: dict[str, Any], num_steps: int = STEPS) -> Trained:
-    """Train with an engine; the gradients of the first step are kept, losses are means over the data ranks."""
+    """Train with an engine; keep the gradients of the first step, and record losses averaged over the data ranks."""
     settings = {"clip_grad_norm": CLIP, "optimizer": {"name": "adamw", **ADAMW}, **config}
     with partita.initialize(zoo.build(name), settings) as engine:
         index, num = engine.mesh.coordinate("data"), engine.mesh.size("data")

@@ -1,5 +1,5 @@
-"""Small models of real kinds, in fp32 and without dropout, and batches for them: six query heads, two key heads, and a
-vocabulary that three does not divide.
+"""Small models of common architectures, in fp32 and without dropout, and batches for them: six query heads, two key
+heads, and a vocabulary that is not divisible by three.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "llama-4": _tiny("llama", **{**_GROUPED, "num_hidden_layers": 4}),
     "qwen3": _tiny("qwen3", **_GROUPED, head_dim=8),
     "qwen3moe": _tiny("qwen3moe", **_GROUPED, **_MOE),
-    # Its loss depends on the router logits of all blocks and positions.
+    # The loss depends on the router logits of all blocks and positions.
     "balanced": _tiny("qwen3moe", **_GROUPED, **_MOE, output_router_logits=True, router_aux_loss_coef=0.5),
     "mixtral": _tiny("mixtral", **_GROUPED),
     "gpt2": _tiny("gpt2", **_GPT2),
@@ -91,7 +91,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "gemma3n": Family("Gemma3nText", "Gemma3nForCausalLM", {**_GROUPED, **_GEMMA3N}),
 }
 
-# Models whose modules read the weights of others, which are full only in an engine.
+# Models in which modules read other modules' weights, which are full only in an engine.
 READING_WEIGHTS = ("mamba", "jamba")
 
 
@@ -101,7 +101,7 @@ def build(name: str) -> nn.Module:
 
 
 def batch(name: str, step: int, num_samples: int = 2) -> Batch:
-    """Random tokens, the first sample padded on the left, with labels; images for ``vit``. Lengths change by step."""
+    """Return random tokens of a length by step, the first sample padded on the left, and labels; images for ``vit``."""
     generator = seeds.generator(step)
     if name == "vit":
         images = torch.randn(num_samples, 3, 16, 16, generator=generator)

@@ -1,4 +1,4 @@
-"""Models that are simulated and trained alike."""
+"""Models for both simulation and training."""
 
 from typing import Any
 

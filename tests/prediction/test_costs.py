@@ -1,4 +1,4 @@
-"""Where a step waits for a slow network, its predicted time follows the bytes that travel."""
+"""On a slow network, the predicted time of a step is proportional to the bytes that are sent."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,12 +16,12 @@ from partita.table.planned_bucket import share_buckets
 MODEL = "layers=2,hidden=256,heads=4,vocab=512,context=64"
 FULL: dict[str, Any] = {"zero": {"stage": 2}}
 NODES, ON_NODE = 4, 2
-# So slow that nothing else counts.
+# The network is so slow that all other times are negligible.
 SLOW = replace(machine_named("h100"), gpus=ON_NODE, network=1e5, node_link=1e12)
 
 
 def predicted(config: dict[str, Any], nodes: int = NODES) -> tuple[float, int]:
-    """Seconds of a step, and bytes that a rank sends along the data axis."""
+    """Return the seconds of a step, and the bytes that a rank sends in it."""
     given = {**config, "batch": {"micro": 1}, "precision": {"compute": "fp32"}}
     plan = estimate_config(read_source(MODEL), given, nodes * ON_NODE, "cuda", ON_NODE)
     return plan.time(SLOW).total_s, sum(plan.sent(plan.stages[0]).values())
@@ -41,14 +41,17 @@ def test_low_rank_factors_take_the_time_of_their_bytes() -> None:
 
 
 def test_backward_gathers_inside_the_node_where_it_has_a_second_part() -> None:
-    """A third of what crosses nodes is gone: the gather before backward."""
+    """The all-gather before backward, a third of the traffic between nodes, stays inside the node."""
     full_s, _ = predicted({"zero": {"stage": 3}})
     near_s, _ = predicted({"zero": {"stage": 3, "hierarchical": True}})
     assert near_s / full_s == pytest.approx(2 / 3, rel=0.1)
 
 
 def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
-    """Between nodes nothing else travels: in full what hybrid sharding sends in every step, as codes less."""
+    """Only the end of a round of local steps sends between nodes, so a step takes 1 / ``every`` of its time.
+
+    Uncompressed, it takes as long as a step of hybrid sharding; quantization makes it faster.
+    """
 
     def apart(every: int, **communication: Any) -> float:
         return predicted({"zero": {"stage": 1}, "communication": {"every": every, **communication}})[0]
@@ -56,12 +59,12 @@ def test_a_local_step_has_its_part_of_the_round_s_end() -> None:
     each_s, _ = predicted({"zero": {"stage": 3, "replicate": "nodes"}})
     assert apart(1) == pytest.approx(each_s, rel=0.1)
     assert apart(1) / apart(10) == pytest.approx(10, rel=0.1)
-    codes = 256 * 4 / 56  # bytes of a block of values, and of what stands for it
+    codes = 256 * 4 / 56  # bytes of a block of 256 values, and of its ternary codes
     assert apart(10) / apart(10, gradients="ternary") == pytest.approx(codes, rel=0.1)
 
 
 def test_a_pipeline_waits_as_its_schedule_does() -> None:
-    """Four ranks, eight micro-batches, next to no communication: waiting over work is 3/8, 3/16 and 3/24."""
+    """With four ranks, eight micro-batches and almost no communication, waits are 3/8, 3/16 and 3/24 of the work."""
     source = read_source("layers=8,hidden=256,heads=4,vocab=32,context=64")
 
     def waiting(schedule: str, **parallel: int) -> float:
@@ -72,13 +75,13 @@ def test_a_pipeline_waits_as_its_schedule_does() -> None:
 
     assert waiting("1f1b") == pytest.approx(3 / 8)
     assert waiting("interleaved", chunks=2) == pytest.approx(3 / 16)
-    assert waiting("zero_bubble") == pytest.approx(3 / 24, rel=0.3)  # more, if backward takes more than two forwards
+    assert waiting("zero_bubble") == pytest.approx(3 / 24, rel=0.3)  # more if a backward takes longer than two forwards
 
 
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3, "replicate": "nodes"}])
 @pytest.mark.parametrize("tied", [False, True])
 def test_seconds_are_of_the_bytes_that_traffic_counts(zero: dict[str, Any], tied: bool) -> None:
-    """Where only the rate of links counts, reductions take as long as all gradient bytes of a step."""
+    """If all links send one byte per second, reductions take as many seconds as a step has gradient bytes to send."""
     model = "layers=4,hidden=128,heads=2,vocab=512,context=64,family=llama" + ",tied=1" * tied
     config: dict[str, Any] = {"zero": zero, "parallel": {"pipeline": 2}, "batch": {"micro": 1}}
     machine = replace(machine_named("h100"), gpus=8, network=1.0, node_link=1.0, reached=1.0)

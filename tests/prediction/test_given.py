@@ -1,4 +1,4 @@
-"""What a configuration comes to on paper is what torch's allocator and the engine's ledger count in a step."""
+"""The estimate of a given config against the real and the simulated engine: memory and traffic of a step."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(config: dict[str, Any]) -> tuple[dict[tuple[str, str], int], int]:
-    """States by the ledger, and the most that torch's CPU allocator lent beside them within a step."""
+    """Return the engine's planned bytes of states, and the peak of torch's CPU allocator in a step, without them."""
     source = read_source(MODEL)
     with partita.initialize(source.model, config, device="cpu") as engine:
         sizes = engine.blueprint.resolved.batch
@@ -70,7 +70,7 @@ def test_a_peak_is_the_allocator_s(name: str) -> None:
         held = given.held(given.stages[0])
         assert held["activations", "device"] == pytest.approx(lent, rel=0.02)
         assert held.keys() - {("working", "device"), ("activations", "device")} == planned_bytes.keys()
-        for key, num_bytes in planned_bytes.items():  # of the rank that may hold most: with padding
+        for key, num_bytes in planned_bytes.items():  # estimates are for the rank with the most, including padding
             assert num_bytes <= held[key] < 1.02 * num_bytes
 
 
@@ -89,7 +89,7 @@ def test_muon_takes_longer_and_sends_more(axes: dict[str, int]) -> None:
         exchanges = Exchanges(muon.units[of_muon], work)
         sent = sum(each.num_bytes for each in exchanges.most_operations)
         assert sum(muon.sent(of_muon).values()) - sum(adamw.sent(of_adamw).values()) == sent > 0
-        # Twice as many moments of vectors and embeddings as of matrices.
+        # Matrices have one moment (Muon), vectors and embeddings two (AdamW).
         assert muon.held(of_muon)["moments", "device"] < adamw.held(of_adamw)["moments", "device"]
     times = muon.time(machine), adamw.time(machine)
     assert times[0].waits_s["owners"] > 0
@@ -97,7 +97,7 @@ def test_muon_takes_longer_and_sends_more(axes: dict[str, int]) -> None:
 
 
 def test_rules_for_some_of_equal_blocks() -> None:
-    """A block whose matrices have AdamW is not planned as the equal block whose matrices have Muon."""
+    """Blocks that are equal except for the optimizer of their matrices are planned separately."""
     source = read_source(MODEL)
     config = load_config(
         {"zero": {"stage": 3}, "optimizer": {"name": "muon", "muon": {"rules": {"blocks.1.*": "adamw"}}}}
@@ -135,7 +135,10 @@ def test_what_no_plan_knows_is_refused(config: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("axes", [{}, {"sequence": 2}, {"tensor": 2}], ids=str)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_inputs_that_leave_the_device_are_the_engine_s(axes: dict[str, int], tier: str) -> None:
-    """On an accelerator without values: bytes there to the byte, the most on the device; the copies take their time."""
+    """Offloaded inputs match a simulated accelerator: exactly on their tier, within 2% at the device's peak.
+
+    A slower link to their tier increases the time of a step.
+    """
     sizes, num_ranks = "layers=8,hidden=128,heads=4,vocab=512,context=256", math.prod(axes.values())
     config = settings({"parallel": axes, "activations": {"checkpoint": "units", "offload": tier}, "zero": {"stage": 1}})
     source = read_source(sizes)
@@ -165,7 +168,10 @@ LEAN = {"master": "split", "moments": "int8", "gradients": "bf16"}
     ids=["stage 2", "on the host", "512 ranks", "512 ranks, hierarchical, lean"],
 )
 def test_what_a_device_holds_is_the_engine_s(ranks: int, config: dict[str, Any]) -> None:
-    """Of accelerators, whose sums receive one rank's part: states, buffer pools and activations."""
+    """The predicted device memory is that of a simulated accelerator: states, buffer pools and activations.
+
+    Reductions on accelerators receive only this rank's part.
+    """
     sizes, given_config = "family=llama,layers=4,hidden=128,heads=4,ffn=256,vocab=512,context=64", settings(config)
     source = read_source(sizes)
     simulated_model = SimulatedModel(lambda: read_source(sizes).model, lambda samples: source.batch(samples, "meta"))
@@ -184,11 +190,11 @@ def test_what_a_device_holds_is_the_engine_s(ranks: int, config: dict[str, Any])
     ],
 )
 def test_one_of_equal_blocks_may_be_named(config: dict[str, Any]) -> None:
-    """A trace runs a few of equal blocks only; a module that the config names is not left out."""
+    """A trace runs only a few of equal blocks, but also every block that the config names."""
     named = estimate_config(read_source(MODEL), settings(config), 2)
     (stage,) = named.stages
     states = sum(num for (what, _), num in named.held(stage).items() if what == "parameters")
-    if "parallel" in config:  # tensor ranks split the layers that are not named
+    if "parallel" in config:  # tensor ranks split all layers except the named one
         split = estimate_config(read_source(MODEL), settings({"parallel": {"tensor": 2}}), 2)
         assert states > sum(num for (what, _), num in split.held(split.stages[0]).items() if what == "parameters")
         return

@@ -1,4 +1,4 @@
-"""What a machine was measured by for convolutions, batch norms and pooling is what their times follow from."""
+"""Times of convolutions, batch norms and pooling are predicted from measurements of these kinds of jobs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +29,7 @@ STANDS = {
 
 
 class Scale(nn.Module):
-    """Images that have a gradient."""
+    """A layer with a parameter, so that the images require a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Scale(nn.Module):
 
 
 def jobs_of(*layers: nn.Module, shape: tuple[int, ...] = (CHANNELS, WIDTH, WIDTH)) -> Counter[tuple[str, int]]:
-    """Of a forward and a backward, on images of a shape."""
+    """Return the jobs of a forward and a backward through ``layers`` on images of this shape."""
 
     def batch(samples: int, device: torch.device) -> tuple[Tensor]:
         return (torch.zeros(samples, *shape, device=device),)
@@ -94,7 +94,7 @@ def test_straight_pieces_are_no_functions(layer: nn.Module, kind: str) -> None:
 
 
 def machine(**seconds: float) -> Machine:
-    """A job of each kind takes so many, whatever its size."""
+    """Return a machine on which a job of each kind takes the given seconds, independent of its size."""
     figures = dict.fromkeys(("memory", "tflops", "tflops_fp32", "memory_rate", "node_link", "host_memory"), 1.0)
     figures |= dict.fromkeys(("host_link", "network", "host_rate", "disk", "disk_rate"), 1.0)
     curves = tuple((kind, Curve(((1e18, of_job),))) for kind, of_job in seconds.items())

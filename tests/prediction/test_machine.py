@@ -1,4 +1,4 @@
-"""Machines in files, and curves of what was measured."""
+"""Machine files, and curves through measured points."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,8 @@ CURVE = Curve(((10.0, 1.0), (1000.0, 10.0)))
 def test_a_curve_goes_through_its_points() -> None:
     assert [CURVE.seconds(size) for size in (10, 1000)] == pytest.approx([1.0, 10.0])
     assert CURVE.seconds(100) == pytest.approx(10**0.5)  # halfway between the logarithms
-    assert CURVE.seconds(1) == 1.0  # what every job takes
-    assert CURVE.seconds(3000) == pytest.approx(30.0)  # at the rate of the largest
+    assert CURVE.seconds(1) == 1.0  # as long as the smallest measured job
+    assert CURVE.seconds(3000) == pytest.approx(30.0)  # at the rate of the largest measured job
     assert CURVE.best_rate == 100.0
 
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face by their configuration: the architecture that it names, and a batch that its forward takes."""
+"""Models from Hugging Face configurations: the architecture that they name, and a batch for its forward."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The papers' table of model states, row by row."""
+"""Bytes of model states against the table in the ZeRO paper, row by row."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from partita.table.state_plan import further_stages
 def test_states_of_every_stage_are_the_papers(data: int) -> None:
     for num_params, claimed in zip(SIZES, STATES_GB[data], strict=True):
         for (_, name), figure in zip(further_stages("ddp"), claimed, strict=True):
-            # They are printed with two or three digits.
+            # The paper prints two or three digits.
             assert state_bytes(num_params, data, name, MIXED) == pytest.approx(figure * 1e9, rel=0.01, abs=5e6)
 
 

@@ -1,4 +1,4 @@
-"""``partita plan``: what fits is found, the rest says what it lacks, and the config is one that trains."""
+"""``partita plan``: it finds plans that fit, reports the missing memory of others, and its config trains."""
 
 import itertools
 import json
@@ -60,7 +60,7 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
 
 
 def made(plan: Plan, seconds: float, device_bytes: int, precision: StatePrecision) -> Forecast:
-    """A plan that fits, with this time and memory, and states of this precision."""
+    """Return a forecast that fits, with this time, device memory and precision of the states."""
     some = next(each for each in plan.forecasts if each.fits)
     settings = replace(some.settings, states=StateSettings(1, precision=precision))
     time: Any = SimpleNamespace(total_s=seconds)
@@ -105,7 +105,7 @@ def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "none"), (3, "none"), (2, "host"), (3, "disk")])
 def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
-    """The search lays each kind of unit out once; the engine's blueprint does so for every unit."""
+    """The search plans each kind of unit once, and has the same bytes as the blueprint, which plans every unit."""
     source = read_source(SMALL)
     search = Search(source, machine_named("h100"), 4, 64)
     mesh = MeshShape(data=4)
@@ -137,7 +137,10 @@ LONG = "family=llama,layers=16,hidden=1024,heads=8,vocab=1000"
 
 @pytest.mark.thorough
 def test_long_samples_are_shared_by_the_ranks_of_a_node() -> None:
-    """Where none fits on a rank. The config is what the real engine holds and sends, without values."""
+    """If a sample does not fit on a rank, the ranks of a node slice it.
+
+    The simulated engine with this config has the predicted activations, and sends the predicted bytes.
+    """
     small = replace(machine_named("a100-40"), memory=20e9)
     found = partita.plan(LONG, gpus=4, gpu=small, tokens=262144, samples=4)
     best = found.best
@@ -174,7 +177,7 @@ def test_samples_too_few_for_the_ranks_are_cut() -> None:
 
 @pytest.mark.thorough
 def test_inputs_go_to_the_host_where_nothing_fits_without() -> None:
-    """On one GPU, whose sequence nobody shares."""
+    """Inputs are offloaded to the host if nothing fits without that, on one GPU, which cannot slice samples."""
     sizes, tokens = "family=llama,layers=48,hidden=1024,heads=8,vocab=1000", 131072
     found = partita.plan(sizes, gpu="rtx-4090", tokens=tokens, samples=2)
     best, on_device = found.best, [each for each in found.forecasts if each.by_tier.keys() == {Tier.DEVICE}]
@@ -209,7 +212,10 @@ def test_quantized_plans_send_what_their_config_sends(communication: dict[str, s
 
 
 def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
-    """On a slow network. The config is what the real engine sends, without values, and the predicted step has nodes."""
+    """With ``compress``, plans for a slow network use quantized collectives.
+
+    The simulated engine sends the predicted bytes inside and between nodes, and the trace has the predicted step time.
+    """
     slow = replace(machine_named("h100"), gpus=2, network=2e8)
     sizes = "family=llama,layers=4,hidden=1024,heads=8,vocab=1000"
     full, coded = (
@@ -232,7 +238,7 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
             sent[",".join(key.axes)] += count.sent_bytes * (key.purpose != "control")
         assert best.sent is not None
         assert {axes for axes, num in sent.items() if num} >= {"node", "local"}
-        # Beside control messages of some bytes each.
+        # The prediction includes control messages of a few bytes each.
         assert {axes: pytest.approx(num, abs=1000) for axes, num in best.sent.items()} == sent
     coded.write_trace(tmp_path / "step.trace.json")
     events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
@@ -244,7 +250,7 @@ def test_codes_are_weighed_where_they_are_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_figures_of_nodes_and_codes_are_options() -> None:
-    """In either way to write an option's value."""
+    """Figures of the machine are options, whose value follows a space or an equals sign; so is ``--compress``."""
     options = ["--network=1.25GB", "--disk", "2TB", "--host-memory", "64GiB", "--compress", "--json", "-"]
     result = run(app, ["plan", SMALL, "--gpus", "16", *options])
     assert result.exit_code == 0, result.output
@@ -259,7 +265,7 @@ def test_figures_of_nodes_and_codes_are_options() -> None:
 
 
 def test_batches_of_one_s_own_are_made_for_any_number_of_samples(tmp_path: Path) -> None:
-    """Tensors inside of other things, too."""
+    """The user's sample batch is expanded to any number of samples, also in nested containers."""
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "class Own(torch.nn.Module):\n"
@@ -282,7 +288,7 @@ def test_batches_of_one_s_own_are_made_for_any_number_of_samples(tmp_path: Path)
 
 @pytest.mark.thorough
 def test_gathers_stay_within_nodes_where_that_is_faster() -> None:
-    """Those of stage 3 for backward: it loses nothing, and takes memory."""
+    """All-gathers of stage 3 for backward stay inside nodes if that is faster. It is lossless, and takes memory."""
     slow = replace(machine_named("h100"), gpus=4, network=1e10, memory=2e10)
     found = partita.plan("family=llama,layers=8,hidden=2048,heads=16,vocab=1000", gpus=8, gpu=slow, tokens=512)
     (hierarchical, *_) = [each for each in found.forecasts if each.settings.states.communication is HIERARCHICAL]
@@ -318,7 +324,7 @@ def test_every_preset_has_the_size_of_its_name_and_a_source() -> None:
         assert shape["from"]
         text = name.rpartition("-")[2]
         size = float(text[:-1]) * {"b": 1e9, "t": 1e12}[text[-1]]
-        tolerance = 0.25 if size < 4e9 else 0.07  # small ones are named without their embeddings
+        tolerance = 0.25 if size < 4e9 else 0.07  # names of small models do not count their embeddings
         assert read_source(name).num_params == pytest.approx(size, rel=tolerance), name
 
 
@@ -358,7 +364,7 @@ def test_code_of_the_user_s_is_a_model_and_its_plan_trains_here() -> None:
 
 
 def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
-    """Each resource does one thing at a time, everything of a unit is in it, and it ends when the step does."""
+    """In the trace, each resource does one job at a time, all work of a unit occurs, and the end is the step time."""
     file = tmp_path / "step.trace.json"
     result = run(app, ["plan", SMALL, "--gpus", "4", "--out", str(file), "--json", str(tmp_path / "plan.json")])
     assert result.exit_code == 0, result.output
@@ -372,9 +378,9 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
     assert lanes[0] == "device"
     assert {event["cat"] for event in done} >= {"forward", "backward", "update", "reduce"}
     assert sum(event["name"] == "forward blocks.5" for event in done) == min(3, best["accumulate"])
-    assert best["accumulate"] <= 3  # all of them are shown
+    assert best["accumulate"] <= 3  # so all micro-batches are shown
     ends = max(event["ts"] + event["dur"] for event in done)
-    assert ends == pytest.approx(1e6 * best["step_s"], rel=0.05)  # which the search has of one sample's trace, scaled
+    assert ends == pytest.approx(1e6 * best["step_s"], rel=0.05)  # the search scales one trace to the number of samples
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the axes exchange of activations is foretold, to the byte."""
+"""Activation bytes that ranks exchange along each axis are predicted exactly."""
 
 import math
 from collections import Counter
@@ -51,7 +51,7 @@ def source(name: str) -> ModelSource:
 
 
 def trained(name: str, config: dict[str, Any], stages: Sequence[Stage], trace: Trace) -> tuple[Any, Any]:
-    """What this rank sends in its second step, by axes, and what is foretold of it."""
+    """Return the bytes that this rank sends in its second step, by axes, and their prediction."""
     given = source(name)
     with partita.initialize(given.model, config, loss_fn=lambda output, _: output) as engine:
         for _ in range(2):
@@ -110,7 +110,10 @@ SLICED: dict[str, tuple[Callable[[], ModelSource], dict[str, int]]] = {
 
 @matrix(name=SLICED, checkpoint=["none", "units", "selective"])
 def test_a_plan_on_slices_is_what_the_engine_does_without_values(name: str, checkpoint: str) -> None:
-    """Of the first rank, which has the most positions: bytes by axes exactly, the most that is alive."""
+    """An estimate with sliced sequences matches the simulated first rank, which has the most positions.
+
+    Sent bytes by axes are exact, and peak activations are within 2%.
+    """
     make, axes = SLICED[name]
     world = math.prod(axes.values())
     config = {"parallel": axes, "batch": {"micro": MICRO, "accumulate": 2}, "activations": {"checkpoint": checkpoint}}
@@ -131,9 +134,9 @@ def test_a_ring_is_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose.choose, "__kwdefaults__", choose.choose.__kwdefaults__ | {"max_gathered_bytes": 0})
     source = read_source("layers=4,hidden=64,heads=2,context=48")
     block = estimate_config(source, {"parallel": {"sequence": 4}, "batch": {"micro": MICRO}}, 4).trace.blocks[1]
-    keys_and_values = 2 * MICRO * 12 * 64 * 4  # of a rank
-    assert block.forward.sent["sequence"] == 3 * keys_and_values  # to the next rank, but for the last turn
-    assert block.backward.sent["sequence"] == 4 * 2 * keys_and_values  # with their gradients, and home
+    keys_and_values = 2 * MICRO * 12 * 64 * 4  # of one rank
+    assert block.forward.sent["sequence"] == 3 * keys_and_values  # sent to the next rank in each turn except the last
+    assert block.backward.sent["sequence"] == 4 * 2 * keys_and_values  # with their gradients, until they are back
 
 
 def test_sends_on_slices_take_their_time_on_their_link() -> None:

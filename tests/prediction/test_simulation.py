@@ -1,4 +1,4 @@
-"""A simulated rank holds and sends what a real one does, and what the closed forms say."""
+"""Simulated ranks have the memory and the traffic of real ranks, and of the closed forms."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ WIDE: dict[str, dict[str, Any]] = {
 SAMPLE = ("disk", "sequence", "sparse attention", "three axes")
 OF_STATES = ("parameters", "gradients", "control")
 WORLD = 4
-LAYERS = 4  # a part each for two stages of two chunks
+LAYERS = 4  # one for each chunk of two stages with two chunks
 
 Report = tuple[dict[tuple[str, str], int], dict[TrafficKey, TrafficCount]]
 
@@ -66,7 +66,7 @@ Report = tuple[dict[tuple[str, str], int], dict[TrafficKey, TrafficCount]]
 
 
 def train(configs: Mapping[str, dict[str, Any]]) -> dict[str, Report]:
-    """What this rank holds, and sends in its second step."""
+    """Return, for each config, the bytes that this rank holds, and its traffic in the second step."""
     found = {}
     for name, config in configs.items():
         with partita.initialize(llama(LAYERS), config) as engine:
@@ -79,7 +79,7 @@ def train(configs: Mapping[str, dict[str, Any]]) -> dict[str, Report]:
 
 
 def beside_staging(held: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """Of real ranks, how much passes between host and disk at a time depends on the disk."""
+    """Return ``held`` without staging memory, which depends on the speed of the disk on real ranks."""
     return {key: num for key, num in held.items() if key[0] != "staging"}
 
 
@@ -94,7 +94,7 @@ def compare(rows: Mapping[str, dict[str, Any]]) -> None:
 
 
 def take(config: dict[str, Any], vocabulary: int) -> int:
-    """The most that this rank's operators take in a step."""
+    """Return the peak bytes of autograd and of this rank's operators in a step."""
     with partita.initialize(llama(vocab_size=vocabulary), config) as engine:
         step = partial(engine.train_batch, [batch(4)])
         step()

@@ -1,7 +1,7 @@
-"""What a pipeline's stages come to on paper is what the engine takes as each of them on tensors without values.
+"""Estimates of pipeline stages against the simulated engine, which runs each stage on tensors without values.
 
-Activations, working memory and bytes sent are the simulation's, states are those of the rank that may hold most (with
-padding).
+Working memory and sent bytes are equal, activations are within a tolerance. Estimated states are those of the rank with
+the most, including padding.
 """
 
 import random
@@ -34,9 +34,9 @@ from partita.table.residence import Tier
 from tests.kit.plans import sampled
 
 MODELS = {
-    "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # its head is its embedding
+    "gpt": "layers=8,hidden=64,heads=4,vocab=256,context=64",  # the head shares the weight of the embedding
     "llama": "family=llama,layers=9,hidden=64,heads=4,kv_heads=2,ffn=160,vocab=320,context=64",
-    "wide": "layers=4,hidden=256,heads=4,vocab=1024,context=128",  # units do not share buckets
+    "wide": "layers=4,hidden=256,heads=4,vocab=1024,context=128",  # units are too large to share buckets
 }
 ORDERS = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 PATTERNS: tuple[dict[str, Any], ...] = (
@@ -49,7 +49,7 @@ Case = tuple[str, int, dict[str, Any]]
 
 
 def cases(num: int) -> Iterator[Case]:
-    """(model, ranks, config): each order in turn, all else drawn."""
+    """Yield (model, ranks, config). The schedules take turns; all other settings are drawn."""
     drawn = random.Random(21)
     for number in range(num):
         order, model = ORDERS[number % len(ORDERS)], drawn.choice(list(MODELS))
@@ -82,7 +82,7 @@ def of_device(held: dict[tuple[str, str], int]) -> Counter[str]:
 
 
 def check(planned: Estimate, reports: Sequence[RankReport]) -> None:
-    """Of the first rank of each stage."""
+    """Compare the estimate of each stage with the report of the stage's first rank."""
     mesh = planned.resolved.mesh
     assert len(planned.stages) == mesh.pipeline
     for stage in planned.stages:
@@ -101,8 +101,9 @@ def check(planned: Estimate, reports: Sequence[RankReport]) -> None:
         assert planned.sent(stage) == {axes: num for axes, num in sent.items() if num}
 
 
-# Where weights' gradients come apart, one of an embedding, which came before, is first: a copy waits for its bucket
-# beside all others, which a plan does not count. Here it is a sixth of the activations.
+# When deferred weight gradients are computed, an embedding's gradient, which the backward has computed already, is
+# first. A copy of it waits for its bucket in addition to all others. A plan does not count the copy, which is here a
+# sixth of the activations.
 WAITS = "wide-4-2-zero_bubble-2-2-7-3-units"
 
 
@@ -124,7 +125,10 @@ def test_a_stage_on_paper_is_the_engine_s(case: Case) -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_gradients_that_wait_for_their_bucket_are_counted(pipeline: int) -> None:
-    """The head's, which is reduced last: all through the backward of the blocks, which have buckets of their own."""
+    """A gradient counts until its bucket is reduced.
+
+    The head's gradient is reduced last: it is pending during the backward of all blocks, which have their own buckets.
+    """
     name = "family=llama,layers=4,hidden=384,heads=4,kv_heads=4,ffn=1024,vocab=1024,context=64"
     source, ranks = read_source(name), 2 * pipeline
     config = {"zero": {"stage": 3}, "parallel": {"pipeline": pipeline}, "activations": {"checkpoint": "units"}}
@@ -168,7 +172,7 @@ def test_received_inputs_leave_the_device_too(tier: str) -> None:
         assert held["activations", "device"] == pytest.approx(rank.activation_bytes, rel=TOLERANCE)
 
 
-# -- the orders --------------------------------------------------------------------------------------------------------
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -178,20 +182,20 @@ def test_forwards_kept_are_those_of_the_schedule(name: str) -> None:
         most = run_on_paper(schedule).max_kept_forwards
         for rank in range(ranks):
             found = schedule_states(schedule, rank)
-            # Beside those at work there are those kept, and those of which the weights' gradients are to come.
+            # The forward or backward at work, those between the two, and those with deferred weight gradients.
             kept = max(sum(each.kept) + sum(each.deferred) + (each.work is not Work.WEIGHTS) for each in found)
             assert kept == most[rank]
 
 
 def test_middle_stages_of_a_pipeline_are_planned() -> None:
-    """Of four, the second keeps three forwards, and the third two: each has its own figure."""
+    """Each stage has its own activation bytes: of four stages, the second keeps three forwards, the third two."""
     config = {"parallel": {"pipeline": 4}, "batch": {"micro": 2, "accumulate": 8}}
     planned = estimate_config(read_source(MODELS["gpt"]), config, 4)
     held = [planned.held(stage)["activations", "device"] for stage in planned.stages]
     assert held[0] > held[1] > held[2]
 
 
-# -- where models are cut ----------------------------------------------------------------------------------------------
+# -- cuts of models ----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -204,7 +208,7 @@ class Block(nn.Module):
 
 
 class DearHead(nn.Module):
-    """It is cut so that the last stage has fewer blocks, between which there is other code."""
+    """A model with an expensive head, so that its last stage has fewer blocks. Code runs between the blocks, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +231,7 @@ def with_dear_head() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def of_layers() -> tuple[nn.Module, tuple[Tensor]]:
-    """Blocks between layers of other kinds, with which a stage may begin, too."""
+    """Return a model with other layers before and after its blocks. A stage may also begin at such a layer."""
     layers = nn.Linear(128, 128), *(Block() for _ in range(4)), nn.Linear(128, 256), Mean()
     return nn.Sequential(*layers), (torch.zeros(1, 128),)
 
@@ -255,7 +259,7 @@ def test_stages_are_cut_as_the_engine_cuts_them(name: str, cut: str | list[str],
 
 @pytest.mark.parametrize(("name", "pipeline"), sampled(product(MODELS, (2, 4)), ("wide", 2)))
 def test_a_pipeline_that_is_called_fitting_fits(name: str, pipeline: int) -> None:
-    """What the search says of the fullest stage is no less than any rank takes."""
+    """The forecast is at least the memory of the fullest rank, and without working memory at most 2% more."""
     source = read_source(MODELS[name])
     machine = replace(machine_named("h100"), host_memory=1e12)
     for checkpoint, accumulate in (("none", 8), ("units", 2)):
@@ -277,7 +281,10 @@ def test_more_stages_than_blocks_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_few_micro_batches_have_all_moments_of_many(name: str) -> None:
-    """As the search has it; of an order that is not known to repeat every micro-batch counts."""
+    """The search uses fewer micro-batches for schedules that repeat; each rank has the same states as with all.
+
+    For a schedule that is not known to repeat, it uses all micro-batches.
+    """
     chunks = 2 if name == "interleaved" else 1
     for num_ranks in (2, 3, 4):
         many = Shape(num_ranks, 7 * num_ranks, chunks)

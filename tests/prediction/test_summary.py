@@ -1,4 +1,4 @@
-"""What repeats itself in a sequence of calls is said once, and nothing is lost."""
+"""``partita simulate``: a repeated series of calls is shown once without losing calls, and the command's output."""
 
 import json
 from pathlib import Path

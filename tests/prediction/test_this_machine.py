@@ -1,4 +1,4 @@
-"""The present machine, measured: every kind of job has figures, and plans are made of them."""
+"""Measurement of the current machine: every kind of job has points, and plans use them."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_every_kind_of_job_is_measured(points: dict[str, Points]) -> None:
 
 
 def test_jobs_on_images_have_the_sizes_that_a_trace_counts(points: dict[str, Points]) -> None:
-    """Of images of 4 x 4 pixels; but for the scales and the statistics of a batch norm."""
+    """Measured sizes on images of 4 x 4 pixels are those of a trace, except the scale and statistics of batch norms."""
     jobs = jobs_of(Scale(), nn.Conv2d(4, 4, 3, padding=1), shape=(4, 4, 4))
     jobs += jobs_of(Scale(), nn.BatchNorm2d(64), nn.MaxPool2d(3, 2, 1), shape=(64, 4, 4))
     for kind in IMAGES:

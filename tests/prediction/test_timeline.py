@@ -1,4 +1,4 @@
-"""A step's time: what overlaps, what is waited for."""
+"""The predicted time of a step: overlap and waits."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_a_group_within_a_node_has_its_links_and_one_across_shares_the_network()
     machine = machine_named("h100")
     mesh = MeshShape(pipeline=2, data=8, tensor=4)  # 64 GPUs, 8 on a node
     assert machine.group_rate(("tensor",), mesh, 64) == REACHED * machine.node_link
-    assert machine.group_rate(("data",), mesh, 64) == REACHED * machine.network / 4  # of the 4 groups on a node
+    assert machine.group_rate(("data",), mesh, 64) == REACHED * machine.network / 4  # shared by the 4 groups on a node
     assert machine.group_rate(("pipeline",), mesh, 64) == REACHED * machine.network / 8
     assert machine.group_rate(("data",), MeshShape(data=64), 64) == REACHED * machine.network
     assert machine.group_rate(("data",), MeshShape(data=8), 8) == REACHED * machine.node_link

@@ -1,4 +1,4 @@
-"""What a run without data finds is what a run with data takes: activations to the byte, the products of matrices."""
+"""A trace without data against a run with data: exact bytes of activations, and FLOPs of matrix products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def resnet() -> nn.Module:
 
 
 class Masked(nn.Module):
-    """A block of attention with a mask that it makes, and keeps for its backward."""
+    """An attention block with a mask that it creates and saves for backward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Masked(nn.Module):
 
 
 class PlainGpt(nn.Module):
-    """Its masks are as large for every number of samples."""
+    """A GPT whose masks have the same size for every number of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]
 
 
 def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[int, int]:
-    """Bytes of activations at their peak, FLOPs of forward and backward; gradients are given away as they come."""
+    """Return the peak bytes of activations, and the FLOPs of a forward and backward. Gradients are freed at once."""
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     units = [spec.name for spec in group_units(model)]
@@ -115,7 +115,7 @@ def measured(model: nn.Module, batch: dict[str, Tensor], choice: str) -> tuple[i
         loss = loss_of(model(**batch))
         loss.backward()
         del loss
-    with FlopCounterMode(display=False) as flops:  # holds on to tensors
+    with FlopCounterMode(display=False) as flops:  # in another pass, because it keeps tensors alive
         loss_of(model(**batch)).backward()
     transforms.undo()
     return live.peak, flops.get_total_flops()
@@ -127,7 +127,7 @@ def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
     model = make()
     source = ModelSource(name, model, batch)
     specs, resolved = group_units(model), resolve(Config(), 1, "cpu")
-    choices = ("none",) if name == "resnet" else ("none", "units")  # batch norm's statistics move in place
+    choices = ("none",) if name == "resnet" else ("none", "units")  # batch norm updates its statistics in place
     rank_model = trace_rank(source, specs, resolved, choices, SAMPLES)
     for choice in choices:
         trace = rank_model.traces[choice]
@@ -135,13 +135,13 @@ def test_activations_on_paper_are_those_of_a_run(name: str) -> None:
         assert trace.peak == peak, choice
         products = sum(block_trace.forward.flops + block_trace.backward.flops for block_trace in trace.blocks)
         around = (trace.prologue.forward, trace.prologue.backward, trace.epilogue.forward)
-        attention = 1.35 if name != "resnet" else 1.0  # of the CPU's kernel torch counts nothing
+        attention = 1.35 if name != "resnet" else 1.0  # torch does not count the CPU's attention kernel
         assert flops <= products + sum(work.flops for work in around) <= attention * flops
 
 
 @pytest.mark.parametrize("choice", ["none", "units"])
 def test_bytes_a_position_are_those_that_an_engine_takes(choice: str) -> None:
-    """Between two lengths that take most of the peak; an engine has its buffers beside, which are alike for both."""
+    """The peaks of two lengths differ by the same bytes. The engine's own buffers are the same for both lengths."""
     planned, found = [], []
     for length in (512, 1024):
 
@@ -183,7 +183,7 @@ def test_two_tensor_ranks_have_half_the_products_and_say_what_they_send() -> Non
     whole, half = one.traces["none"].blocks[0], two.traces["none"].blocks[0]
     assert 2 * half.forward.flops == whole.forward.flops
     assert whole.forward.sent_bytes == 0
-    # Two sums of [samples, length, hidden] in a forward, two in a backward: (N - 1) / N of them twice.
+    # Two all-reduces of [samples, length, hidden] in forward, two in backward; each sends 2 * (N - 1) / N of it.
     assert half.forward.sent_bytes == half.backward.sent_bytes == 2 * 48 * 64 * 4
     params = [sum(entry.place.num_elements for unit in each.entries for entry in unit) for each in (one, two)]
     assert 0.5 < params[1] / params[0] < 0.55
@@ -212,14 +212,17 @@ def test_a_forward_that_cannot_be_traced_is_said_so(model: type[nn.Module], mess
     params = list(made.parameters())
     with pytest.raises(ConfigError, match=message):
         trace_rank(source, group_units(made), resolve(Config(), 1, "cpu"), ("none",))
-    assert all(one is other for one, other in zip(made.parameters(), params, strict=True))  # it is what it was
+    assert all(one is other for one, other in zip(made.parameters(), params, strict=True))  # the model is restored
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in made.modules())
 
 
 @pytest.mark.parametrize("num", [1, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_trace_says_what_any_number_of_samples_takes(name: str, num: int) -> None:
-    """The gradients of parameters do not grow with the samples, nor do tables of positions."""
+    """A trace that is scaled to a number of samples matches a trace of that number.
+
+    Gradients of parameters and tables of positions do not grow with the samples.
+    """
     make, batch = MODELS[name]
     model = make()
     specs, source, resolved = group_units(model), ModelSource(name, model, batch), resolve(Config(), 1, "cpu")
@@ -241,7 +244,7 @@ def test_one_trace_says_what_any_number_of_samples_takes(name: str, num: int) ->
 
 
 class Odd(nn.Module):
-    """Has a parameter without values, and takes one sample alone."""
+    """A model with an empty parameter, whose forward takes only one sample."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``partita tune``: trials in the order of predictions, then changes of the best; what fails is an outcome."""
+"""``partita tune``: trials in the order of predicted times, then changes of the best; a failure is an outcome."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,10 +28,10 @@ MODEL = "layers=2,hidden=64,heads=2,vocab=128,context=32"
 RATES = {"tflops": 0.05, "tflops_fp32": 0.05, "memory_rate": 4e9, "node_link": 1e9, "network": 1e9, "host_rate": 8e9}
 SIZES = {"memory": 2e9, "host_memory": 2e9, "disk": 1e9, "disk_rate": 1e8, "host_link": 0.0}
 CPU = Machine("two cores", gpus=2, **RATES, **SIZES, one_memory=True)
-# Without the other parallel axes: what is searched is quick to predict.
+# Only the data axis: a small search space is quick to predict.
 BASE: dict[str, Any] = {"parallel": {"tensor": 1}, "batch": {"total": 8}}
 
-# What no plan has, and a choice of modules, which none can be of.
+# Settings that conflict with every plan, and a list of modules, which no plan can express.
 ZERO = {"stage": 3, "keep_gathered": True, "keep_gradients": True}
 KEPT = {**BASE, "zero": ZERO, "activations": {"checkpoint": ["blocks.0"]}}
 
@@ -40,7 +40,7 @@ run = CliRunner().invoke
 
 
 def tuned(measure: Measure, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
-    """A tuning whose trials are what ``measure`` says of their configs."""
+    """Tune with trials whose results are those of ``measure`` for their configs."""
     monkeypatch.setattr(Trials, "run", lambda _, config: measure(config))
     given = {"processes": 2, "machine": CPU, "config": BASE} | changed
     return partita.tune(given.pop("model", MODEL), **given)
@@ -84,7 +84,7 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
     told = list[Trial]()
 
     def measure(config: dict[str, Any]) -> TrialResult:
-        """Small micro-batches at stage 3 are the fastest: not what is predicted."""
+        """Return a result that contradicts the predictions: small micro-batches at stage 3 are the fastest."""
         return TrialResult(1.0 + 0.1 * config["batch"]["micro"] - 0.2 * config["zero"]["stage"], 1000)
 
     found = tuned(measure, monkeypatch, on_trial=told.append, effort=Effort(trials=40))
@@ -98,7 +98,7 @@ def test_the_predicted_order_then_changes_of_the_best(monkeypatch: pytest.Monkey
 
 
 def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes that gain less than two in a hundred are not followed."""
+    """The tuning ends when no change gains at least 2%."""
     times, origins, neighbours = iter(range(100)), list[str](), Space.neighbours
     monkeypatch.setattr(
         Space, "neighbours", lambda self, origin: origins.append(origin.key) or neighbours(self, origin)

@@ -1,5 +1,6 @@
-"""Axes beside data without partita's own: a model whose linear layers are cut over tensor and whose blocks are dealt to
-two stages by hand. It shows what states, norms and checkpoints make of shares, whoever hands them out.
+"""Training over a mesh with tensor and pipeline axes that this module applies by hand: it splits the linear layers of a
+model over tensor, and its blocks over two pipeline stages. So states, norms and checkpoints are tested with shares that
+``partita.parallel`` did not make.
 
 Ranks are threads of this process (:mod:`tests.kit.threads`).
 """
@@ -37,7 +38,7 @@ WIDTH, HIDDEN, HEAD = 16, 24, 4
 
 
 class _Copied(torch.autograd.Function):
-    """What enters a cut layer: its gradients are added up."""
+    """The input of a split layer. Backward sums its gradients over tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -50,7 +51,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """What leaves it: parts of a sum."""
+    """The output of a split layer. Forward sums it over tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -62,7 +63,7 @@ class _Summed(torch.autograd.Function):
 
 
 class GatedBlock(nn.Module):
-    """A residual block with a fused projection of two ranges, a gain that all heads use, and a layer cut by columns."""
+    """A residual block with a fused projection of two ranges, a gain that all heads use, and a column-split layer."""
 
     group: Group | None = None
 
@@ -90,7 +91,12 @@ class GatedBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """``stage``: what this rank runs: all (None), up to the middle (0), or from there on (1) what is ``given``."""
+    """A model whose blocks can be split over two pipeline stages.
+
+    Attributes:
+        stage: the part that this rank runs: all of it (None), its first half (0) or its second half (1).
+        given: returns the input of the second half.
+    """
 
     stage: int | None = None
     given: Callable[[], Tensor]
@@ -118,14 +124,14 @@ class Model(nn.Module):
 
 
 class Resettable(Model):
-    """One that fills its own buffer."""
+    """A model that initializes its own buffer."""
 
     def reset_parameters(self) -> None:
         self.seen.zero_()
 
 
 def share_out(model: Model, collectives: Collectives) -> None:
-    """Mark what this rank holds of a model, as whoever applies an axis does."""
+    """Split a model over tensor and pipeline: mark its off-stage parameters and set the shares of the others."""
     mesh = collectives.mesh
     shape, rank = mesh.shape, mesh.rank
     if shape.pipeline > 1:
@@ -154,7 +160,9 @@ def share_out(model: Model, collectives: Collectives) -> None:
 
 @contextmanager
 def applied_by_hand() -> Iterator[None]:
-    """Engines are built with the shares that :func:`share_out` gives; stages run one micro-batch after the other."""
+    """Context in which engines are built with the shares of :func:`share_out`. Stages run one micro-batch after the
+    other.
+    """
 
     def apply(model: Any, resolved: Any, collectives: Collectives, transforms: Any, *_: Any) -> AppliedParallelism:
         share_out(model, collectives)
@@ -166,12 +174,12 @@ def applied_by_hand() -> Iterator[None]:
 
 
 def inputs(data: int, step: int) -> Tensor:
-    """[4, WIDTH], others for each data coordinate and step."""
+    """Return inputs ``[4, WIDTH]``, different for each data coordinate and step."""
     return torch.randn(4, WIDTH, generator=seeds.generator(1000 * step + data))
 
 
 def run_backward(engine: Engine, collectives: Collectives, data: int, step: int) -> float:
-    """Forward and backward of one micro-batch over the stages; returns the loss, which the last one has."""
+    """Run forward and backward of one micro-batch over the stages. Returns the loss on the last stage, else 0."""
     model, x = engine.module, inputs(data, step)
     if model.stage is None:
         loss = engine(x).square().mean()
@@ -194,9 +202,12 @@ def run_backward(engine: Engine, collectives: Collectives, data: int, step: int)
 
 @dataclass
 class TrainingRun(Trained):
-    """A rank's run, with the first step's gradients; and the traffic of each step and the optimizer states at the end.
+    """The results of a run on one rank; ``gradients`` has those of the first step only.
 
-    ``seen``: what ``look`` returned at the end.
+    Attributes:
+        traffic: the traffic of each step.
+        states: the optimizer states at the end.
+        seen: the result of ``look`` at the end.
     """
 
     traffic: list[TrafficReport] = field(default_factory=list)
@@ -206,7 +217,7 @@ class TrainingRun(Trained):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained on every rank of a mesh."""
+    """A model, and the settings that it is trained with on every rank of a mesh."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -217,7 +228,7 @@ class Recipe:
     weights: Path | None = None
 
     def model(self, rank: int = 0) -> Model:
-        """The model as a rank builds it: each its own, of which only rank 0's values count."""
+        """Build a rank's model. By default each rank has different initial values; only rank 0's count."""
         if self.build is not None:
             return self.build()
         seeds.start(rank)
@@ -232,7 +243,13 @@ def train(
     save: Path | None = None,
     look: Callable[[Engine, Collectives], Any] = lambda engine, collectives: None,
 ) -> list[TrainingRun]:
-    """Train on every rank of a mesh; ranks with one data coordinate have the same samples."""
+    """Train on every rank of a mesh. Ranks with the same data coordinate have the same samples.
+
+    Args:
+        load: the checkpoint to start from.
+        save: the folder of a checkpoint at the end.
+        look: called on every rank at the end.
+    """
     settings: dict[str, Any] = {"zero": dict(recipe.zero), "clip_grad_norm": 0.1, **recipe.config}
     settings |= {"checkpoint": {"background": False}, "batch": {"accumulate": recipe.accumulate}}
     resolved = resolve(load_config(settings), shape.data, "cpu", shape.data // shape.node)
@@ -276,7 +293,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def same(one: TrainingRun, other: TrainingRun) -> None:
-    """Equal bit for bit, optimizer states too, except the losses."""
+    """Assert that norms, weights and optimizer states are equal bit for bit."""
     assert_same_bits(one, replace(other, gradients=one.gradients), losses=False)
     for name in one.weights:
         states = other.states[name]
@@ -285,7 +302,7 @@ def same(one: TrainingRun, other: TrainingRun) -> None:
 
 
 def close(one: TrainingRun, other: TrainingRun, tolerance: float = 1e-5) -> None:
-    """Up to the order of sums: gradients of the first step, where there are any, norms, and weights."""
+    """Assert that the gradients of the first step, if ``one`` has any, norms and weights are equal up to rounding."""
     assert_exact(
         one, replace(other, gradients=other.gradients[: len(one.gradients)]), tolerance=tolerance, losses=False
     )

@@ -1,4 +1,4 @@
-"""Units of a small model on one rank of a mesh, without config, optimizer or engine."""
+"""The units of a small model on one rank of a mesh, without config, optimizer or engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ ON_DEVICE = Tiers()
 
 
 def blocks(num: int) -> nn.Sequential:
-    """Linear layers, with values that tell them apart."""
+    """Return linear layers whose parameters have different values."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num)))
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
@@ -47,7 +47,7 @@ def blocks(num: int) -> nn.Sequential:
 
 
 def planned_units(model: nn.Sequential, name: str, mesh: MeshShape, tiers: Tiers) -> list[PlannedUnit]:
-    """Each layer is a unit under the preset ``name``."""
+    """Plan each layer as a unit with the preset ``name``."""
     units = list[PlannedUnit]()
     row = preset(name, tiers=tiers, mesh=mesh)
     for number, layer in enumerate(model):
@@ -58,7 +58,7 @@ def planned_units(model: nn.Sequential, name: str, mesh: MeshShape, tiers: Tiers
 
 
 class User:
-    """Uses no gradients: notes when they would be used."""
+    """A gradient user without an optimizer. It records the calls."""
 
     steps = 0
 
@@ -78,7 +78,12 @@ class User:
 
 
 class Agreeing:
-    """Ranks that all do the same; ``gathered``: the numbers of the units, in the order in which they were gathered."""
+    """An unshard-order check that never finds a difference.
+
+    Attributes:
+        gathered: the numbers of the units, in the order in which they were gathered.
+        num_steps: the number of calls of :meth:`step`.
+    """
 
     def __init__(self) -> None:
         self.gathered, self.num_steps = list[int](), 0
@@ -101,7 +106,7 @@ class Agreeing:
 
 @dataclass(eq=False)
 class Made:
-    """The runtime's parts for the units of one rank, and the guardian of their parameters."""
+    """The parts of the runtime for the units of one rank. It is also the guardian of their parameters."""
 
     units: list[Unit]
     publisher: Publisher
@@ -129,7 +134,7 @@ class Made:
         return [member for unit in self.units for member in unit.members]
 
     def reducer(self, accumulate: int = 1) -> tuple[GradientReducer, User]:
-        """The reducer of all units' gradients, last unit first, each in a bucket of its own."""
+        """Return a reducer of all units' gradients, last unit first, with one bucket per segment; and its user."""
         planned = [PlannedBucket((s.planned,)) for unit in reversed(self.units) for s in unit.segments]
         buckets = make_buckets(planned, self.units, accumulate, self.memory.ledger)
         for bucket in buckets:
@@ -142,7 +147,12 @@ class Made:
 def made(
     collectives: Collectives, name: str, num_units: int, depth: int, tiers: Tiers = ON_DEVICE, prefetch_bytes: int = 0
 ) -> Made:
-    """``num_units`` units at rest, with ``depth`` slots to gather into."""
+    """Create ``num_units`` units with the preset ``name``, resharded if they are stored sharded.
+
+    Args:
+        depth: the number of slots for unsharded units.
+        prefetch_bytes: the number of bytes that may be gathered ahead of the unit in use.
+    """
     mesh, ledger = collectives.mesh, Ledger()
     memory = StateMemory(mesh.device, ledger, lambda: pytest.fail("nothing rests on disk here"))
     model, loan, agreement = blocks(num_units), StorageSwap(), Agreeing()

@@ -1,4 +1,4 @@
-"""The real engine on ranks that are threads of one process, on nodes of several."""
+"""Engines on ranks that are threads of one process, on several nodes."""
 
 import copy
 from collections.abc import Callable
@@ -29,7 +29,11 @@ NOTHING = UserArguments(None, None, None, None)
 def train(
     shape: MeshShape, zero: dict[str, Any], build: Callable[[], nn.Module] | None = None, **sections: Any
 ) -> list[Trained]:
-    """Three steps on every rank of a mesh; ranks with one data coordinate have the same model and samples."""
+    """Train three steps on every rank of a mesh. Ranks with the same data coordinate have the same samples.
+
+    Args:
+        sections: further sections of the config.
+    """
     seeds.start()
     model = Stack(2) if build is None else build()
     config = {"zero": zero, "clip_grad_norm": 0.1, "checkpoint": {"background": False}, **sections}
@@ -54,7 +58,7 @@ def test_all_stages_have_the_same_bits(zero: dict[str, Any]) -> None:
     "shape", [MeshShape(data=4, node=2), MeshShape(data=6, node=3), MeshShape(data=6, node=2)], ids=str
 )
 def test_changes_between_nodes_where_nothing_is_lost(shape: MeshShape) -> None:
-    """Sums inside a node first, as where each node has whole shards."""
+    """With a lossless codec, deltas between nodes train as replicas per node, which sum gradients in the same order."""
     expected = train(shape, {"stage": 3, "replicate": "nodes"}, Far)
     with lossless("ternary"):
         got = train(shape, HIERARCHICAL, Far, communication={"parameters": "ternary"})

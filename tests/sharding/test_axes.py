@@ -1,4 +1,4 @@
-"""States, norms, looks and checkpoints under axes beside data, whoever applies these: here they are made by hand."""
+"""States, norms, inspection and checkpoints with tensor and pipeline axes, which the test applies by hand."""
 
 import math
 from pathlib import Path
@@ -36,13 +36,13 @@ FEW = ("tensor 2 x data 2", "all")
 
 
 def alone(shape: MeshShape, **recipe: Any) -> TrainingRun:
-    """The same steps with data alone."""
+    """Train the same steps with data parallelism only. Returns the run of rank 0."""
     return train(MeshShape(data=shape.data), Recipe(**recipe))[0]
 
 
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_all_stages_have_the_same_bits(mesh: str) -> None:
-    """And gradients, norms and weights are those of data alone, up to the order of sums."""
+    """All ZeRO stages train bitwise the same, and up to rounding as data parallelism alone does."""
     shape, first = MESHES[mesh], list[TrainingRun]()
     expected = alone(shape, tied=True)
     for zero in STAGES[:4]:
@@ -83,7 +83,7 @@ def test_stages_of_untied_parameters_change_no_bit(zero: dict[str, Any], data: i
 def test_checkpoints_load_under_other_meshes(
     saved: str, loaded: str, zeros: tuple[dict[str, Any], ...], tied: bool, tmp_path: Path
 ) -> None:
-    """Weights and states bit for bit, on every rank."""
+    """A checkpoint restores weights and optimizer states bit for bit on every rank of another mesh."""
     there = train(MESHES[saved], Recipe(zeros[0], tied=tied, num_steps=2), save=tmp_path)
     shape = MESHES.get(loaded, MeshShape())
     for course in train(shape, Recipe(zeros[1], tied=tied, num_steps=0), load=tmp_path):
@@ -92,7 +92,7 @@ def test_checkpoints_load_under_other_meshes(
 
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_each_copy_is_saved_once(mesh: str, tmp_path: Path) -> None:
-    """Under the model's own names, as data alone saves them."""
+    """A checkpoint has each element once, under the same names as a checkpoint of one rank."""
     train(MESHES[mesh], Recipe({"stage": 3}, tied=True), save=tmp_path / "one")
     train(MeshShape(), Recipe(tied=True), save=tmp_path / "other")
     one, other = open_stored(tmp_path / "one"), open_stored(tmp_path / "other")
@@ -106,7 +106,7 @@ def test_each_copy_is_saved_once(mesh: str, tmp_path: Path) -> None:
     assert [one.value(key) for key in groups] == [other.value(key) for key in groups]
 
 
-# ----------------------------------------------------------------------------------------------------------- looking
+# -------------------------------------------------------------------------------------------------------- inspection
 
 
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))
@@ -149,11 +149,11 @@ def test_closing_gives_whole_parameters_back(mesh: str) -> None:
         assert all(torch.equal(course.seen[name], weight) for name, weight in course.weights.items())
 
 
-# ------------------------------------------------------------------------------------------------- first values
+# ----------------------------------------------------------------------------------------------- initial values
 
 
 def test_every_rank_starts_from_its_share_of_rank_0s_values() -> None:
-    """Also where each has made a model of its own; they do in all tests here."""
+    """Every rank starts from rank 0's values, though each rank built a model with other values."""
     expected = Recipe().model(0)
     for course in train(MESHES["all"], Recipe({"stage": 3}, num_steps=0)):
         for name, param in expected.named_parameters():
@@ -172,7 +172,7 @@ def test_a_model_on_meta_is_initialized_whole(tied: bool) -> None:
     weights = courses[0].weights
     assert torch.equal(weights["blocks.1.gain"], torch.ones(4))
     fused = weights["blocks.3.fused.weight"]
-    assert fused.abs().max() > 0.9 * WIDTH**-0.5  # of all columns, as torch's linear layers begin
+    assert fused.abs().max() > 0.9 * WIDTH**-0.5  # the bound of nn.Linear for all columns
     assert not torch.equal(fused[: len(fused) // 2], fused[len(fused) // 2 :])
 
 
@@ -213,7 +213,7 @@ def test_a_share_of_another_shape_is_refused() -> None:
 
 @matrix(mesh=FEW, zero=STAGES, tied=[False, True])
 def test_bytes_are_the_plans(mesh: str, zero: dict[str, Any], tied: bool) -> None:
-    """Of all that the floor sends: what the axes themselves send goes by another name, but for the test's stand-ins."""
+    """The bytes sent in a step are those of the plan, except all-reduces, which include those of this test's axes."""
 
     def expected(engine: Engine, collectives: Collectives) -> Any:
         return step_traffic(engine.units, StepShape())
@@ -226,7 +226,7 @@ def test_bytes_are_the_plans(mesh: str, zero: dict[str, Any], tied: bool) -> Non
 @pytest.mark.parametrize("mesh", ["tensor 2 x data 2", "tensor 3"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_updates_in_backward_sum_copies_first(mesh: str, stage: int) -> None:
-    """And every copy counts once in the norm."""
+    """With updates in backward, gradients of copies are summed first, and every copy counts once in the norm."""
     shape, config = MESHES[mesh], {"precision": {"gradients": "in_backward"}, "clip_grad_norm": None}
     expected = alone(shape, zero={"stage": stage}, config=config)
     for course in train(shape, Recipe({"stage": stage}, config)):
@@ -246,7 +246,7 @@ def test_states_on_the_host_train_alike(stage: int) -> None:
 
 @pytest.mark.parametrize("mesh", sampled(FEW, "all"))
 def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(mesh: str) -> None:
-    """And is named, with the parameter of the stage that has it."""
+    """A non-finite gradient skips the update on all ranks, which all report the same cause."""
 
     def look(engine: Engine, collectives: Collectives) -> Any:
         model = engine.module

@@ -1,4 +1,4 @@
-"""Between nodes, what was updated at once is gathered under the next forward, and nobody finds it half gathered."""
+"""Between nodes, the all-gather of updated parameters overlaps the next forward; every read waits for it."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.kit.plans import ZERO
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, assert_same_bits, rank, train_recipe, whole_weights
 
-# Stage 3 of which every node has all: what rests is a part of a node's, and is gathered from the others'.
+# Stage 3 with replicas: parameters are sharded over the ranks of one node, and each node has all of them.
 REPLICATED: dict[str, Any] = {"stage": 3, "replicate": "nodes"}
 PLACES = {"1": ZERO["1"], "2": ZERO["2"], "replicated": REPLICATED}
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 class Apart(nn.Module):
-    """Takes its turn every other time, and reads a parameter of another unit by itself."""
+    """Runs ``other`` in every second forward. In the remaining ones it reads a parameter of that stack directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def same_bits(place: str, sections: dict[str, Any]) -> None:
         got = trained(PLACES[place], sections)
     with on_nodes_of(torch.distributed.get_world_size()):  # there is one node
         expected = trained({"stage": 3} if place == "replicated" else PLACES[place], sections)
-    if place == "replicated":  # gradients are summed in another order
+    if place == "replicated":  # sums gradients in another order
         for name, weight in expected.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-5)
     else:
@@ -63,7 +63,7 @@ def step(engine: partita.Engine, number: int) -> None:
 
 
 def waits(stage: int) -> None:
-    """Parameters say that they are away; whoever reads one has its new value, forward or not."""
+    """Check that parameters are placeholders after a step, and that a read of one waits for its new value."""
     config = {"zero": {"stage": stage}}
     with on_nodes_of(1), partita.initialize(Apart(), config) as engine:
         units = engine._parts.runtime.units
@@ -81,14 +81,14 @@ def waits(stage: int) -> None:
 
 
 def stays(per_node: int, stage: int) -> None:
-    """On one node nothing is put to rest, nor where each rank updates all."""
+    """Check that parameters stay unsharded after a step, on one node or if each rank updates all of them."""
     with on_nodes_of(per_node), partita.initialize(Stack(2), {"zero": {"stage": stage}}) as engine:
         step(engine, 0)
         assert not any(is_sharded(param) for param in engine.module.parameters())
 
 
 def unfrozen() -> None:
-    """A unit that begins to train later is gathered as all others are."""
+    """Check that a unit which is unfrozen later trains the same on two nodes as on one."""
 
     def freeze(module: Any, number: int) -> None:
         module.blocks[1].requires_grad_(number >= 2)
@@ -101,7 +101,7 @@ def unfrozen() -> None:
 
 
 def compiled(how: str) -> None:
-    """Compiled code finds whole parameters, and nothing is compiled again; the bits are those of eager code."""
+    """Check that compiled code sees unsharded parameters, does not recompile, and has the bits of eager code."""
     weights = []
     for prepare in (HOW[how], lambda model, backend: model):
         torch._dynamo.reset()

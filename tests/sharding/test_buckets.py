@@ -1,4 +1,4 @@
-"""Buckets: where each element of a gradient lies, and what is added up there; without sending anything."""
+"""Buckets without communication: the position of each gradient element, and the accumulated values."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def segment_of(
     *,
     rank: int = 0,
 ) -> tuple[Segment, list[Member]]:
-    """A segment with a parameter of each shape, of values that do not matter."""
+    """Return a segment with one parameter per shape, all of them 0, and its members."""
     entries = [Entry(f"{number}.{index}", shape, FP32, True) for index, shape in enumerate(shapes)]
     row = preset(name, encodings, tiers, mesh)
     layout = build_layout(
@@ -69,7 +69,7 @@ def segment_of(
 
 
 def new_bucket(segments: Sequence[Segment], members: Sequence[Member], mesh: MeshShape) -> Bucket:
-    """A bucket whose gradients are added up as they are."""
+    """Return a bucket that does not divide gradients."""
     bucket = Bucket(BucketLayout(segments, members), 1, Ledger())
     bucket.divisor = 1
     return bucket
@@ -89,19 +89,19 @@ def bucket_of(
 
 
 def state_memory() -> StateMemory:
-    """Memory for states; there is no disk."""
+    """Return memory for states, without a disk."""
     return StateMemory(CPU, Ledger(), lambda: pytest.fail("nothing rests on disk here"))
 
 
 def allocated(bucket: Bucket) -> int:
-    """Bytes that are taken for the bucket's gradients."""
+    """Allocate a bucket's gradients. Returns the number of bytes that this took."""
     memory = state_memory()
     bucket.allocate(memory)
     return sum(memory.ledger.report(CPU).held.values())
 
 
 def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
-    """Row and column of each element of a member, from the layout alone."""
+    """Return the row and column of each element of a member, from the segments' layouts only."""
     sizes = [segment.layout.shard_elements for segment in bucket.segments]
     first = [0, *accumulate(sizes)][next(i for i, s in enumerate(bucket.segments) if s is member.segment)]
     cut = member.segment.layout.shard_elements
@@ -113,7 +113,7 @@ def places(bucket: Bucket, member: Member) -> list[tuple[int, int]]:
 
 
 def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tensor]:
-    """Give every member a random gradient; returns them by member."""
+    """Give every member a random gradient. Returns copies by the member's id."""
     generator = seeds.generator(seed)
     grads = {}
     for member in bucket.members:
@@ -124,7 +124,7 @@ def filled(bucket: Bucket, seed: int = 0, scale: float = 1.0) -> dict[int, Tenso
 
 
 def with_room(bucket: Bucket) -> Tensor:
-    """Give the bucket memory, lent where nothing rests, that holds nothing yet; returns its ``whole``."""
+    """Give a bucket memory for its gradients: a slot of NaNs if it is pooled. Returns it as ``[rows, columns]``."""
     bucket.allocate(state_memory())
     if bucket.buffer.keeps_full:
         assert isinstance(bucket.shard, InMemory)
@@ -136,7 +136,7 @@ def with_room(bucket: Bucket) -> Tensor:
     return over(storage, bucket.dtype, bucket.layout.num_elements).view(bucket.layout.num_rows, -1)
 
 
-# -------------------------------------------------------------------------------------------------- where things lie
+# ------------------------------------------------------------------------------------------------------------ layout
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from(list(PRESETS)))
@@ -171,7 +171,7 @@ def test_gaps_are_what_no_parameter_covers(shapes: Shapes, num_ranks: int) -> No
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_rests(name: str) -> None:
-    """Gradients rest as their row says; alone, and in the encoding of autograd, they stay where autograd put them."""
+    """Gradients are stored as their row says; on one rank, in autograd's dtype, they stay in ``.grad``."""
     shapes: Shapes = [[(300,), (5, 5)], [(1000,)]]
     mixed = Encodings(compute=BF16, gradients=FP32)
     for mesh in (MeshShape(data=2), MeshShape(data=4, node=2)):
@@ -203,7 +203,7 @@ def test_what_rests(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_leaves_the_device(name: str) -> None:
-    """Partial sums wait on the device for the other ranks'; all else is sent off as soon as it is there."""
+    """With gradients on the host, only partial sums over several ranks stay on the device."""
     tiers = Tiers(gradients=Tier.HOST)
     split = bucket_of([[(300,)]], MeshShape(data=2), name, tiers=tiers)
     assert (split.buffer.keeps_full, split.moves) == (name in WHOLE, True)
@@ -250,7 +250,7 @@ def test_what_did_not_come_is_zero() -> None:
 
 @pytest.mark.parametrize("divisor", [1, 3])
 def test_gradients_take_the_encoding_of_the_row(divisor: int) -> None:
-    """Converted first, then divided: nothing is lost to the smaller float."""
+    """Gradients are cast to the row's dtype before they are divided, so that no precision is lost."""
     bucket = bucket_of([[(300,)]], MeshShape(data=2), "zero2", Encodings(BF16, FP32, FP32))
     bucket.divisor = divisor
     whole = with_room(bucket)
@@ -281,9 +281,9 @@ def test_a_gradient_of_other_strides() -> None:
 
 @given(SHAPES, st.integers(2, 4), st.sampled_from(list(PRESETS)))
 def test_what_the_optimizer_sees(shapes: Shapes, num_ranks: int, name: str) -> None:
-    """All ranks' buckets, with the sum of their rows brought to the owners by hand."""
+    """The optimizer gets the sum of all ranks' gradients, with collectives replaced by a sum of their buffers."""
     mesh = MeshShape(data=num_ranks)
-    shared = shapes[:1] if name == "ddp" else shapes  # what the optimizer sees whole shares no bucket
+    shared = shapes[:1] if name == "ddp" else shapes  # under ddp, segments share no bucket
     buckets = [bucket_of(shared, mesh, name, rank=rank) for rank in range(num_ranks)]
     sums: list[Tensor] = []
     wholes = [with_room(bucket) for bucket in buckets]
@@ -325,10 +325,10 @@ def test_a_gradient_in_place_is_autograds_own() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_buckets_of_a_model(name: str) -> None:
-    """Those of the last unit come first."""
+    """Buckets are in reverse order of the units, and small segments share one except under ``ddp``."""
     large, mesh = BUCKET_BYTES // 4 + 1, MeshShape(data=2)
     units = []
-    unused: Any = None  # resources of gathers
+    unused: Any = None  # resources for all-gathers
     for number, shapes in enumerate([[(3,)], [(large,)], [(20,), (5,)], [(10,)]]):
         segment, members = segment_of(number, shapes, mesh, name)
         planned = PlannedUnit(str(number), (segment.planned,))

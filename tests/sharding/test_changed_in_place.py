@@ -1,4 +1,4 @@
-"""Outputs and inputs of units that are changed in place, above all views, which autograd then computes anew."""
+"""Outputs and inputs of units that are changed in place, especially views, which then get a new autograd node."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SAMPLES, POSITIONS = 2, 3
 
 
 class Layers(nn.Module):
-    """[samples, positions, WIDTH] to the same; the output of a linear layer with a bias, a view."""
+    """``[samples, positions, WIDTH]`` to the same shape. The output, of a linear layer with a bias, is a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Layers(nn.Module):
 
 
 class OwnWeights(nn.Module):
-    """A unit without modules inside, whose output is a view of what its own parameters computed."""
+    """A unit without submodules, whose output is a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class OwnWeights(nn.Module):
 
 
 class Residual(nn.Module):
-    """``x += h`` after each block, and, first, the other changes that are made in place."""
+    """Adds to the output of each block in place: ``x += h``."""
 
     def __init__(self, kind: type[nn.Module] = Layers) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Residual(nn.Module):
 
 
 class Many(Residual):
-    """Changes of several kinds, one after the other."""
+    """Makes several kinds of in-place changes, one after the other."""
 
     def forward(self, h: Tensor) -> Tensor:
         h = self.first(h)
@@ -88,7 +88,7 @@ class WritesInput(nn.Module):
 
 
 class Chained(Residual):
-    """What the blocks return goes on as it is."""
+    """Passes each block's output to the next block, unchanged."""
 
     def forward(self, h: Tensor) -> Tensor:
         h = self.first(h)
@@ -98,7 +98,7 @@ class Chained(Residual):
 
 
 class Collects(Residual):
-    """The outputs of the blocks are written into one tensor, of which each block reads a part."""
+    """Writes the outputs of the blocks into one tensor. Each block reads a copy of the previous slice."""
 
     def forward(self, h: Tensor) -> Tensor:
         collected = torch.zeros(len(self.blocks) + 1, *h.shape)
@@ -109,7 +109,7 @@ class Collects(Residual):
 
 
 class Containers(Residual):
-    """Blocks that return halves of one tensor in a dict."""
+    """Changes the outputs of its blocks in place: dicts with two halves of one tensor."""
 
     class Halves(Layers):
         def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -130,7 +130,7 @@ class Containers(Residual):
 
 
 class Late(Residual):
-    """Nothing is changed in place before the second step, in which units are gathered ahead."""
+    """Changes outputs in place from the second step on, in which units are prefetched."""
 
     def __init__(self) -> None:
         super().__init__(OwnWeights)
@@ -151,7 +151,7 @@ def in_three_dims(model: Any, rank: int, step: int) -> Tensor:
 
 
 def changed_output(model: Any, rank: int, step: int) -> Tensor:
-    """The model's own output is changed in place."""
+    """Change the model's own output in place, and return its mean square."""
     output = model(inputs(rank, step, SAMPLES, POSITIONS, WIDTH))
     output += 1
     output[:, 0] *= 2
@@ -187,7 +187,7 @@ def trains_recomputed(name: str) -> None:
 
 
 def multi_view_says_so() -> None:
-    """PyTorch forbids changes of outputs of ``chunk``; its error is the user's, as without sharding."""
+    """Check that PyTorch's error for in-place changes of outputs of ``chunk`` reaches the user."""
 
     class Chunks(Residual):
         def forward(self, h: Tensor) -> Tensor:

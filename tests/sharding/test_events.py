@@ -1,4 +1,4 @@
-"""Events of units that are never sharded, to which the unsharder does not subscribe: order, and no hooks unasked."""
+"""Events of units that are always unsharded, so without an unsharder: their order, and no unnecessary hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from tests.sharding.made import WIDTH, blocks, planned_units
 
 
 class Seen:
-    """What was told, by whom."""
+    """The events that subscribers received, in order."""
 
     def __init__(self) -> None:
         self.events = list[str]()
@@ -71,7 +71,7 @@ def test_forward_and_backward() -> None:
     assert seen.events == ["open 0", "close 0 graph", "open 1", "close 1 graph"]
     seen.events.clear()
     loss.backward()
-    # The gradient of unit 1's input is that of unit 0's output, and closes the one before it opens the other.
+    # Unit 1's input is unit 0's output, so one gradient closes unit 1 and opens unit 0, in either order.
     assert sorted(seen.events[1:3]) == ["back 0", "done 1"]
     assert (seen.events[0], seen.events[3:]) == ("back 1", ["done 0", "end"])
     seen.events.clear()
@@ -125,7 +125,7 @@ def test_a_forward_that_fails_is_closed() -> None:
 
 
 def test_a_subscriber_that_refuses_ends_the_backward_and_is_asked_again() -> None:
-    """A backward that failed leaves nothing that would keep the next one from being told."""
+    """After a subscriber's error has ended a backward, the next backward calls the subscriber again."""
     model, units = model_and_units(1)
     events, asked = UnitEvents(), list[str]()
 
@@ -143,7 +143,7 @@ def test_a_subscriber_that_refuses_ends_the_backward_and_is_asked_again() -> Non
 
 
 def test_visits_under_way_at_a_time() -> None:
-    """Two forwards before their backwards: each has its own visit."""
+    """Two forwards of one unit before their backwards are separate calls."""
     model, units = model_and_units(1)
     events, visits = UnitEvents(), list[UnitCall]()
     events.subscribe(units, Subscriber(opened=visits.append, closed_backward=lambda visit: visits.remove(visit)))
@@ -157,7 +157,7 @@ def test_visits_under_way_at_a_time() -> None:
 
 
 def test_a_view_that_is_changed_in_place_opens_and_closes_its_units() -> None:
-    """The output of a linear layer with a bias is a view; autograd computes one anew that is changed in place."""
+    """Units whose outputs are views that are changed in place get all their events in backward."""
     model, units = model_and_units(2)
     events, seen = UnitEvents(), Seen()
     events.subscribe(units, seen.subscriber())
@@ -174,7 +174,7 @@ def test_a_view_that_is_changed_in_place_opens_and_closes_its_units() -> None:
 
 
 class WritesItsInput(nn.Linear):
-    """Changes what it is given, of which nothing else remains in the graph than its base."""
+    """Changes its input in place and returns it. Of a view, only the base's node then remains in the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(self.weight.sum())

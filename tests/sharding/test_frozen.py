@@ -65,7 +65,7 @@ def run_bf16(name: str) -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a trained update of low rank beside it (Hu et al., 2021)."""
+    """A frozen layer with a trained low-rank update (LoRA: Hu et al., 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +91,9 @@ class Adapted(nn.Module):
 
 
 def adapted_bytes(frozen_values: str) -> None:
-    """Only the adapters (2 x 256 elements a layer) have gradients and moments. The frozen layers have fp32 values
-    beside those in 16 bits, unless they are rounded.
+    """Check that only the adapters (2 x 256 elements per layer) have gradients and moments.
+
+    Frozen layers have fp32 values in addition to the 16-bit ones, unless ``frozen_values`` is "compute".
     """
     trained = 4 * 2 * 256
     for name, zero in ZERO.items():
@@ -103,7 +104,7 @@ def adapted_bytes(frozen_values: str) -> None:
             engine.backward(square_loss(engine, rank(), 0))
             engine.step()
             held = engine.memory_report().held
-        frozen = 4 * (64 * 64 + 2 * QUANTUM)  # of the bias, padded to equal parts
+        frozen = 4 * (64 * 64 + 2 * QUANTUM)  # 2 * QUANTUM: the bias, padded to equal shards
         kept = trained + (frozen if frozen_values == "fp32" else 0)
         assert held["master", "device"] == 4 * kept // split, name
         assert held["moments", "device"] == 2 * 4 * trained // split, name
@@ -132,7 +133,7 @@ def state_of_frozen() -> None:
 
 
 def nothing_trains() -> None:
-    """A frozen model can be evaluated (a teacher), at any stage, and holds parameters only."""
+    """Check that a frozen model (a teacher) can be evaluated at any stage, and has no gradients or optimizer states."""
     for zero in ZERO.values():
         seeds.start()
         model = Stack().requires_grad_(False)

@@ -14,7 +14,7 @@ from tests.kit.plans import ZERO
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check, rank
 
-_WARNINGS = "parameter .* is read outside|'buffer_pool' .* grows|.torch.jit.script. is deprecated"  # by torch itself
+_WARNINGS = "parameter .* is read outside|'buffer_pool' .* grows|.torch.jit.script. is deprecated"  # last: by torch
 
 
 class Mapped(nn.Module):
@@ -27,7 +27,7 @@ class Mapped(nn.Module):
 
 
 class Tangent(Mapped):
-    """Returns values, and derivatives along a direction."""
+    """Returns the outputs and their directional derivatives."""
 
     def forward(self, x: Tensor) -> Tensor:
         out, tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
@@ -35,7 +35,7 @@ class Tangent(Mapped):
 
 
 class PerSample(Mapped):
-    """Adds the norm of each sample's gradient."""
+    """Adds the squared norms of all per-sample gradients to the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         def loss(params: dict[str, Tensor], one: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def trains(kind: type[nn.Module]) -> None:
 
 
 def called_with_other_values() -> None:
-    """The forward of an average, by the model's own code, changes nothing in training."""
+    """Check that functional calls with averaged weights have right outputs and do not change training."""
     seeds.start()
     plain = Stack()
     averages = {name: param.detach() + 0.1 for name, param in plain.named_parameters()}
@@ -77,7 +77,7 @@ def called_with_other_values() -> None:
 
 
 def replaced_meanwhile() -> None:
-    """A functional call of another module does not hide a parameter that was replaced."""
+    """Check that a functional call of another module does not hide a replaced parameter."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

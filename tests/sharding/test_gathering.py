@@ -1,4 +1,4 @@
-"""Units and the unsharder without hooks, on ranks in threads: states, slots, and errors of sharded parameters."""
+"""Units and the unsharder without hooks, on ranks in threads: states, slots, and reads of sharded parameters."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ EXPECTED = [param.detach() for param in blocks(4).parameters()]
 
 
 def on(mesh: MeshShape, work: Callable[[Made], object], name: str, num_units: int, depth: int, **options: int) -> None:
-    """Run ``work`` on every rank with the units of that preset."""
+    """Run ``work`` on every rank with units of the preset ``name``."""
     groups = [("data",), ("local",)]
     on_threads(mesh, lambda collectives: work(made(collectives, name, num_units, depth, **options)), *groups)
 
@@ -41,7 +41,7 @@ def assert_whole(*units: Unit) -> None:
 
 
 def visit(unit: Unit, made: Made) -> UnitCall:
-    """A visit that the unit's hooks would make."""
+    """Return a call of the unit, as its hooks would create it."""
     made.followed.append(FollowedUnit(unit, Backwards(), [made.unsharder.subscriber]))
     return UnitCall(made.followed[-1])
 
@@ -220,7 +220,7 @@ def test_reading_a_parameter_at_rest() -> None:
 
 
 def read_along(made: Made) -> None:
-    """What the other ranks do where one reads a parameter: gather it, too."""
+    """Gather the unit of a parameter that another rank reads."""
     made.units[0].start_unshard()
     made.units[0].finish_unshard()
 

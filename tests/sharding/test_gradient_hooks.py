@@ -1,4 +1,4 @@
-"""Hooks that a user registers on parameters see gradients, and change them, as in one process."""
+"""A user's hooks on parameters see and change gradients as in one process."""
 
 from typing import Any
 
@@ -26,7 +26,10 @@ def build() -> nn.Sequential:
 
 
 def after_accumulation(config: dict[str, Any]) -> list[float]:
-    """The gradient of a parameter whose hook halves it, relative to the one without a hook."""
+    """Return the norms of a gradient with a hook that halves it, and without, relative to plain PyTorch.
+
+    The hook is registered at three different times. It is removed after the first step of each run.
+    """
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     alone = build()
     alone(x).square().mean().backward()
@@ -54,7 +57,7 @@ def after_accumulation(config: dict[str, Any]) -> list[float]:
                 torch.testing.assert_close(gradient, expected if removed else expected / 2)
                 found.append((gradient.norm() / expected.norm()).item())
                 engine.step()
-        weight.register_post_accumulate_grad_hook(halve).remove()  # the engine's is gone
+        weight.register_post_accumulate_grad_hook(halve).remove()  # works after the engine's own hook is gone
     return found
 
 

@@ -1,4 +1,4 @@
-"""Parameters in 16 bits answer under autocast as fp32 parameters of the same values do."""
+"""Under autocast, 16-bit parameters give the same results as fp32 parameters with the same values."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tensors inside objects of any class: found wherever they are, replaced where something can be written."""
+"""Tensors inside objects of any class: all are found, and those in writable places can be replaced."""
 
 import functools
 from collections import deque

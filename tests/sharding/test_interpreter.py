@@ -1,4 +1,4 @@
-"""The interpreter of steps, on ranks in threads: every rank ends with exactly what the destination says."""
+"""The interpreter of steps, on ranks in threads: every rank ends with exactly the values of the destination."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +30,11 @@ ENCODINGS = [Encodings(), Encodings(BF16), Encodings(BF16, FP32, BF16)]
 
 
 def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None = None) -> tuple[list[Tensor], State]:
-    """What each rank has in ``dst``, where it had ``before`` (None: anything) and it is overwritten (else added)."""
+    """Move a random state from ``src`` to ``dst``. Returns the target of each rank, and the state.
+
+    Args:
+        before: the initial value of the target, to which the state is added; None: the target is overwritten.
+    """
     state = State.random(src, NUM_ELEMENTS, mesh)
     held, ops = state.held(src, mesh), steps(src, dst, mesh)
 
@@ -47,7 +51,7 @@ def moved(src: Residence, dst: Residence, mesh: MeshShape, before: float | None 
 
 
 def moves(name: str, encodings: Encodings, tiers: Tiers, mesh: MeshShape) -> list[tuple[Residence, Residence]]:
-    """The ways of a row's states that take steps."""
+    """Return the moves (source, destination) of a row's states that need at least one step."""
     row = preset(name, encodings, tiers, mesh)
     collected = Residence((), row.grad_arrival.partial_axes, row.grad_step.encoding)
     parameters = [(row.param_stored, row.param_compute), (row.param_compute, row.param_between)]
@@ -65,7 +69,7 @@ def test_every_way_of_the_table(name: str, mesh: MeshShape) -> None:
                 got, state = moved(src, dst, mesh)
                 for values, held in zip(got, state.after(src, dst, mesh), strict=True):
                     expected = torch.from_numpy(held.values).to(values.dtype)
-                    if _reduces_twice(src, dst, mesh) and dst.encoding == BF16:  # which rounds in between
+                    if _reduces_twice(src, dst, mesh) and dst.encoding == BF16:  # the first sum is rounded
                         torch.testing.assert_close(values, expected, rtol=2**-7, atol=2**-6)
                     else:
                         assert values.tolist() == expected.tolist(), (src, dst)
@@ -97,7 +101,7 @@ def test_parts_are_gathered_in_turn(mesh: MeshShape, tier: Tier) -> None:
 
 
 def test_sums_in_turn_are_rounded_by_other_random_numbers() -> None:
-    """With the same ones the second sum would not be right on average."""
+    """Consecutive sums are rounded with different random numbers; with the same ones the second sum would be biased."""
     exact = steps(Residence((), ("data",)), Residence(("local", "node")), MeshShape(data=4, node=2))
     ops = in_formats(exact, INT4, FULL)
     drawn = dict[int, set[int | None]]()
@@ -125,7 +129,7 @@ def is_added(src: Residence, dst: Residence, mesh: MeshShape) -> None:
 
 
 def test_an_all_reduce_is_two_phases() -> None:
-    """Between them each rank has its part of the sum; all of it has the same bits as all at once."""
+    """An all-reduce in two phases gives the same bits as at once, and each rank's shard of the sum in between."""
     mesh, whole = MeshShape(data=2), (AllReduce(("data",)),)
     first, second = in_phases(whole)
 
@@ -147,7 +151,7 @@ def test_an_all_reduce_is_two_phases() -> None:
 
 
 def test_ranks_that_gather_side_by_side() -> None:
-    """Gathers are under way until they are waited for."""
+    """Several all-gathers with different tags can be started before the first one is finished."""
 
     def work(collectives: Collectives) -> list[list[float]]:
         interpreter, rank = Interpreter(collectives), float(collectives.mesh.rank)
@@ -166,7 +170,7 @@ def test_ranks_that_gather_side_by_side() -> None:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """An operation that nobody has taught the interpreter."""
+    """An operation that the interpreter does not know."""
 
 
 def test_an_unknown_operation_is_named() -> None:

@@ -1,4 +1,4 @@
-"""LayerDrop: ranks skip different layers at stages 0 to 2, and none at stage 3."""
+"""LayerDrop: it stays on at stages 0 to 2, and is switched off while parameters are sharded (stage 3)."""
 
 import logging
 from typing import Any
@@ -84,7 +84,7 @@ def trains_as_without(name: str) -> None:
 
 
 def is_undone(name: str, stage: int) -> list[str]:
-    offload = {"parameters": "host"} if stage == 3 else {}  # sharded on one rank, too
+    offload = {"parameters": "host"} if stage == 3 else {}  # sharded on one rank as well
     model = MODELS[name](0.5)
     before = {each: dict(vars(module)) for each, module in model.named_modules()}
     with mock.patch.object(logging.getLogger("partita"), "info") as told:

@@ -1,4 +1,4 @@
-"""A parameter's values as a flat range and back: strides are kept, and views are views wherever they can be."""
+"""Conversions of a parameter's values to a flat range and back, which keep strides and copy only if they must."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from partita.table.state_plan import PRESETS, preset
 
 
 def member(values: Tensor) -> Member:
-    """A unit's only parameter, with these values and strides."""
+    """Return the only parameter of a segment, with these values and strides."""
     info = ParameterInfo(nn.Parameter(values), ["weight"])
     layout = build_layout([Entry("weight", tuple(values.shape), FP32, True)], 1)[0]
     segment = Segment(PlannedSegment(layout, preset("ddp"), MeshShape()), 0)
@@ -69,7 +69,7 @@ def test_strides_with_gaps_become_contiguous(name: str) -> None:
 
 @st.composite
 def strided(draw: st.DrawFn) -> Tensor:
-    """A tensor of any shape and order of dimensions, with or without gaps."""
+    """Draw a tensor of any shape and memory order, with or without gaps."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     values = numbers(*(size * draw(st.sampled_from([1, 1, 1, 2])) for size in shape))
     cut = values[tuple(slice(None, None, 1 if v == s else 2) for v, s in zip(values.shape, shape, strict=True))]
@@ -91,7 +91,7 @@ def test_flat_and_shaped_undo_each_other(values: Tensor) -> None:
 
 @given(strided(), strided())
 def test_a_gradient_of_other_strides_is_laid_as_the_parameter(values: Tensor, other: Tensor) -> None:
-    """Whatever order the gradient has in memory, element i of both flat tensors is the same element."""
+    """Element i is the same in the flat gradient and the flat parameter, whatever the gradient's memory order."""
     held = member(values)
     for order in itertools.permutations(range(values.dim())):
         back = sorted(range(values.dim()), key=lambda dim: order[dim])
@@ -129,7 +129,7 @@ def test_names_and_kind() -> None:
     assert (held.fqn, held.kind) == ("first", Special)
 
 
-# ------------------------------------------------------------------------------------------------ parts of a segment
+# ----------------------------------------------------------------------------------------------- slices of a segment
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -159,7 +159,7 @@ def test_a_ranks_part_holds_its_spans(name: str, mesh: MeshShape) -> None:
     assert sum(span.num_elements for span in covered) == times * (700 + 500 + 1)
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------- unsupported parameters
 
 
 def test_parameters_that_cannot_be_split_are_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Models built on the meta device: made real unit by unit, the same at every stage and on any number of ranks."""
+"""Models on the meta device are materialized unit by unit, with the same values at every stage and world size."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ def on_meta(build: Any) -> Any:
 
 
 def whole(build: Any, zero: dict[str, Any]) -> dict[str, Tensor]:
-    seeds.start(7 + rank())  # the values are rank 0's
+    seeds.start(7 + rank())  # differs by rank: the values must be those of rank 0
     model = on_meta(build)
     with partita.initialize(model, {"zero": zero}) as engine:
         assert all(not p.is_meta for p in model.parameters())
@@ -56,7 +56,7 @@ def parameters_stay_the_same_objects() -> None:
 
 
 def distributions() -> None:
-    """Each module's own initialization: a norm's ones and zeros, a linear layer's bound."""
+    """Check that each module initializes itself: norms with ones and zeros, linear layers within a bound."""
     with partita.initialize(on_meta(Stack), {"zero": {"stage": 3}}) as engine, engine.gathered():
         module: Any = engine.module
         for block in module.blocks:
@@ -101,7 +101,7 @@ def buffers_and_ties() -> None:
 
 
 class Silent(nn.Module):
-    """Makes a parameter in its constructor and has no way to make it again."""
+    """Creates a parameter in its constructor, and has no ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Silent(nn.Module):
 
 class Forgetful(Silent):
     def reset_parameters(self) -> None:
-        """Forgets the gain."""
+        """Do nothing, so that ``gain`` stays uninitialized."""
 
 
 class SilentBuffer(nn.Module):
@@ -132,7 +132,7 @@ def without_reset() -> list[str]:
 
 
 def half_meta() -> None:
-    """Some modules real, some not."""
+    """Check a model of which only one block is on the meta device."""
     seeds.start()
     model = Stack()
     kept = model.blocks[0].up.weight.detach().clone()
@@ -143,7 +143,7 @@ def half_meta() -> None:
 
 
 class Masked(nn.Module):
-    """Has a buffer that is in no state dict beside a parameter that is."""
+    """Has a parameter, and buffers that are not in the state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Masked(nn.Module):
 
 
 def part_of_a_module(config: dict[str, Any]) -> None:
-    """What was loaded with ``assign=True`` beside what is on meta is not initialized again."""
+    """Check that values loaded with ``assign=True`` are kept while the remaining ones, on meta, are initialized."""
     model = on_meta(lambda: nn.Sequential(Masked(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     loaded = {"0.weight": (WIDTH, WIDTH), "1.weight": (WIDTH, WIDTH), "2.bias": (WIDTH,), "2.running_mean": (WIDTH,)}
     values = {name: torch.full(shape, 7.0) for name, shape in loaded.items()}
@@ -186,7 +186,7 @@ def same_buffers(module: nn.Module, expected: nn.Module) -> None:
 
 
 def rotary_frequencies(kind: dict[str, Any]) -> None:
-    """Frequencies are in no checkpoint: a model's own code computes them from its config."""
+    """Check that rotary frequencies, which no checkpoint has, are computed by the model's own code from its config."""
     build = partial(
         FAMILIES["llama"],
         vocab_size=32,
@@ -222,7 +222,7 @@ def hugging_face(name: str) -> None:
 
 
 def streamed(name: str, folder: Path) -> None:
-    """A meta model with weights from a folder is the model they came from."""
+    """Check that a meta model with weights read from a folder has the loss of the model that saved them."""
     case = CASES[name]
     model = case.build()
     batch = next(case.batches(2))

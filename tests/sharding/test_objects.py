@@ -1,4 +1,4 @@
-"""Outputs that hold tensors, and views of parameters, in objects of any class: right as at stage 0, or refused."""
+"""Outputs with tensors and views of parameters in objects of any class: the results of stage 0, or an error."""
 
 import copy
 import warnings
@@ -23,14 +23,14 @@ KEEPS = "'.*' returned a .* that holds a parameter"
 
 
 class State:
-    """What goes from block to block, in a class of the user's own."""
+    """The value that each block passes to the next one, of a user-defined class."""
 
     def __init__(self, h: Tensor, loss: Tensor) -> None:
         self.h, self.loss = h, loss
 
 
 class OwnWeights(nn.Module):
-    """A unit without modules inside."""
+    """A unit without submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def state_loss(model: Any, rank: int, step: int) -> Tensor:
 
 
 class Policy(nn.Module):
-    """Returns a distribution whose scale is learned; ``make(mean, scale)`` makes it."""
+    """Returns the distribution ``make(mean, scale)``, whose scale is a parameter."""
 
     def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Policy(nn.Module):
 
 
 class InnerPolicy(nn.Module):
-    """The distribution comes from a unit inside, and goes through the root's output."""
+    """Returns a distribution that an inner unit made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def log_likelihood(model: Any, rank: int, step: int) -> Tensor:
 
 
 class Closures(nn.Module):
-    """Blocks that return functions of views of their weights."""
+    """Blocks that return closures over views of their weights."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -142,7 +142,7 @@ RECIPES: dict[str, Recipe] = {
     "views on modules": Recipe(lambda: KeepsViews()),
     "views in containers": Recipe(lambda: KeepsViewsInContainers()),
     "views in graphs": Recipe(lambda: nn.Sequential(*[UsesOwnLinear() for _ in range(3)])),
-    # These hold the parameter itself.
+    # These outputs hold the parameter itself.
     "multivariate normal": Recipe(
         lambda: Policy(lambda mean, scale: MultivariateNormal(mean, scale_tril=scale.diag())), likelihood
     ),
@@ -169,7 +169,7 @@ def trains(name: str) -> None:
 
 
 def kept_over_a_step() -> None:
-    """A distribution of before an update can be read after it."""
+    """Check that a distribution from before an update can be read after it."""
     for zero in SHARDED.values():
         seeds.start()
         with partita.initialize(RECIPES["normal"].build(), {"zero": zero}) as engine:
@@ -185,7 +185,7 @@ def kept_over_a_step() -> None:
 
 
 def keeps_whole_once() -> None:
-    """A unit stays unsharded for an object that holds one of its parameters, until the step, and says so once."""
+    """Check that a unit whose output holds a parameter stays unsharded until the step, with one warning."""
     with partita.initialize(Triangle(), {"zero": {"stage": 3}}) as engine:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -200,7 +200,7 @@ def keeps_whole_once() -> None:
 
 
 class Generates(nn.Module):
-    """Returns a generator that is under way, with a view of a weight."""
+    """Returns a started generator that holds a view of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def refused() -> None:
 
 
 class KeepsViews(nn.Module):
-    """Blocks keep a view of a weight on themselves, which the model reads after them."""
+    """Blocks store a view of a weight as an attribute, which the model reads after the blocks have run."""
 
     class Inner(Block):
         kept: Tensor
@@ -262,7 +262,7 @@ class KeepsViews(nn.Module):
 
 
 class KeepsViewsInContainers(KeepsViews):
-    """The same in lists and dicts, which stay the same objects."""
+    """Blocks store views in lists and dicts, which must stay the same objects."""
 
     class Inner(Block):
         def __init__(self) -> None:
@@ -287,7 +287,7 @@ class KeepsViewsInContainers(KeepsViews):
 
 
 class Leaks(nn.Module):
-    """The root returns a view that a unit inside has kept on itself."""
+    """Returns a view that an inner unit has stored in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Leaks(nn.Module):
 
 
 class OwnLinear(torch.autograd.Function):
-    """Keeps a view of a weight for backward, as an attribute."""
+    """A matrix product that keeps a view of the weight for backward, as an attribute of ``ctx``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

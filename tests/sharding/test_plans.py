@@ -1,4 +1,4 @@
-"""What moves when: prefetched gathers, nodes with a second shard, and the traffic and residency that the plan says."""
+"""All-gathers of a step: their number, prefetch, secondary shards of nodes, and the number of unsharded units."""
 
 import os
 from typing import Any
@@ -39,7 +39,7 @@ def hierarchical(loss: Loss, compute: str) -> None:
 
 
 def gathers_of_hierarchical() -> None:
-    """Parameters are gathered over all ranks in forward, and inside the node in backward."""
+    """Check that parameters are gathered over all ranks in forward, and within the node in backward."""
     with on_two_nodes():
         with partita.initialize(Stack(), {"zero": HIERARCHICAL}) as engine:
             engine.backward(square_loss(engine, rank(), 0))
@@ -51,7 +51,7 @@ def gathers_of_hierarchical() -> None:
 
 
 def second_shards_are_not_stale() -> None:
-    """A new forward after a step, and after a write, renews what the node keeps."""
+    """Check that a forward after a step, or after a write, renews the secondary shards."""
     with on_two_nodes():
         ends = []
         for zero in (HIERARCHICAL, ZERO["0"]):
@@ -60,7 +60,7 @@ def second_shards_are_not_stale() -> None:
                 module: Any = engine.module
                 engine.backward(square_loss(engine, rank(), 0))
                 engine.step()
-                square_loss(engine, rank(), 1)  # no backward: the second shard stays
+                square_loss(engine, rank(), 1)  # no backward: the secondary shard stays
                 with engine.gathered(module.blocks[0], modify=True), torch.no_grad():
                     module.blocks[0].up.weight.mul_(3)
                 loss = square_loss(engine, rank(), 2)
@@ -78,11 +78,11 @@ def gathers(engine: partita.Engine, step: int) -> int:
 
 
 def gathers_of_a_step() -> None:
-    """Each unit once in forward and once in backward, prefetched or not; once where it stays whole."""
+    """Check that each unit is gathered once in forward and once in backward, or once per step if it stays unsharded."""
     for prefetch in ("auto", 0, 10_000_000):
         with partita.initialize(Stack(), {"zero": {"stage": 3, "prefetch_bytes": prefetch}}) as engine:
             counts = [gathers(engine, step) for step in range(3)]
-        # All units fit where nothing bounds the prefetch: the last ones are still whole when backward begins.
+        # With unlimited prefetch all units fit: the last ones are still unsharded when backward begins.
         assert counts[0] == 12
         assert all(count <= 12 for count in counts), counts
         assert prefetch == 10_000_000 or counts == [12, 12, 12]
@@ -91,7 +91,7 @@ def gathers_of_a_step() -> None:
 
 
 def gathers_after_evaluation() -> None:
-    """Evaluation in between does not confuse what is fetched ahead: nothing is fetched in vain."""
+    """Check that evaluation between steps causes no unnecessary prefetch."""
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         assert gathers(engine, 0) == 12
         for step in range(3):
@@ -108,7 +108,7 @@ def gathers_after_evaluation() -> None:
 
 
 def whole_at_a_time() -> None:
-    """Never more units whole than one beside the root, and one ahead."""
+    """Check that at most three units are unsharded at a time: the root, the unit in use, and a prefetched one."""
     most = 0
     with partita.initialize(Stack(8), {"zero": {"stage": 3}}) as engine:
         units = engine._parts.runtime.unsharder.units
@@ -139,7 +139,7 @@ BLUEPRINTS: tuple[dict[str, Any], ...] = (
 
 
 def of_a_model_on_meta() -> None:
-    """The blueprint that an engine is built from is the one that a model without data gives, on any rank."""
+    """Check that an engine's blueprint equals the one made from a meta model, on every rank."""
     for config in BLUEPRINTS:
         with partita.initialize(CASES["decoder"].build(), config) as engine:
             model, resolved = CASES["decoder"].build(device="meta"), engine.blueprint.resolved
@@ -150,7 +150,7 @@ def of_a_model_on_meta() -> None:
 
 
 class Fancy(Stack):
-    """Units that return what is no tensor, or a sparse one."""
+    """Blocks whose outputs also contain a sparse tensor and values that are not tensors."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Any:
@@ -173,7 +173,7 @@ def fancy_outputs() -> None:
 
 
 def distributed_parameters() -> None:
-    """A parameter that is split already is refused by name."""
+    """Check that a DTensor parameter is an error that names it."""
     mesh = init_device_mesh("cpu", (2,))
     model: Any = Stack(1)
     model.first.weight = nn.Parameter(distribute_tensor(model.first.weight.detach(), mesh))

@@ -1,4 +1,4 @@
-"""Precision modes of a forward: what reaches the model, what it returns, and the modules that stay in fp32."""
+"""Precision modes of a forward: the dtypes of arguments and outputs, and the modules that stay in fp32."""
 
 import copy
 from collections.abc import Callable
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 
 def in_mode(model: nn.Module, **precision: Any) -> ModuleTransforms:
-    """Cast a model's parameters as the engine does, and put it into the mode."""
+    """Cast a model's parameters as the engine does, and make its forward run in the precision mode."""
     asked = resolved(**precision)
     kept = find_full_precision(model, asked)
     for param in model.parameters():
@@ -99,7 +99,7 @@ def in_mode(model: nn.Module, **precision: Any) -> ModuleTransforms:
 
 
 def dtypes_seen(model: nn.Module, *patterns: str, mode: str = "mixed") -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """The dtypes that each module is given and gives."""
+    """Return the dtypes of each module's first argument and output."""
     seen = dict[str, tuple[torch.dtype, torch.dtype]]()
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
@@ -216,7 +216,7 @@ def test_a_model_in_16_bits_keeps_its_modules_in_fp32() -> None:
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter, in the form of PEFT."""
+    """A layer with an adapter, structured as in PEFT."""
 
     adapter_layer_names = ("lora_A", "lora_embedding_A")
 

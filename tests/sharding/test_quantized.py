@@ -1,4 +1,4 @@
-"""Adapters on frozen quantized weights: these stay whole outside units, and all else trains as without them."""
+"""Adapters on frozen quantized weights, which stay unsharded and outside of units; everything else trains as usual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def in_four_bits(model: Model) -> None:
-    """As ``from_pretrained`` with bitsandbytes does: linear layers of the blocks in place of others."""
+    """Replace the linear layers of the blocks by quantized ones, as ``from_pretrained`` with bitsandbytes does."""
     import bitsandbytes
 
     for block in model.blocks:
@@ -71,7 +71,7 @@ KINDS: dict[str, Callable[[Model], None]] = {"bitsandbytes": in_four_bits, "torc
 
 
 def build(kind: str, seed: int = 0) -> nn.Module:
-    """The model with quantized linear layers and adapters on them."""
+    """Return the model with quantized linear layers and adapters on them."""
     from peft import LoraConfig, get_peft_model
 
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def build(kind: str, seed: int = 0) -> nn.Module:
         KINDS[kind](model)
         adapted: nn.Module = get_peft_model(model, LoraConfig(**LORA))  # type: ignore[arg-type]
         for name, param in adapted.named_parameters():
-            if "lora_B" in name:  # which starts at 0
+            if "lora_B" in name:  # initially 0
                 nn.init.normal_(param, std=0.1)
     return adapted
 
@@ -90,7 +90,7 @@ def batch(step: int) -> Tensor:
 
 
 def plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and adapters of plain PyTorch."""
+    """Train with plain PyTorch. Returns the losses and the adapters."""
     model = build(kind)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-3)
@@ -105,7 +105,7 @@ def plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def with_engine(kind: str, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same by an engine, of a model that other ranks have built otherwise."""
+    """Train with an engine, from different initial values on each rank. Returns the losses and the adapters."""
     model = build(kind, seed=rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     quantized = [info.fqns[0] for info in find_quantized_params(model)]

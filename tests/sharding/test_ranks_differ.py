@@ -1,4 +1,4 @@
-"""Ranks that do not run the same modules: right gradients, or within seconds an error that names the modules."""
+"""Ranks that run different modules: the gradients are right, or an error names the modules within seconds."""
 
 import re
 import time
@@ -19,13 +19,13 @@ from tests.kit.plans import ZERO, matrix, sampled
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, check, rank, train_recipe, world
 
-# How ranks find out that they differ: as over gloo, and as over NCCL.
+# The unshard-order checks: over gloo, and over NCCL.
 WAYS = ("ComparedLogs", "RepeatedOrder")
 WHOLE = {name: ZERO[name] for name in ("0", "1", "2")}
 
 
 class Chosen(Stack):
-    """Runs the blocks it is told to."""
+    """Runs the given blocks, in the given order."""
 
     def forward(self, x: Tensor, blocks: list[int]) -> Tensor:
         x = self.first(x)
@@ -59,7 +59,7 @@ def calls_twice_on_rank_1(model: Any, rank: int, step: int) -> Tensor:
 
 
 class Branches(nn.Module):
-    """All branches run on every rank; what the loss uses of them may differ."""
+    """Runs all branches on every rank, but detaches the given ones, so that they have no backward."""
 
     def __init__(self, num_branches: int = 7) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def detached_on_rank_1(model: Any, rank: int, step: int) -> Tensor:
 
 
 def unused_everywhere(model: Any, rank: int, step: int) -> Tensor:
-    """In step 1 blocks 2 and 3 are used nowhere: no gradient, no decay, no update."""
+    """Compute a loss that uses blocks 2 and 3 on no rank in step 1, so that they get no gradient, decay or update."""
     return model(inputs(rank, step), [0, 1, 4] if step == 1 else [0, 1, 2, 3, 4]).square().mean()
 
 
@@ -103,12 +103,12 @@ def unused_in_a_step() -> None:
 
 
 def detached_branch() -> None:
-    """Where nothing is gathered in backward, ranks whose backwards differ still meet in the same reductions."""
+    """Check that ranks with different backwards call the same reductions, if nothing is gathered in backward."""
     check(Recipe(Branches, detached_on_rank_1), {**WHOLE, "3-kept": ZERO["3-kept"]})
 
 
 def agreeing(way: str) -> Any:
-    """Every engine that is made meanwhile finds out in this way."""
+    """Return a context in which engines use the given unshard-order check."""
     return mock.patch.object(runtime, "agree", getattr(unshard_order, way))
 
 
@@ -118,7 +118,7 @@ def detached_sharded_branch(way: str) -> None:
 
 
 def without_a_loss() -> None:
-    """A rank that has no loss in a step counts as gradients of zero."""
+    """Check that a rank without a loss in a step contributes zero gradients."""
     check(Recipe(Chosen, nothing_on_rank_1), WHOLE)
 
 
@@ -142,7 +142,7 @@ def one_rank_steps(way: str) -> None:
 
 
 def one_rank_asks() -> None:
-    """Two messages of different calls meet."""
+    """Call different methods of the engine on the two ranks."""
     with partita.initialize(Stack(), {"zero": {"stage": 3}}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         if rank():
@@ -152,7 +152,7 @@ def one_rank_asks() -> None:
 
 
 def other_engine_first(way: str) -> None:
-    """Engines that share a mesh are used in another order on rank 1."""
+    """Use two engines on one mesh, in another order on rank 1."""
     with agreeing(way), partita.initialize(Stack(1), {"zero": {"stage": 3}}) as one:
         other = partita.initialize(nn.Sequential(Block(), Block()), {"zero": {"stage": 3}}, mesh=one.mesh)
         for engine in (other, one) if rank() else (one, other):
@@ -176,7 +176,7 @@ def where_folders_are(folder: str) -> None:
 
 
 class Late(nn.Module):
-    """Keeps its rank waiting in forward and in backward, longer than the others have patience."""
+    """Delays one rank after the other, in forward and in backward, for longer than ``PATIENCE_S``."""
 
     turn = 0
 
@@ -206,7 +206,7 @@ class SometimesLate(Stack):
 
 
 def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
-    """Ranks talk of other things between two gathers, too."""
+    """Return the square loss, after an evaluation and collectives of the engine."""
     with torch.no_grad():
         value = model(inputs(rank, step + 50)).mean()
     if isinstance(model, partita.Engine):
@@ -216,13 +216,13 @@ def evaluated_between(model: Any, rank: int, step: int) -> Tensor:
 
 
 def late_ranks(plans: tuple[str, ...]) -> None:
-    """To be late is no difference."""
+    """Check that ranks that are late train as usual."""
     with mock.patch.object(unshard_order, "PATIENCE_S", 0.01):
         check(Recipe(SometimesLate, evaluated_between), {plan: ZERO[plan] for plan in ("0", *plans)})
 
 
 def differs_while_another_is_late() -> None:
-    """Rank 1 skips a unit, and the last rank comes late: the message still names all."""
+    """Skip a unit on rank 1 while the last rank is late, so that the error must wait for it to name all ranks."""
     with mock.patch.object(unshard_order, "PATIENCE_S", 0.3):
         model = Chosen()
         if rank() == world() - 1:

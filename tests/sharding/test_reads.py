@@ -1,4 +1,4 @@
-"""Reads and writes of sharded parameters between forwards, by code that knows nothing of it."""
+"""Reads and writes of sharded parameters between forwards, by code that does not know that they are sharded."""
 
 import copy
 import io
@@ -130,7 +130,7 @@ COPIES: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 
 
 def copies(stage: dict[str, Any]) -> None:
-    """What is made of all parameters has their values after a step, and lasts beyond the next one."""
+    """Check that copies of all parameters have the values after a step, and keep them during the next one."""
     for name, made in COPIES.items():
         with partita.initialize(stack(), stage) as engine:
             for step in range(2):
@@ -148,7 +148,7 @@ def copies(stage: dict[str, Any]) -> None:
 
 
 def several_at_once() -> None:
-    """One call with parameters of several units has all their values."""
+    """Check that one call can read and write parameters of several units."""
     plain, engine = stack(), partita.initialize(stack(), STAGE_3)
     with torch.no_grad():
         for model in (plain, engine.module):
@@ -164,13 +164,13 @@ def several_at_once() -> None:
 
 
 def one_unit_at_a_time() -> None:
-    """A loop over the parameters has one unit unsharded at a time, and the next forward none."""
+    """Check that a loop over the parameters has one unit unsharded at a time, and that a kept view follows updates."""
     with partita.initialize(stack(), STAGE_3) as engine:
         units = engine._parts.runtime.units
         for param in engine.module.parameters():
             param.detach().norm()
             assert sum(unit.storage.nbytes() > 0 for unit in units) == 1
-        view = engine.module.first.weight.view(-1)  # what is kept stays, with the values of later steps
+        view = engine.module.first.weight.view(-1)  # keeps its memory, which gets the values of later steps
         norm = view.norm().item()
         for step in range(2):
             engine.backward(square_loss(engine, rank(), step))
@@ -187,7 +187,7 @@ def one_unit_at_a_time() -> None:
 
 
 def penalized(model: Any, rank: int, step: int) -> Tensor:
-    """A penalty on weights, computed outside of any forward: part of the loss, before and after the forward."""
+    """Return a loss with penalties on weights, computed outside of forward: one before it, and one after it."""
     module = getattr(model, "module", model)
     before = sum(param.square().sum() for param in module.parameters())
     loss = square_loss(model, rank, step)
@@ -195,7 +195,7 @@ def penalized(model: Any, rank: int, step: int) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Acts by methods other than forward, which read a parameter of the model's own."""
+    """Has a method besides forward that reads a parameter of the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def graphs() -> None:
 
 
 def split_and_sharded() -> None:
-    """Parameters that tensor ranks split, too, are read whole."""
+    """Check that reads of parameters that are also split over tensor return the global values."""
     plain = CASES["gpt2"].build()
     with partita.initialize(CASES["gpt2"].build(), {**STAGE_3, "parallel": {"tensor": 2}}) as engine:
         for (name, param), expected in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
@@ -247,7 +247,7 @@ def _other_read(engine: Engine) -> None:
     engine.module.blocks[0].up.weight.norm()  # type: ignore[index, union-attr]
 
 
-# What the other ranks do while rank 0 alone reads.
+# Calls of the other ranks while only rank 0 reads.
 ELSEWHERE: dict[str, Callable[[Engine], object]] = {
     "forward": _forward,
     "step": lambda engine: engine.step(),
@@ -271,7 +271,7 @@ def read_on_rank_0(elsewhere: str, announced: bool) -> str:
 
 
 def kept_views_are_not_written() -> None:
-    """A value that is written where nobody would see it is an error."""
+    """Check that a write through a kept view of a sharded parameter is an error."""
     with partita.initialize(stack(), STAGE_3) as engine:
         row = engine.module.first.weight.detach()[0]
         engine.module.blocks[0].up.weight.sum()

@@ -1,4 +1,4 @@
-"""The reducer without autograd, on ranks in threads: in which order, with what for those who are missing, into what."""
+"""The gradient reducer without autograd, on ranks in threads: order, zeros for missing gradients, and results."""
 
 from collections.abc import Callable
 
@@ -31,19 +31,19 @@ def on_two(work: Work, name: str, num_units: int = 3, accumulate: int = 1, tiers
 
 
 def gradient(member: Member, rank: int) -> Tensor:
-    """Of a rank, for a member: whole numbers, so that sums and means of two are exact."""
+    """Return a rank's gradient of a member: integers, so that sums and means of two are exact."""
     numbers = torch.arange(float(member.span.num_elements)).view(member.shape)
     return 2 * numbers + 10 * rank + len(member.fqn)
 
 
 def brings(reducer: GradientReducer, member: Member, rank: int) -> None:
-    """Autograd leaves a gradient with a member."""
+    """Give a member its gradient, as autograd would, and report it to the reducer."""
     member.param.grad = gradient(member, rank)
     reducer.arrived(member)
 
 
 def reduced(parts: Made, reducer: GradientReducer, member: Member) -> Tensor:
-    """This rank's part of the reduced gradient, in its place in zeros ``[numel]``."""
+    """Return this rank's slice of the reduced gradient at its position in ``[numel]`` zeros."""
     bucket = reducer.bucket_of(member)
     assert bucket is not None
     reducer.drain()
@@ -77,7 +77,7 @@ def test_means_over_the_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_the_optimizer_sees(name: str) -> None:
-    """Whole gradients where the row says so, once they were gathered; else this rank's part of the mean."""
+    """The optimizer sees the full mean gradient under ``ddp``, and this rank's slice of it under other presets."""
 
     def work(parts: Made, reducer: GradientReducer, user: User) -> None:
         rank = parts.collectives.mesh.rank
@@ -118,7 +118,7 @@ def test_who_brings_nothing_sends_zeros(name: str) -> None:
 
 
 def test_ranks_launch_in_one_order() -> None:
-    """Rank 1 gets its gradients in the opposite order, and one of them not at all."""
+    """Ranks reduce buckets in the same order, though on rank 1 gradients arrive in reverse order and one is missing."""
 
     def work(parts: Made, reducer: GradientReducer, user: User) -> None:
         rank = parts.collectives.mesh.rank
@@ -184,7 +184,7 @@ def test_gradients_that_rest_nowhere_are_used_as_they_are_launched() -> None:
         for member in reversed(parts.members):
             before = len(user.used)
             brings(reducer, member, rank)
-            is_first = member.fqn.endswith("weight")  # a unit's last to come
+            is_first = member.fqn.endswith("weight")  # the last gradient of a unit
             assert len(user.used) == before + is_first
         assert user.used == [unit.members[0].fqn for unit in reversed(parts.units)]
         reducer.drain()

@@ -1,4 +1,4 @@
-"""States that are split over the ranks of a node, and are the same on every node."""
+"""States that are sharded over the ranks of a node, and replicated on every node."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def on_nodes(ranks_per_node: int) -> Any:
 
 
 def assert_near(one: Trained, other: Trained) -> None:
-    """As far as another order of sums allows."""
+    """Assert that two runs are equal up to rounding of sums in another order."""
     torch.testing.assert_close(one.losses, other.losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(one.norms, other.norms, rtol=1e-5, atol=1e-6)
     for name, weight in one.weights.items():
@@ -50,12 +50,12 @@ def on_one_node() -> None:
 
 
 def the_same_on_every_node(config: dict[str, Any]) -> None:
-    """Whatever is rounded, and however: replicas stay equal bit by bit."""
+    """Check that replicas stay equal bit for bit, whatever is rounded."""
     with on_nodes(2), partita.initialize(Stack(2), {"zero": REPLICATED, **config}) as engine:
         for step in range(3):
             engine.backward(square_loss(engine, rank(), step).float())
             engine.step()
-        engine.memory_report()  # waits for updates under way
+        engine.memory_report()  # waits for running updates
         states = [segment.stored.load() for unit in engine._parts.runtime.units for segment in unit.segments]
         mine = torch.cat([state.float().view(-1) for state in states])
         every = [torch.empty_like(mine) for _ in range(4)]
@@ -65,7 +65,7 @@ def the_same_on_every_node(config: dict[str, Any]) -> None:
 
 
 def looked_at() -> None:
-    """Gradients and optimizer states are whole, and counted once."""
+    """Check that inspected gradients and optimizer states are those of stage 3: each replica counts once."""
     found = []
     for zero in (REPLICATED, ZERO["3"]):
         seeds.start()
@@ -84,7 +84,7 @@ def looked_at() -> None:
 
 
 def saved(folder: Path, zero: dict[str, Any], ranks_per_node: int) -> list[float]:
-    """Two steps, a checkpoint, and the losses of two more."""
+    """Train two steps, save a checkpoint, and return the losses of two more steps."""
     seeds.start()
     with on_nodes(ranks_per_node), partita.initialize(Stack(2), {"zero": zero}) as engine:
         take_steps(engine, 0)
@@ -101,7 +101,7 @@ def resumed(folder: Path, zero: dict[str, Any], ranks_per_node: int) -> list[flo
 
 
 def take_steps(engine: partita.Engine, first: int) -> list[float]:
-    """Losses of samples that are the same however many ranks there are."""
+    """Train two steps on the same samples on every rank, so that results do not depend on the world size."""
     losses = []
     for step in (first, first + 1):
         loss = square_loss(engine, 0, step)
@@ -158,7 +158,7 @@ def test_export_weights_and_close(tmp_path: Path) -> None:
 
 
 def test_checkpoints(tmp_path: Path) -> None:
-    """Exact where the layout is the same; under another one as far as sums in another order allow."""
+    """A resumed run has the same losses: exactly with the same layout, up to rounding with another one."""
     expected = on_ranks(4, saved, tmp_path / "one", REPLICATED, 2)
     assert on_ranks(4, resumed, tmp_path / "one", REPLICATED, 2) == expected
     for world, zero, ranks_per_node in ((4, ZERO["3"], 2), (2, ZERO["1"], 2), (4, REPLICATED, 4)):

@@ -1,4 +1,4 @@
-"""Parameters between uses: they say what they are, and notice when they are replaced or moved."""
+"""Sharded parameters: their metadata is readable, and replaced or moved parameters are detected."""
 
 import copy
 import pickle
@@ -57,7 +57,7 @@ def metadata() -> None:
         assert "Sharded parameter" in f"{engine.module.first.weight}"
         count = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
         assert count == sum(p.numel() for p in plain.parameters())
-        optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)  # made and thrown away: it reads no values
+        optimizer = torch.optim.SGD(engine.module.parameters(), 0.1)  # its constructor reads no values
         assert len(optimizer.param_groups[0]["params"]) == len(list(plain.parameters()))
 
 
@@ -81,7 +81,7 @@ MADE: dict[str, Callable[[Any], Tensor]] = {
 
 
 def made() -> None:
-    """A tensor that is made by a parameter's metadata, and conversions that change nothing, read no values."""
+    """Check that making a tensor like a parameter, and conversions that change nothing, read no values."""
     configs = [SHARDED, {"zero": {"stage": 3}, "parallel": {"tensor": 2}}, {"parallel": {"tensor": 2}}]
     plain = CASES["gpt2"].build()
     for config in configs:
@@ -95,7 +95,7 @@ def made() -> None:
                     assert (made.shape, made.dtype, made.device) == (wanted.shape, wanted.dtype, wanted.device), what
                     assert made.stride() == wanted.stride() or "parallel" in config, (name, what)
             assert model.to("cpu") is model.float() is model
-            if rank() == 0:  # without the other ranks
+            if rank() == 0:  # no collective
                 torch.zeros_like(next(engine.module.parameters()))
             engine.backward(Case.loss(engine(**CASES["gpt2"].batch(2))))
             assert model.to("cpu") is model
@@ -103,7 +103,7 @@ def made() -> None:
 
 
 class Adjoint(torch.autograd.Function):
-    """Integrates ``dy/dt = func(y)``; backward integrates the adjoint state, without the graph of forward."""
+    """Integrates ``dy/dt = func(y)``. Backward integrates the adjoint state, without a graph of forward."""
 
     @staticmethod
     def forward(ctx: Any, func: nn.Module, y: Tensor, steps: int, *params: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Adjoint(torch.autograd.Function):
 
 
 class Integrated(nn.Module):
-    """A neural differential equation, as torchdiffeq's ``odeint_adjoint`` trains it."""
+    """A neural differential equation, trained as by torchdiffeq's ``odeint_adjoint``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def integrated() -> None:
 
 
 def copies() -> None:
-    """Copies and averages of a model are made inside `engine.gathered`, also of parameters that tensor ranks split."""
+    """Check copies and averages of a model made inside `engine.gathered`, also of parameters split over tensor."""
     case = CASES["gpt2"]
     plain = case.build()
     for config in (SHARDED, {"parallel": {"tensor": 2}}):
@@ -225,7 +225,7 @@ def changed(name: str) -> list[str]:
 
 
 class ReadsChild(Stack):
-    """Reads a weight of a unit of its own from outside that unit."""
+    """Reads weights of an inner unit from outside that unit."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -241,11 +241,11 @@ def reads_child_says_so() -> None:
         with pytest.warns(UserWarning, match=r"'blocks.1.down.weight' is read outside .* 'blocks.1', .* zero.units"):
             engine.backward(square_loss(engine, rank(), 0))
         engine.step()
-        engine.backward(square_loss(engine, rank(), 1))  # said once
+        engine.backward(square_loss(engine, rank(), 1))  # no second warning
 
 
 class OwnView(nn.Module):
-    """Returns a part of its own parameter."""
+    """Returns a view of its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class OwnView(nn.Module):
 
 
 class UsesView(Stack):
-    """A view of a parameter leaves its unit, and is used in others."""
+    """Uses views of parameters outside the units that return them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def returns_view() -> None:
 
 
 class Attends(nn.Module):
-    """Attention of torch reads its output projection's weight by itself."""
+    """Uses torch's attention, which reads the weight of its output projection without calling that module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def attends() -> None:
 
 
 def attends_without_gradient() -> None:
-    """torch's fast path in evaluation reads every weight of the layer at once."""
+    """Check evaluation, in which torch's fast path reads all weights of an encoder layer at once."""
     outputs = []
     for zero in ZERO.values():
         seeds.start()
@@ -304,7 +304,7 @@ def attends_without_gradient() -> None:
 
 
 class Convolutions(nn.Module):
-    """Weights in the memory order that convolutions are fastest in."""
+    """Convolutions with weights in channels-last memory format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def strides() -> None:
 
 
 class OddStrides(nn.Module):
-    """A transposed parameter, one with gaps, one of a single element, one without elements, and a scalar."""
+    """A transposed parameter, one with gaps in memory, one with one element, one with none, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def odd_strides() -> None:
 
 
 def resized_storage() -> None:
-    """Where torch cannot swap storages they are resized: the same numbers."""
+    """Check that results are the same if torch cannot swap storages, so that they are resized."""
     recipe = Recipe(Stack)
     expected = train_recipe(recipe, ZERO["3"])
     with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
@@ -360,7 +360,7 @@ def resized_storage() -> None:
 
 
 def given_back() -> None:
-    """The memory of a resting parameter is gone."""
+    """Check that sharded units have no memory for unsharded parameters."""
     with partita.initialize(Stack(), SHARDED) as engine:
         for unit in engine._parts.runtime.units:
             assert unit.storage.nbytes() == 0

@@ -1,4 +1,4 @@
-"""The norm's parts do not depend on how gradients are cut."""
+"""The squared norm of gradients, which does not depend on how they are sharded."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_the_sum_of_squares(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("over", [-256, 0, 77, 256])
 def test_16_bits_have_the_bits_of_a_conversion(dtype: torch.dtype, over: int) -> None:
-    """Gradients in 16 bits are converted in chunks: the last one may be a block, or less."""
+    """A 16-bit gradient has bitwise the squared norm of its fp32 copy, whatever the size of its last chunk."""
     grad = torch.randn(2 * next(chunks(torch.empty(1 << 24))).stop + over).to(dtype)
     assert square(grad) == square(grad.float())
 

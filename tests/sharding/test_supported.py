@@ -1,4 +1,4 @@
-"""What a model's parameters must be like: whatever cannot be right is refused by name, and nothing else is."""
+"""Requirements on a model's parameters and modules: an error names those that cannot be trained correctly."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The order of all-gathers on transports without tags: what is sent about it, and that no rank reads wrong data."""
+"""The unshard-order check on transports without tags: its messages, and that no rank reads wrong data."""
 
 import contextlib
 import random
@@ -41,7 +41,7 @@ PATIENCE_S = 0.02
 
 
 class Gathers:
-    """Gathers of ranks that a backend matches by their order: each ends when all ranks have launched theirs."""
+    """A backend that matches the ranks' gathers by their order: each ends when every rank has launched it."""
 
     def __init__(self, num_ranks: int) -> None:
         self.launched = [list[int]() for _ in range(num_ranks)]
@@ -61,7 +61,7 @@ class Gathers:
 
 
 def orders(generator: random.Random, num_ranks: int) -> tuple[list[list[int]], bool]:
-    """Return the units that each rank gathers, step by step, and whether they differ."""
+    """Return the log of each rank (units it gathers, ends of steps, updates), and True if the logs differ."""
     kinds = [[generator.choice(UNITS) for _ in range(generator.randint(1, 12))] for _ in range(2)]
     steps = [generator.choices(kinds, [5, 1])[0] for _ in range(6)]
     common = [event for step in steps for event in (*step, STEP, UPDATE)]
@@ -85,7 +85,7 @@ def test_ranks_never_gather_different_units_at_once(num_ranks: int, seed: int) -
         deadline = time.monotonic() + 50 * PATIENCE_S
 
         def stalled() -> None:
-            if time.monotonic() > deadline:  # the other ranks are at the end, or have found the difference
+            if time.monotonic() > deadline:  # the other ranks have finished, or found the difference
                 raise PartitaError("nobody comes")
 
         order = RepeatedOrder(collectives.group(BATCH_AXES), mesh, stalled)
@@ -127,13 +127,13 @@ class Messages(Watcher):
 
 @contextlib.contextmanager
 def without_tags() -> Iterator[None]:
-    """Check orders as if the transport had no tags."""
+    """Context in which engines check orders as if the transport had no tags."""
     with mock.patch.object(runtime, "agree", RepeatedOrder):
         yield
 
 
 def messages_of_steps(config: dict[str, Any], accumulate: int) -> list[int]:
-    """The control messages of each of six steps; an evaluation comes before the fourth."""
+    """Return the number of control messages of each of six steps, with an evaluation before the fourth."""
     found = []
     with without_tags(), partita.initialize(Stack(), {**config, "batch": {"accumulate": accumulate}}) as engine:
         for step in range(6):
@@ -150,7 +150,7 @@ def messages_of_steps(config: dict[str, Any], accumulate: int) -> list[int]:
 
 
 ORDERED = {name: plan for name, plan in PLANS.items() if name.startswith("3")}
-# At a step: which gradients there are, and the norm.
+# Messages of every step: the gradients that each rank has, and the norm.
 NUM_MESSAGES = 2
 
 
@@ -164,7 +164,7 @@ def test_a_step_in_the_order_of_the_last_one_sends_nothing_about_it(name: str, a
 
 
 def waits_for_the_device() -> str:
-    """Rank 0 follows the order and then waits for its device, as long as rank 1 does not gather what rank 0 does."""
+    """Make rank 0, which gathers in the expected order, wait for its device, because rank 1 gathers another unit."""
     wait: Callable[[ComparedLogs, Event], None] = ComparedLogs.wait
 
     def blocked(self: ComparedLogs, gathered: Event) -> None:
@@ -188,8 +188,9 @@ def test_a_rank_that_waits_for_its_device_is_named() -> None:
 
 
 def runs_alone() -> list[str]:
-    """Rank 0 runs the model in the order of earlier steps and waits for its device, while rank 1 waits in a sum that
-    ends with an error after some seconds.
+    """Run the model on rank 0 only, which waits for its device, while rank 1 waits in an all-reduce with a timeout.
+
+    Returns the errors that this rank has logged.
     """
     said = list[str]()
 
@@ -226,7 +227,7 @@ def test_a_rank_that_waits_for_its_device_while_others_wait_for_it_says_so() -> 
 
 
 def test_a_rank_that_has_gathered_as_much_keeps_nobody_waiting() -> None:
-    """Another rank may wait in a barrier for one whose device is slow."""
+    """A rank in a barrier that has launched as many gathers as this rank is not stuck: this device may be slow."""
     log = CollectiveLog()
     log.add(log.register(["block"]))
     mesh: Any = SimpleNamespace(watchdog=mock.Mock(), rank=0, log=log, timeout_s=1.0)
@@ -240,7 +241,7 @@ def test_a_rank_that_has_gathered_as_much_keeps_nobody_waiting() -> None:
 
 
 def two_engines() -> None:
-    """Each engine's order is known, but rank 1 uses the engines in another order than before."""
+    """Use two engines, and on rank 1 use them in another order in the last step."""
     with without_tags(), partita.initialize(Stack(1), {"zero": {"stage": 3}}) as one:
         other = partita.initialize(Stack(1), {"zero": {"stage": 3}}, mesh=one.mesh)
         for step in range(3):

@@ -1,4 +1,4 @@
-"""Units are whole exactly while they are used, whatever the order in which forward and backward visit them."""
+"""Units are unsharded exactly while they are in use, whatever the order in which forward and backward run them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ GROWS = "'buffer_pool' .* grows"
 
 
 class Tied(nn.Module):
-    """Two names for one matrix, in modules that are units by themselves but for that."""
+    """Two linear layers outside the blocks share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class TiedBlocks(Stack):
-    """Two blocks share one matrix, which therefore lives in the unit above both."""
+    """Two blocks share one weight, which therefore belongs to the unit around both."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -43,7 +43,7 @@ class TiedBlocks(Stack):
 
 
 class Repeated(Stack):
-    """One block is called twice, and again after the others."""
+    """Calls the first two blocks several times in one forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.blocks[0](self.first(x)))
@@ -53,7 +53,7 @@ class Repeated(Stack):
 
 
 class Shuffled(Stack):
-    """The blocks run in another order in every forward."""
+    """Runs the blocks in another order in every forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Shuffled(Stack):
 
 
 class Keywords(Stack):
-    """Blocks that take keywords and return nested containers."""
+    """Blocks that take keyword arguments and return nested containers."""
 
     class Inner(Block):
         def forward(self, *, state: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Keywords(Stack):
 
 
 class TwoInputs(nn.Module):
-    """Blocks with two inputs, of which one joins late, and two outputs."""
+    """Blocks with two outputs and two inputs, one of which is used late in forward."""
 
     class Joined(Block):
         def forward(self, x: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class TwoInputs(nn.Module):
 
 
 class InnerLoss(Stack):
-    """A loss on a value inside a block, kept on the module."""
+    """Blocks store an auxiliary loss of an inner activation as an attribute."""
 
     class Noticed(Block):
         noticed: Tensor
@@ -142,7 +142,7 @@ def siamese(model: Any, rank: int, step: int) -> Tensor:
 
 
 def second_first(model: Any, rank: int, step: int) -> Tensor:
-    """Two forwards; only the gradient of the first arrives, then that of both."""
+    """Run two forwards, and detach the output of the second one."""
     one, other = model(inputs(rank, step)), model(inputs(rank, step + 100))
     return one.square().mean() + 0.5 * other.detach().square().mean()
 
@@ -180,13 +180,13 @@ def inference_first(model: Any, rank: int, step: int) -> Tensor:
 
 
 def blocks_alone(model: Any, rank: int, step: int) -> Tensor:
-    """Blocks called by themselves, beside the model's forward."""
+    """Call two blocks directly, in addition to the model's forward."""
     module = module_of(model)
     return module.blocks[1](module.blocks[3](inputs(rank, step))).square().mean() + square_loss(model, rank, step)
 
 
 def retained(model: Any, rank: int, step: int) -> Tensor:
-    """A first backward through part of the graph, kept for the second."""
+    """Run a backward through part of the graph, which is retained for the second backward."""
     output = model(inputs(rank, step))
     module = module_of(model)
     (gradient,) = torch.autograd.grad(output.sum(), module.kept, retain_graph=True)
@@ -195,7 +195,7 @@ def retained(model: Any, rank: int, step: int) -> Tensor:
 
 
 def two_backwards(model: Any, rank: int, step: int) -> Tensor:
-    """Two forwards; the second one's backward comes first."""
+    """Run two forwards, and the backward of the second one first."""
     one, other = square_loss(model, rank, step), square_loss(model, rank, step + 100)
     backward(model, other)
     return one
@@ -207,13 +207,13 @@ def in_autocast(model: Any, rank: int, step: int) -> Tensor:
 
 
 def on_the_host(model: Any, rank: int, step: int) -> Tensor:
-    """What autograd saves is packed and unpacked by hooks."""
+    """Run a forward whose saved tensors are moved to the host and back by hooks."""
     with torch.autograd.graph.save_on_cpu():
         return square_loss(model, rank, step)
 
 
 class SharedModule(Stack):
-    """One module object inside two blocks."""
+    """Two blocks share one module."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -221,7 +221,7 @@ class SharedModule(Stack):
 
 
 class Parametrized(Stack):
-    """Weights that are computed from parameters: of norm 1 by direction, and by power iteration."""
+    """Weights that are computed from parameters, by weight norm and by spectral norm."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -231,7 +231,7 @@ class Parametrized(Stack):
 
 
 class Lists(nn.Module):
-    """Parameters in torch's lists and dictionaries, of the root and of units."""
+    """Parameters of the root and of blocks in ``nn.ParameterList`` and ``nn.ParameterDict``."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -254,7 +254,7 @@ class Lists(nn.Module):
 
 
 class OtherMethod(Stack):
-    """Calls a unit by another method than its forward."""
+    """Calls a method of a unit other than forward."""
 
     class Sided(Block):
         def half(self, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class OtherMethod(Stack):
 
 
 class Inner(Stack):
-    """Blocks inside blocks: all of them are units."""
+    """Units inside units."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -290,7 +290,7 @@ class Inner(Stack):
 
 
 class KeepsInner(Stack):
-    """Keeps the value between two blocks where a caller can see it."""
+    """Stores the activation between two blocks as an attribute."""
 
     kept: Tensor
 
@@ -367,7 +367,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 OTHERS = ("1", "2", "3-kept")
-# Recipes whose units are visited in orders, and as often, as others' are not.
+# Recipes that differ most in the order and number of calls of their units.
 SAMPLE = ("plain", "repeated", "two backwards", "one block frozen", "gradient penalty")
 
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors files: every rank reads what it keeps, and nothing else."""
+"""Weights from safetensors files: every rank reads only what it stores."""
 
 import warnings
 from pathlib import Path
@@ -22,7 +22,7 @@ OFFLOADS = ({}, {"parameters": "host"}, {"parameters": "disk", "optimizer": "dis
 
 
 class Shapes(nn.Module):
-    """Parameters of all dimensions, one of them not row-major, one of a few elements, one of none, and a tied one."""
+    """Parameters of 0 to 4 dims, among them a channels-last, a small, an empty and a tied one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Shapes(nn.Module):
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of elements that this rank reads from now on."""
+    """Count reads from now on. Returns a list that gets the number of elements of each read."""
     numbers, read = list[int](), Weights.read
 
     def count(self: Weights, name: str, box: Box | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def in_parts(file: Path, offload: dict[str, str], meta: bool) -> tuple[int, int]:
-    """Returns how many elements this rank read, and how many of them are of buffers."""
+    """Return the number of elements that this rank read, and the number of those that belong to buffers."""
     saved = load_file(file)
     with torch.device("meta" if meta else "cpu"):
         model = Shapes()
@@ -65,7 +65,7 @@ def in_parts(file: Path, offload: dict[str, str], meta: bool) -> tuple[int, int]
 
 
 def differ(file: Path) -> None:
-    """Each rank has a copy of its own; that of rank 1 lacks a tensor."""
+    """Check that files that differ between ranks are an error: that of rank 1 lacks a tensor."""
     weights = load_file(file)
     if rank() == 1:
         del weights["cube"]
@@ -78,7 +78,7 @@ def differ(file: Path) -> None:
 
 
 def without_a_bias(file: Path, config: dict[str, Any]) -> None:
-    """A parameter that the file lacks is its module's own, beside one that the file has."""
+    """Check that a parameter which the file lacks is initialized by its module, and the others are read."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Values written into parameters last, outside and inside forward, whatever the optimizer updates in their place."""
+"""Values written into parameters are kept, outside and inside forward, whatever copy the optimizer updates."""
 
 import re
 import warnings
@@ -55,7 +55,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 def fresh_values(module: nn.Module) -> dict[str, Tensor]:
-    """Multiples of 1/128 below 2, which bf16 and fp16 both have."""
+    """Return random multiples of 1/128 below 2 for each parameter, which bf16 and fp16 represent exactly."""
     generator = seeds.generator(7)
     named = module.named_parameters()
     return {name: torch.randn(p.shape, generator=generator).mul(32).round() / 128 for name, p in named}
@@ -67,7 +67,7 @@ def train_step(engine: partita.Engine, step: int) -> None:
 
 
 def holds(engine: partita.Engine, expected: Mapping[str, Tensor]) -> None:
-    """In the parameters, and in the values that the optimizer updates."""
+    """Assert that the parameters, and the values that the optimizer updates, are the expected ones."""
     for found in (whole_weights(engine), engine.state_dict()):
         for name, value in found.items():
             assert torch.equal(value.float(), expected[name]), name
@@ -100,7 +100,7 @@ def lasts(plan: str, folder: Path) -> None:
 
 
 def leaves_the_rest() -> None:
-    """A master weight keeps its digits where nothing else was written."""
+    """Check that master weights keep their precision except in elements that were written."""
     seeds.start()
     with partita.initialize(Stack(1), {**PLANS["stage 2"], "optimizer": {"lr": 1e-3}}) as engine:
         train_step(engine, 0)
@@ -148,7 +148,7 @@ def lasts_through_data(write: Callable[[Sequence[nn.Parameter]], None], plan: st
 
 
 def lasts_through_a_kept_view(plan: str) -> None:
-    """A tensor that ``data`` returned once writes the parameter in every later step, too."""
+    """Check that a kept view of ``data`` writes the parameter in every later step, too."""
     seeds.start()
     with partita.initialize(Stack(2), {**PLANS[plan], "optimizer": STILL}) as engine:
         kept = engine.module.first.weight.data.view(-1)  # type: ignore[union-attr]
@@ -161,7 +161,7 @@ def lasts_through_a_kept_view(plan: str) -> None:
 
 
 class ThroughData(nn.Module):
-    """A frozen codebook and a weight that forward moves through ``data``."""
+    """A weight and a frozen codebook that forward halves through ``data``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def lasts_in_forward_through_data(zero: Mapping[str, Any], precision: Mapping[st
 
 
 def reads_of_data() -> None:
-    """Reading is no write, on one rank alone neither; nothing of it is left after the next step."""
+    """Check that reads of ``data``, even on one rank only, are no writes and are not tracked after the next step."""
     for zero in ({"stage": 1}, {"stage": 3}):
         with partita.initialize(Stack(1), {"zero": zero, "precision": BF16, "optimizer": {"lr": 1e-2}}) as engine:
             for step in range(2):
@@ -216,7 +216,7 @@ def gathered_through_data() -> None:
 
 
 def moved(precision: Mapping[str, Any]) -> None:
-    """New memory with new values is an error of whatever comes next."""
+    """Check that the next use of the engine raises an error after ``set_`` has given a parameter other memory."""
     with partita.initialize(Stack(1), {"precision": precision, "optimizer": STILL}) as engine:
         param: Any = engine.module.first.weight
         with torch.no_grad():
@@ -228,7 +228,7 @@ def moved(precision: Mapping[str, Any]) -> None:
 
 
 def assigned(plan: str, assign: Callable[[nn.Parameter], None]) -> None:
-    """Values that ``data`` is set to are those of the parameter; the tensor that had them is not."""
+    """Check that values assigned to ``data`` are copied into the parameter's own memory."""
     seeds.start()
     model = Stack(1)
     expected = fresh_values(model)
@@ -252,7 +252,7 @@ def assigned(plan: str, assign: Callable[[nn.Parameter], None]) -> None:
 
 
 def swapped(plan: str) -> None:
-    """A tensor that ``data`` returned would change with the parameter, so it is no backup, and an error says so."""
+    """Check that assigning to ``data`` while its previous tensor is kept as a backup is an error: both would change."""
     with partita.initialize(Stack(1), {**PLANS[plan], "optimizer": STILL}) as engine:
         param: Any = engine.module.first.weight
         backup = param.data.clone()
@@ -276,7 +276,7 @@ def _vector(param: nn.Parameter) -> None:
 
 
 class Halving(nn.Module):
-    """Halves its weight whenever it runs."""
+    """Multiplies its weight by ``factor`` in every forward."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Halving(nn.Module):
 
 
 class Writing(nn.Module):
-    """Blocks that write their own weights; the model itself writes the frozen ones of the first block."""
+    """Blocks that write their own weights, in a model that writes the frozen parameter of the first block."""
 
     def __init__(self, factor: float = 0.5) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Writing(nn.Module):
 
 
 def after_a_forward(values: Mapping[str, Tensor], runs: int = 1) -> dict[str, Tensor]:
-    """The parameters of :class:`Writing` after one forward in which its blocks run ``runs`` times."""
+    """Return the parameters of :class:`Writing` after one forward in which its blocks run ``runs`` times."""
     written = dict(values)
     for name in (name for name in values if name.startswith("blocks") and name.endswith("weight")):
         written[name] = values[name] * 0.5**runs
@@ -317,13 +317,13 @@ def after_a_forward(values: Mapping[str, Tensor], runs: int = 1) -> dict[str, Te
 
 
 def lasts_in_forward(plan: str, folder: Path) -> None:
-    """Every forward halves the weights, and so does its recomputation, as in one process."""
+    """Check that every forward, and every recomputation, halves the weights, as in one process."""
     seeds.start()
     model = Writing()
     expected = fresh_values(model)
     model.load_state_dict(expected)
     config = {**SHARDED[plan], "optimizer": STILL, "checkpoint": {"dir": str(folder), "background": False}}
-    # A parameter is written outside the forward of its unit, which stays gathered then.
+    # The warning: a parameter is written outside the forward of its unit, which then stays unsharded.
     with warnings.catch_warnings(action="ignore"), partita.initialize(model, config) as engine:
         for step in range(3):
             train_step(engine, step)
@@ -349,7 +349,7 @@ def differs_in_forward(zero: Mapping[str, Any], precision: Mapping[str, Any], us
 
 
 def keeps_digits(master: str) -> None:
-    """Where a forward writes one row, the other rows of the master weights keep their digits."""
+    """Check that when forward writes one row, the other rows of the master weights keep their precision."""
     seeds.start()
     config = {"zero": {"stage": 3}, "precision": {**BF16, "master": master}, "optimizer": {"lr": 0.1}}
     with partita.initialize(Renormalized(), config) as engine:
@@ -357,7 +357,7 @@ def keeps_digits(master: str) -> None:
             engine.backward(engine(torch.tensor([3])).square().mean() + engine(torch.tensor([5])).mean())
             assert engine.step().stepped
         with engine.gathered(modify=True), torch.no_grad():
-            engine.module.table.weight[3] = 1.0  # a norm of 4, which the next forward writes over
+            engine.module.table.weight[3] = 1.0  # a norm of 4, which the next forward renormalizes
         before = engine.state_dict()
         with torch.no_grad():
             engine(torch.tensor([3]))
@@ -380,7 +380,7 @@ class Renormalized(nn.Module):
 
 
 def refuses_codes() -> None:
-    """Values that were decoded from codes are not stored in place of those with all digits."""
+    """Check that a write in forward is an error if the unsharded parameters are quantized."""
     config = {"zero": {"stage": 3}, "communication": {"parameters": "int8"}, "optimizer": STILL}
     with partita.initialize(Writing(), config) as engine:
         match = r"'blocks.[01].weight' was written in forward.*communication.parameters"

@@ -1,6 +1,6 @@
-"""A simulated accelerator, on which the order of what the engine does is proven where there is none.
+"""A simulated accelerator, which checks the order of the engine's operations on machines without a real one.
 
-`order.hpp` has the clocks and what is a race, `device.cpp` the device as PyTorch sees it, `group.py` process groups
-that work on a stream of their own, `device.py` registers all of it. `mutations.py` takes waits out of src/ and sees
-that each is found (`python -m tests.simulated.mutations`).
+`order.hpp` has the clocks and defines races, `device.cpp` has the device for PyTorch, `group.py` has process groups
+with their own stream, and `device.py` registers everything. `mutations.py` removes waits from src/ and checks that each
+removal is found (`python -m tests.simulated.mutations`).
 """

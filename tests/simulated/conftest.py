@@ -1,4 +1,4 @@
-"""The simulated accelerator is built once for a machine, and ends with the processes that computed on it."""
+"""Fixtures that build the simulated accelerator once per machine, and end the processes that computed on it."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from tests.simulated.device import build
 
 @pytest.fixture(scope="session")
 def built() -> None:
-    """The extension is there: its file is kept in build/, which git ignores."""
+    """Build the extension, whose file is cached in build/, which git ignores."""
     if shutil.which("c++") is None:
         reason = "there is no C++ compiler to build the simulated accelerator with"
         if os.environ.get("PARTITA_REQUIRE_KERNELS") == "1":
@@ -23,8 +23,10 @@ def built() -> None:
 
 @pytest.fixture(autouse=True)
 def own_processes(built: None) -> Iterator[None]:
-    """What computes on the device has no other accelerator any more, and what has run a backward without it cannot on
-    it: no other test may have these processes.
+    """Start and end with an empty pool of processes.
+
+    A process that uses the simulated device cannot use another accelerator, and a process that has run a backward
+    without the device cannot run one on it.
     """
     close_pool()
     yield

@@ -1,4 +1,4 @@
-"""Registers the simulated accelerator with PyTorch: for a process that then computes on it wherever it may."""
+"""Build the simulated accelerator and register it with PyTorch as the process's only accelerator."""
 
 import fcntl
 import functools
@@ -26,7 +26,7 @@ CACHE = HERE.parents[1] / "build" / "simulated"
 
 
 def build() -> Path:
-    """The extension module's file, compiled where this torch and these sources have none yet (about a minute).
+    """Return the extension module's file; compile it (about a minute) if none exists for this torch and these sources.
 
     Raises:
         subprocess.CalledProcessError: the compiler's errors are on standard error.
@@ -52,10 +52,10 @@ def build() -> Path:
 
 @functools.cache
 def register() -> Any:
-    """The device of this rank's number as the process's accelerator, with process groups; returns the extension module.
+    """Register the device with this rank's number and its process groups; return the extension module.
 
-    Its ``races()`` are what was found so far, ``memory()`` the bytes held, their peak and their limit, ``set_limit``
-    changes that, and ``set_pin_limit`` how many bytes of host memory can be pinned at once.
+    The module's ``races()`` are the races found so far. ``memory()`` returns the allocated bytes, their peak and their
+    limit; ``set_limit`` changes the limit, and ``set_pin_limit`` the bytes of host memory that can be pinned at once.
     """
     torch.utils.rename_privateuse1_backend(NAME)
     loader = importlib.machinery.ExtensionFileLoader(f"{NAME}_native", str(build()))
@@ -67,7 +67,7 @@ def register() -> Any:
     native.use(index)
     torch._register_device_module(NAME, _module(native, num_devices=index + 1))
     torch.utils.generate_methods_for_privateuse1_backend()
-    from tests.simulated.group import Group  # it has an event of the device
+    from tests.simulated.group import Group  # its import needs the registered device
 
     dist.Backend.register_backend(BACKEND, functools.partial(Group, native), devices=[NAME])
     _tell_threads_apart(native)
@@ -75,10 +75,12 @@ def register() -> Any:
 
 
 def _tell_threads_apart(native: Any) -> None:
-    """Give each of partita's threads a clock: it knows what the thread that submitted a job knew, and a thread that
-    waits for a job learns what that one knows. All other threads of the process have one clock.
+    """Give each of partita's threads its own clock; all other threads of the process share one.
+
+    A job starts with the knowledge of the thread that submitted it, and a thread that waits for a job gains the job's
+    knowledge.
     """
-    from partita.memory import streams  # registered after the tests that change its source
+    from partita.memory import streams  # imported late: mutation tests change its source first
 
     numbers, own = itertools.count(2), threading.local()
 
@@ -94,7 +96,7 @@ def _tell_threads_apart(native: Any) -> None:
                     own.number = -next(numbers)
                     native.enter_thread(own.number)
                 self._known_before += (known for job in self._predecessors for known in job._known_after)
-                self._predecessors.clear()  # they may keep memory
+                self._predecessors.clear()  # predecessors may hold references to memory
                 for known in self._known_before:
                     native.host_learns(known)
                 try:
@@ -128,7 +130,7 @@ def _tell_threads_apart(native: Any) -> None:
 
 
 def _module(native: Any, num_devices: int) -> ModuleType:
-    """What ``torch.cuda`` is to CUDA. Operators draw the host's random numbers."""
+    """Return the device's counterpart of ``torch.cuda``. Random numbers are drawn from the host's generator."""
     module = ModuleType(f"torch.{NAME}")
     functions: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
@@ -159,7 +161,7 @@ def _module(native: Any, num_devices: int) -> ModuleType:
 
 
 class _Runtime:
-    """The calls of CUDA's runtime that pin memory which is there already."""
+    """The functions of CUDA's runtime that pin existing memory."""
 
     def __init__(self, native: Any) -> None:
         self._native = native

@@ -1,4 +1,4 @@
-"""Process groups of the simulated accelerator: gloo between the ranks, on a stream of its own, as NCCL has one."""
+"""Process groups of the simulated accelerator: gloo between ranks, with their own stream, like NCCL."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,15 @@ from torch import Tensor
 
 from tests.simulated.device import BACKEND, NAME
 
-NAME_BYTES = 64  # of a collective
+NAME_BYTES = 64  # size of a collective's description
 
 
 class Work(dist._Work):
-    """A collective under way. What waits for it is the current stream; the host stands still until gloo is done, so
-    that the values are there.
+    """A running collective. ``wait`` makes the current stream wait, and blocks the host until gloo has the values.
 
     Args:
-        land: writes what gloo has brought into the device's memory.
-        check: called when the first of gloo's works is done.
+        land: writes the values received by gloo into the device's memory.
+        check: called when the first of gloo's works has completed.
     """
 
     def __init__(
@@ -58,24 +57,24 @@ class Work(dist._Work):
 
 
 class Group(dist.ProcessGroup):
-    """The collectives that the engine uses on an accelerator; sums are in rank order and fp32 at least.
+    """The collectives that the engine uses on an accelerator; sums are in rank order and at least in fp32.
 
-    As a communicator of NCCL, it is connected by the first collective, which waits until all ranks are at theirs. The
-    n-th collective of every rank must be the same.
+    Like an NCCL communicator, it is connected by the first collective, which waits for all ranks. The n-th collective
+    of every rank must be the same.
     """
 
     def __init__(self, native: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._native, self._stream = native, torch.Stream(device=NAME)
         self._store, self._timeout, self._connecting = store, timeout, threading.Lock()
-        if not dist.is_initialized():  # torch then drops the default group of the CPU, to which ranks may be connecting
+        if not dist.is_initialized():  # torch drops the CPU's default group now, while other ranks may be connecting
             made = [f"made/{other}" for other in range(size)]
             store.set(made[rank], "")
             store.wait(made, timeout)
 
     @cached_property
     def _connected(self) -> Any:
-        store: Any = self._store.clone()  # type: ignore[attr-defined]  # a thread that waits for a store keeps it
+        store: Any = self._store.clone()  # type: ignore[attr-defined]  # a thread that waits on a store occupies it
         return dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
 
     @property
@@ -87,7 +86,7 @@ class Group(dist.ProcessGroup):
         return BACKEND
 
     def _on_stream(self, read: Sequence[Tensor], written: Sequence[Tensor], name: str) -> torch.Event:
-        """Read and write on the group's stream, after what is queued now; the event passes then."""
+        """Record reads and writes on the group's stream, after all work queued so far; return an event after them."""
         before, done = torch.Event(NAME), torch.Event(NAME)
         before.record()
         self._stream.wait_event(before)
@@ -97,12 +96,12 @@ class Group(dist.ProcessGroup):
         return done
 
     def _bytes(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, for gloo, which does not know every dtype."""
+        """Return the values as bytes on the host, because gloo does not support every dtype."""
         values = self._native.host_view(tensor).clone(memory_format=torch.contiguous_format)
         return values.view(-1).view(torch.uint8)
 
     def _launch(self, name: str, read: Tensor, written: Tensor, land: Callable[[list[Tensor]], object]) -> Work:
-        """Bring every rank's ``read`` to ``land``, which fills ``written``."""
+        """All-gather ``read`` and pass the ranks' values to ``land``, which fills ``written``."""
         done = self._on_stream([read], [written], name)
         sent = self._bytes(read)
         call = torch.frombuffer(
@@ -124,7 +123,7 @@ class Group(dist.ProcessGroup):
         return Work([named, sends], done, [written], write, check)
 
     def _exchange(self, name: str, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], tag: int = 0) -> Work:
-        """Send to, and receive from, other ranks; what is empty is not sent."""
+        """Send to and receive from other ranks; empty tensors are skipped."""
         received, sent = ({rank: t for rank, t in side.items() if t.numel()} for side in (received, sent))
         done = self._on_stream(list(sent.values()), list(received.values()), name)
         arriving = {rank: torch.empty_like(self._bytes(tensor)) for rank, tensor in received.items()}

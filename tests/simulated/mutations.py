@@ -1,10 +1,10 @@
-"""Takes waits out of src/, one at a time, and sees that the simulated accelerator finds each.
+"""Remove waits from src/, one at a time, and check that the simulated accelerator finds each removal.
 
     python -m tests.simulated.mutations           # all of them: three minutes
-    python -m tests.simulated.mutations "stage 2" # those that show under a plan
+    python -m tests.simulated.mutations "stage 2" # those that are found under this plan
 
-Each mutation is a snippet of a file and what stands there instead; one that no longer occurs is an error. A mutation is
-found where a race is reported, where numbers are not those of the CPU, or where the run ends with an error.
+A mutation is a snippet of a file and its replacement; a snippet that no longer occurs is an error. A mutation is found
+if a race is reported, the numbers differ from those of the unmutated run, or the run fails.
 """
 
 import importlib.machinery
@@ -26,8 +26,10 @@ NUM_RANKS, NUM_RANKS_ON_AXES = 2, 4
 
 @dataclass(frozen=True)
 class Mutation:
-    """``old`` occurs once in the file; ``plan`` is one of :data:`tests.simulated.training.PLANS`, which is trained, or
-    (``saves``) saved and loaded again, or one of its ``AXES`` or ``NODES``.
+    """A change of one snippet of src/.
+
+    ``old`` occurs once in the file. ``plan`` is a key of ``PLANS``, ``AXES`` or ``NODES`` in
+    :mod:`tests.simulated.training`. With ``saves``, training saves a checkpoint and resumes from it.
     """
 
     file: str
@@ -38,10 +40,10 @@ class Mutation:
 
     @property
     def text(self) -> str:
-        """The file's, mutated.
+        """The mutated text of the file.
 
         Raises:
-            LookupError: the snippet does not occur once.
+            LookupError: the snippet does not occur exactly once.
         """
         text = (SOURCE / self.file).read_text()
         if text.count(self.old) != 1:
@@ -175,7 +177,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder:
-    """Finds one module, with its text mutated."""
+    """Import hook that loads one module with mutated text."""
 
     def __init__(self, mutation: Mutation) -> None:
         parts = Path(mutation.file).with_suffix("").parts
@@ -189,7 +191,7 @@ class _Finder:
 
 
 def run(mutation: Mutation | None, plan: str, saves: bool, folder: str) -> tuple[Any, list[str]]:
-    """On a rank: what came of the plan, and the races."""
+    """Run a plan on this rank; return its result and the races."""
     assert "partita" not in sys.modules, "the process has imported what is to be mutated"
     if mutation is not None:
         sys.meta_path.insert(0, _Finder(mutation))  # type: ignore[arg-type]
@@ -216,14 +218,14 @@ def outcome(mutation: Mutation | None, plan: str, saves: bool, folder: Path) -> 
 
 
 def found(mutation: Mutation, folder: Path) -> str:
-    """How a mutation shows; empty where it does not."""
+    """Return how a mutation was found, or "" if it was not."""
     from tests.simulated.training import same  # the ranks must not have imported it
 
     expected = outcome(None, mutation.plan, mutation.saves, folder / "expected")
     assert not any(races for _, races in expected), expected
     try:
         results = outcome(mutation, mutation.plan, mutation.saves, folder / "mutated")
-    except Exception as error:  # whatever it leads to
+    except Exception as error:  # a mutation can cause any error
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     races = [race for _, found in results for race in found]
     if races:
@@ -234,7 +236,7 @@ def found(mutation: Mutation, folder: Path) -> str:
 
 def main() -> int:
     num_lost = 0
-    seeds.chosen()  # one for all ranks
+    seeds.chosen()  # sets the seed in the environment: the same for all ranks
     chosen = [mutation for mutation in MUTATIONS if not sys.argv[1:] or mutation.plan in sys.argv[1:]]
     for mutation in chosen:
         with tempfile.TemporaryDirectory() as folder:

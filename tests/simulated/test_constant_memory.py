@@ -1,4 +1,4 @@
-"""What the engine takes of a device: from pools, as much after every step, however long its inputs are."""
+"""Test that the engine holds the same memory after every step, whatever the length of its inputs."""
 
 import gc
 from typing import Any
@@ -15,9 +15,7 @@ CONFIG = {**on(3), "activations": {"checkpoint": "units", "offload": "host"}, "l
 
 
 def held_after_steps() -> list[dict[str, Any]]:
-    """After each step: what the device's allocator holds, beside what it held before the engine, and what the ledger
-    says of the device and of the host.
-    """
+    """Return, for each step, the device bytes allocated since before the engine, and the bytes in the memory report."""
     from tests.simulated.device import register
 
     native = register()
@@ -47,9 +45,9 @@ def held_after_steps() -> list[dict[str, Any]]:
 def test_every_step_leaves_what_the_ledger_says() -> None:
     (found, races), *_ = on_ranks(1, simulated, held_after_steps, with_group=False, timeout=200)
     assert races == []
-    _, *later = found  # the first makes what the engine keeps from then on
+    _, *later = found  # the first step allocates the buffers that the engine keeps
     assert {(one["allocated"], one["device"], one["host"]) for one in later} == {
         (later[0]["allocated"], later[0]["device"], later[0]["host"])
     }, later[:3]
-    # Beside pools and states: the flags and the norm of the last step.
+    # Besides pools and states, the engine holds the flags and the norm of the last step.
     assert 0 <= later[0]["allocated"] - later[0]["device"] <= 512, later[0]

@@ -1,4 +1,4 @@
-"""The simulated accelerator: it computes as the CPU does, is apart from the host, and finds what is not in order."""
+"""Tests of the simulated accelerator: it computes like the CPU, has its own memory, and finds unordered accesses."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +14,7 @@ from tests.kit.ranks import close_pool, on_ranks
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    """What a function gives in a new process with the device, and the races."""
+    """Call a function in a new process with the device; return its result and the races."""
     close_pool()
     return on_ranks(1, _registered, function, *args, with_group=False)[0]
 
@@ -149,7 +149,7 @@ def test_memory_that_is_freed_while_it_is_used(how: str) -> None:
     assert all("memory of stream 0 is freed while it may be in use: aten::mul" in race for race in races)
 
 
-# ---------------------------------------------------------------------------------------------- copies beside the host
+# ------------------------------------------------------------------------------------------------- asynchronous copies
 
 
 def copied_to_host(waits: bool) -> list[float]:
@@ -187,7 +187,7 @@ def test_the_source_of_a_copy_stays_as_it_is() -> None:
 
 
 def there_and_back(waits: bool) -> list[float]:
-    """To the host on one stream and from there on another, without the host."""
+    """Copy to the host on one stream and back to the device on another, without synchronizing the host."""
     host, beside, back = pinned(4), side(), torch.zeros(4, device="sim")
     host.copy_(torch.ones(4, device="sim"), non_blocking=True)
     ready = recorded()
@@ -221,7 +221,7 @@ def test_pinned_memory_is_kept_until_its_copies_are_done() -> None:
 
 
 def two_threads(waits: bool) -> None:
-    """A thread waits for the device, and the caller uses what the device has written, with or without the thread."""
+    """Let a thread wait for the device, then write to the same memory, with or without waiting for the thread."""
     from partita.memory.streams import Stream
 
     values, beside = torch.zeros(100, device="sim"), side()
@@ -235,7 +235,7 @@ def two_threads(waits: bool) -> None:
     if waits:
         finished.wait()
     else:
-        in_thread._thread._last[None]._running.acquire()  # it has ended, and nobody has learned from it
+        in_thread._thread._last[None]._running.acquire()  # waits for the job's end without updating this thread's clock
     values.add_(1)
     in_thread.close()
 
@@ -281,7 +281,7 @@ def test_a_failed_pin_leaves_an_error_for_the_next_launch(clears: bool) -> None:
 
 
 def other_collectives(differ: bool) -> str:
-    """Ranks that launch collectives of one size on a communicator in another order."""
+    """Launch two collectives on a communicator, in a different order on rank 1 if ``differ``; return the error."""
     import torch.distributed as dist
 
     from tests.simulated.device import register

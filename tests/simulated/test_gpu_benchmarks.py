@@ -1,4 +1,4 @@
-"""GPU benchmarks, rehearsed on the simulated accelerator: the first run on a card must measure, and not fail."""
+"""Tests that run the GPU benchmarks on the simulated accelerator, so that their first run on a GPU does not fail."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_a_part_runs(tmp_path: Path) -> None:
 
 
 def test_kernels_and_copies_of_a_trace() -> None:
-    """Only CUDA's profiler records them."""
+    """Kernels and copies are found in a trace. The trace is synthetic: only CUDA's profiler records such events."""
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10, "dur": 5}
     copies = [
         {"ph": "X", "cat": "gpu_memcpy", "name": f"Memcpy {way} (Pinned -> Device)", "ts": at, "dur": 2}

@@ -1,4 +1,4 @@
-"""Waits that are taken out of src/ are found. (All of the list: `python -m tests.simulated.mutations`.)"""
+"""Tests that removed waits in src/ are found. `python -m tests.simulated.mutations` runs the full list."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_a_snippet_that_is_gone_is_an_error() -> None:
 
 
 def shows(mutation: Mutation, folder: Path) -> bool:
-    """In one of three runs: which thread comes first is another each time, and not in every order there is a race."""
+    """Return True if one of three runs finds a mutation: the order of threads varies, and not every order races."""
     return any(found(mutation, folder / str(number)) for number in range(3))
 
 

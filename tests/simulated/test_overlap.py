@@ -1,4 +1,4 @@
-"""What may run at the same time on an accelerator: two operations of which neither waits for the other."""
+"""Tests of overlap on an accelerator: two operations may run at the same time if neither waits for the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from tests.kit.ranks import on_ranks
 from tests.simulated.device import register
 from tests.simulated.training import PLANS, open_engine, simulated, train_step
 
-COMPUTE = 0  # the stream; those of the host's threads are negative
+COMPUTE = 0  # number of the compute stream; host threads have negative numbers
 NUM_UNITS = 6
 
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation that was launched on a stream, and, by stream, until when work was sure to be done before it."""
+    """An operation launched on a stream. ``known``: by stream, the time up to which its work precedes the operation."""
 
     what: str
     stream: int
@@ -31,7 +31,7 @@ class Launch:
 
 
 def traced(name: str) -> list[Launch]:
-    """The launches of the third step of a plan; ``update`` is where the host begins to update a unit."""
+    """Return the launches of a plan's third step; ``update`` marks the start of a unit's update on the host."""
     native, run = register(), Update.run
 
     def marked(self: Update, step: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ def launches(name: str) -> list[Launch]:
 
 
 def beside_compute(found: list[Launch], chosen: list[Launch]) -> int:
-    """The number of chosen launches that may run at the same time as one of the compute stream."""
+    """Return the number of chosen launches that may overlap with a launch on the compute stream."""
     compute = [each for each in found if each.stream == COMPUTE]
     return sum(any(not each.waits_for(one) and not one.waits_for(each) for each in compute) for one in chosen)
 

@@ -1,4 +1,4 @@
-"""Ranks that share an accelerator, by communication.through_host: the bits of the CPU, and no race."""
+"""Tests of ranks that share an accelerator with communication.through_host: the CPU's bits, and no races."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def through_host(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_shared_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function where all ranks use one device."""
+    """Run a function with one simulated device shared by all ranks."""
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "SIM_UUID": "the only one"}):
         return simulated(function, *args)
 
@@ -94,7 +94,7 @@ def every_collective(kind: type[DeviceTransport]) -> None:
             assert torch.equal(summed.cpu().double(), total)
 
         full = {"dtype": dtype, "device": device, "requires_grad": dtype.is_floating_point}
-        with torch.no_grad():  # views that no thread may change with gradients; nothing from rank 0
+        with torch.no_grad():  # a thread writes into these views; rank r sends r elements to each rank, rank 0 none
             received = [torch.full((size,), 9, **full)[:r] for r in range(size)]
             sent = [torch.full((own,), r, dtype=dtype, device=device) for r in range(size)]
             transport.all_to_all(received, sent)
@@ -124,7 +124,7 @@ def test_collectives(kind: type[DeviceTransport]) -> None:
 
 
 def two_engines() -> bool:
-    """The second one shares the mesh of the first, and with it the way through the host."""
+    """Train a second engine on the first engine's mesh, from which it takes ``through_host``."""
     with (
         open_engine(through_host(on(3))) as first,
         partita.initialize(nn.Linear(2, 2), {"optimizer": {"name": "sgd"}}, mesh=first.mesh) as second,

@@ -1,4 +1,4 @@
-"""Every plan on the simulated accelerator: the bits of the CPU, and no race."""
+"""Tests of every plan on the simulated accelerator: the CPU's bits, and no races."""
 
 import os
 import threading
@@ -62,12 +62,12 @@ def test_every_plan(num_ranks: int) -> None:
     check(num_ranks, list(PLANS))
 
 
-# Error feedback and averages on the host are copied back by the thread that reduces, which waits for the copy.
+# Plans with error feedback or averages on the host: the reducing thread copies them to the device and waits for it.
 STATES_OF_SYNCS_ON_HOST = ("PowerSGD, on host", "1-bit Adam, stage 3, on host")
 
 
 def waits_in_steps(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Counter[tuple[str, bool]]]]:
-    """How often the host waits for the device in each step, by kind and by whether a thread of partita's own does."""
+    """Count the host's waits for the device in each step, by (kind, True if one of partita's threads waits)."""
     native, found = register(), dict[str, list[Counter[tuple[str, bool]]]]()
     for name, config in configs.items():
         found[name] = []
@@ -88,7 +88,7 @@ def waits_in_steps(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[C
 def check_waits(found: dict[str, list[Counter[tuple[str, bool]]]], configs: Mapping[str, Mapping[str, Any]]) -> None:
     for name, steps in found.items():
         precision = configs[name].get("precision", {})
-        in_backward = precision.get("gradients") == "in_backward"  # each unit's thread reads whether to update it
+        in_backward = precision.get("gradients") == "in_backward"  # threads read the flag that allows a unit's update
         for waits in steps[NUM_COMPARED:]:  # the first steps compare the ranks' batches
             by_caller = sum(num for (_, in_thread), num in waits.items() if not in_thread)
             assert by_caller <= (0 if in_backward else 1), f"{name}: the norm, and nothing else: {waits}"
@@ -117,14 +117,14 @@ def test_the_host_waits_for_the_device_once_in_a_step_between_nodes() -> None:
 
 
 def on_the_one_visible_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function where each process sees only one device."""
+    """Run a function in a process that sees only one device."""
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
         register()
     return simulated(function, *args)
 
 
 def with_resized_storages(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function where torch cannot swap the memory of two storages, as before 2.12."""
+    """Run a function without torch's swap of two storages' memory, as before torch 2.12."""
     with mock.patch.object(buffer_pool, "storage_swap_available", return_value=False):
         return simulated(function, *args)
 
@@ -140,7 +140,7 @@ def test_stage_3_elsewhere(where: Callable[..., Any]) -> None:
 
 
 def without_sums_of_the_backend(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function where the backend's own reductions are errors."""
+    """Run a function with the backend's own reductions replaced by errors."""
     register()
     from tests.simulated.group import Group
 
@@ -168,7 +168,7 @@ def test_sums_in_rank_order(num_ranks: int) -> None:
 
 
 def gradients_before_the_step(config: Mapping[str, Any]) -> list[Tensor]:
-    """The gradient of one parameter, read before each step, as soon as it is reduced."""
+    """Return the gradient of one parameter, read before each step, as soon as it is reduced."""
     found = []
     with open_engine(config) as engine:
         for step in range(2):

@@ -1,4 +1,4 @@
-"""Trains a small model, on the simulated accelerator or on the CPU, and says what came of it."""
+"""Train a small model on the simulated accelerator or on the CPU, and return the results."""
 
 import gc
 import os
@@ -27,7 +27,8 @@ def on(stage: int, **offload: str) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload": offload}}
 
 
-# Each with the bits of the CPU: where the update of 16-bit parameters runs on the device, it is torch's and not ours.
+# Plans with the CPU's bits. Others differ: with fp32 masters of 16-bit parameters on the device, torch computes the
+# update, while on the CPU partita's kernel does.
 PLANS: dict[str, Mapping[str, Any]] = {
     "stage 0": on(0),
     "stage 1": on(1),
@@ -65,7 +66,7 @@ PLANS: dict[str, Mapping[str, Any]] = {
 
 HIERARCHICAL = {"stage": 3, "hierarchical": True}
 ONEBIT = {"name": "onebit_adam", "lr": 0.01}
-# On nodes of two ranks.
+# Plans for nodes of two ranks.
 NODES: dict[str, Mapping[str, Any]] = {
     "stage 1 between nodes": on(1),
     "stage 2 between nodes": on(2),
@@ -88,7 +89,7 @@ NODES: dict[str, Mapping[str, Any]] = {
     },
 }
 
-# On four ranks. Attention's kernel is another than the CPU's, and so are the last bits.
+# Plans for four ranks. The last bits differ from the CPU's, because the attention kernel is a different one.
 AXES: dict[str, Mapping[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}, **on(3)},
     "pipeline, zero bubble": {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, **on(2, optimizer="host")},
@@ -100,7 +101,7 @@ AXES: dict[str, Mapping[str, Any]] = {
 
 
 class Model(nn.Module):
-    """Tokens to their mean loss."""
+    """A model that returns the mean loss of tokens [samples, length]."""
 
     def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Model(nn.Module):
 
 
 def same(one: Trained, other: Trained) -> bool:
-    """True if all numbers are the same bits."""
+    """Return True if two runs are bitwise equal."""
     with suppress(AssertionError):
         assert_same_bits(one, other)
         return True
@@ -129,12 +130,12 @@ def open_engine(config: Mapping[str, Any]) -> partita.Engine:
     whole = {"optimizer": OPTIMIZER, "clip_grad_norm": 0.5, **config, "precision": precision}
     with small_buckets():
         engine = partita.initialize(Model(), whole)
-    torch.set_num_threads(1)  # as on the CPU: sums depend on it
+    torch.set_num_threads(1)  # sums depend on the number of threads
     return engine
 
 
 def train_step(engine: partita.Engine, step: int, trained: Trained | None) -> None:
-    """One step; ``trained`` gets its losses, which are read from the device, and its norm."""
+    """Train one step; append its losses, which are read from the device, and its norm to ``trained``."""
     accumulate = engine.config.batch.accumulate
     for micro in range(accumulate if isinstance(accumulate, int) else 1):
         generator = seeds.generator(100 * step + 10 * micro + engine.mesh.rank)
@@ -155,12 +156,12 @@ def train(config: Mapping[str, Any], num_steps: int = 3) -> Trained:
             train_step(engine, step, trained)
         trained.weights = engine.state_dict()
     del engine
-    gc.collect()  # its memory goes now, not when it happens to
+    gc.collect()  # free the engine's memory now, not at a random time
     return trained
 
 
 def train_on_axes(config: Mapping[str, Any], num_steps: int = 2) -> Trained:
-    """A decoder, by whole batches."""
+    """Train a decoder with `engine.train_batch`."""
     trained, settings = Trained(), {"precision": {"compute": "fp32"}, "batch": {"accumulate": 3}, **config}
     with small_buckets():
         engine = partita.initialize(
@@ -181,19 +182,19 @@ def train_on_axes(config: Mapping[str, Any], num_steps: int = 2) -> Trained:
 
 
 def train_all(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Trained]:
-    """Each plan, one after the other."""
+    """Train under each plan, one after the other."""
     return {name: train(config) for name, config in configs.items()}
 
 
 def on_nodes(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives on nodes of two ranks."""
+    """Call a function with the environment of nodes of two ranks."""
     local = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
     with mock.patch.dict(os.environ, local):
         return function(*args)
 
 
 def resume(config: Mapping[str, Any], folder: str) -> Trained:
-    """Two steps, saved after the first while the second goes on, and the second once more from what was saved."""
+    """Train two steps, with a checkpoint of the first written during the second; resume and repeat the second."""
     trained = Trained()
     with open_engine(config) as engine:
         train_step(engine, 0, trained)
@@ -207,10 +208,10 @@ def resume(config: Mapping[str, Any], folder: str) -> Trained:
 
 
 def simulated(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    """What a function gives where the simulated accelerator is the device, and the races that were found."""
+    """Call a function with the simulated accelerator as the device; return its result and the races."""
     from tests.simulated.device import register
 
     native = register()
-    with mock.patch.object(half, "is_host", return_value=True):  # its kernels are the CPU's
+    with mock.patch.object(half, "is_host", return_value=True):  # the simulated device uses the CPU's kernels
         result = function(*args)
     return result, native.races()

@@ -1,1 +1,1 @@
-"""Tests of partita.table: no devices, no process groups."""
+"""Tests of partita.table, without devices and process groups."""

@@ -1,7 +1,7 @@
-"""All ranks of a mesh at once, on numpy arrays: holds a state in a residence, and runs operations between residences.
+"""An interpreter of steps between residences, which simulates all ranks of a mesh on numpy arrays.
 
-Values are exact: they are multiples of a power of two in float64, encoded by rounding, and sums of them do not round.
-So what a rank holds in the end can be compared bit for bit.
+Values are multiples of a power of two in float64, encoded by rounding, so sums of them are exact. Results can therefore
+be compared bit for bit.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def encoded(values: Array, encoding: Encoding) -> Array:
-    """The values as they come out of an encoding."""
+    """Return the values rounded to an encoding."""
     return torch.from_numpy(values).to(DTYPES[encoding.name]).double().numpy()
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds: values, and how and where they are stored."""
+    """The values that one rank holds, with their encoding and tier."""
 
     values: Array
     encoding: Encoding
@@ -35,9 +35,9 @@ class Held:
 
 @dataclass(frozen=True)
 class State:
-    """A state as it is before it is stored anywhere: ``[num_terms, num_elements]``.
+    """A full, unstored state as terms of a sum: ``[num_terms, num_elements]``.
 
-    Where it is partial, the rank of index i in the group that has to be added up holds term i; else there is one term.
+    In a partial state, the rank of index i in the group to be summed holds term i. Other states have one term.
     """
 
     terms: Array
@@ -49,11 +49,11 @@ class State:
         return cls(encoded(numbers / 1024, residence.encoding))
 
     def held(self, residence: Residence, mesh: MeshShape) -> list[Held]:
-        """What each rank holds of the state in the residence that it was made for."""
+        """Return the values that each rank holds in the state's own residence."""
         return self.after(residence, residence, mesh)
 
     def after(self, src: Residence, dst: Residence, mesh: MeshShape) -> list[Held]:
-        """What each rank must hold of the state in ``dst``: its part of the sum of the terms that ``dst`` adds up."""
+        """Return the values that each rank must hold in ``dst``: its shard of the sum of the terms ``dst`` adds up."""
         ranks = range(mesh.num_ranks)
         terms = encoded(self.terms, dst.encoding)
         found = []
@@ -71,7 +71,7 @@ class State:
 
 
 def run(ops: Sequence[Step], held: list[Held], mesh: MeshShape) -> list[Held]:
-    """Run the operations on all ranks. Asserts that each is possible, and does something."""
+    """Run the operations on all ranks; assert that each operation is possible and needed."""
     for op in ops:
         held = _run(op, held, mesh)
     return held
@@ -103,7 +103,7 @@ def _run(op: Step, held: list[Held], mesh: MeshShape) -> list[Held]:
 
 
 def _in_group(op: AllGather | ReduceScatter | AllReduce | Slice, values: list[Array]) -> list[Array]:
-    """The value of each rank of a group, in group order, after an operation between them."""
+    """Return the values of a group's ranks, in group order, after an operation among them."""
     num = len(values)
     if isinstance(op, AllGather):
         return [np.concatenate(values)] * num

@@ -1,4 +1,4 @@
-"""Mesh shapes to try, and this package's view of them that does not use the code under test."""
+"""Mesh shapes for tests, and coordinates of their ranks computed without the code under test."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -11,7 +11,7 @@ Place = dict[str, int]
 
 
 def shapes(max_ranks: int) -> Iterator[MeshShape]:
-    """Every shape of up to ``max_ranks`` ranks, with every way to split its data axis over nodes."""
+    """Yield every shape of up to ``max_ranks`` ranks, with every way to split its data axis over nodes."""
     for pipeline in range(1, max_ranks + 1):
         for data in range(1, max_ranks // pipeline + 1):
             for sequence in range(1, max_ranks // (pipeline * data) + 1):
@@ -22,7 +22,7 @@ def shapes(max_ranks: int) -> Iterator[MeshShape]:
 
 
 def places(mesh: MeshShape) -> list[Place]:
-    """The coordinates of every rank, in rank order: counted like the digits of a number, the last axis fastest."""
+    """Return the coordinates of every rank, in rank order; the last axis varies fastest."""
     found = []
     for digits in product(*(range(getattr(mesh, axis)) for axis in AXES)):
         place = dict(zip(AXES, digits, strict=True))
@@ -33,7 +33,7 @@ def places(mesh: MeshShape) -> list[Place]:
 
 @st.composite
 def mesh_shapes(draw: st.DrawFn, max_ranks: int = 32) -> MeshShape:
-    """A shape of up to ``max_ranks`` ranks."""
+    """Draw a shape of up to ``max_ranks`` ranks."""
     left, sizes = max_ranks, {}
     for axis in draw(st.permutations(AXES)):
         sizes[axis] = draw(st.integers(1, min(left, 8)))

@@ -1,4 +1,4 @@
-"""Which axes span nodes, and what that sends."""
+"""Tests of groups that span nodes, and of the elements that each axis sends."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_what_lies_within_nodes_is_not_mentioned() -> None:
 def test_groups_that_span_nodes() -> None:
     assert found(MeshShape(data=3, tensor=4), 6) == [("tensor", 3, 1, 2, (1, 2))]
     assert found(MeshShape(tensor=8), 4) == [("tensor", 1, 1, 2, (1, 2, 4))]
-    assert found(MeshShape(data=2, sequence=3, tensor=2), 4) == []  # six ranks cannot be in a node of four
+    assert found(MeshShape(data=2, sequence=3, tensor=2), 4) == []  # six ranks never fit into a node of four
     assert found(MeshShape(data=4, sequence=3), 4) == [("sequence", 4, 2, 2, (1,))]
 
 

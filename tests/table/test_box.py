@@ -1,4 +1,4 @@
-"""Boxes on random shapes."""
+"""Tests of boxes on random shapes."""
 
 import math
 

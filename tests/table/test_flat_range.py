@@ -1,4 +1,4 @@
-"""Flat ranges as boxes, on random shapes, places and memory orders."""
+"""Tests of flat ranges as boxes, on random shapes, places and memory orders."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 @st.composite
 def ranges(draw: st.DrawFn) -> FlatRange:
-    """Of a local tensor that is some ranges of one dim of a global one, in any order."""
+    """Draw a flat range of a local tensor that consists of ranges of one dim of a global tensor, in any order."""
     shape = draw(SHAPES)
     order, place = tuple(draw(st.permutations(range(len(shape))))), Place(shape)
     if shape and draw(st.booleans()):
@@ -30,7 +30,7 @@ def ranges(draw: st.DrawFn) -> FlatRange:
 
 
 def numbered(of: FlatRange) -> torch.Tensor:
-    """A global tensor in which each element of the local one is its place in memory there, all others are -1."""
+    """Return a global tensor with each element's index in the local tensor's memory, or -1 outside the local tensor."""
     places = torch.full(of.shape, -1)
     local = of.shaped(torch.arange(of.place.num_elements), Box.whole(of.place.sizes))
     of.place.put(local, places)
@@ -52,7 +52,7 @@ def test_boxes_are_the_range_each_in_one_piece(made: FlatRange, most: int) -> No
 
 @given(ranges())
 def test_they_are_few(made: FlatRange) -> None:
-    """Of each range."""
+    """Each range of the place is covered by at most ``2 * ndim - 1`` boxes."""
     num_ranges = len(made.place.ranges or (None,))
     assert len(list(made.boxes())) <= num_ranges * max(1, 2 * len(made.shape) - 1)
 

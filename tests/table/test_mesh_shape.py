@@ -1,4 +1,4 @@
-"""The grid of ranks: coordinates and ranks are one to one, and groups partition the ranks."""
+"""Tests of the grid of ranks: coordinates and ranks are one to one, and groups partition the ranks."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from partita.table.mesh_shape import AXES, DATA_PARTS, MeshShape, expand
 from tests.table.meshes import mesh_shapes, places, shapes
 
 ALL_AXES = (*AXES, *DATA_PARTS)
-# Axes that one communicator may go over: each at most once, data or its parts.
+# Axes that one communicator may span: each at most once, with data or its parts.
 COMBINATIONS = [
     tuple(axis for axis in ("pipeline", *data, "sequence", "tensor") if axis in chosen or axis in data)
     for data in ((), ("data",), ("node",), ("local",), ("node", "local"))

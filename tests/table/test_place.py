@@ -1,4 +1,4 @@
-"""Places of local tensors in global ones."""
+"""Tests of places of local tensors in global tensors."""
 
 import pytest
 import torch

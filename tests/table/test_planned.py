@@ -1,4 +1,4 @@
-"""What follows from a row on a mesh, and which gradients are reduced together."""
+"""Tests of the properties that follow from a row on a mesh, and of buckets of gradients that are reduced together."""
 
 from operator import mul
 
@@ -29,7 +29,7 @@ def planned(
     encodings: Encodings = PLAIN,
     tiers: Tiers = ON_DEVICE,
 ) -> PlannedSegment:
-    """A segment of so many elements, padding included."""
+    """Return a segment of ``num_elements`` elements, padding included."""
     span = Span("p", Place((num_elements,)), 0, num_elements, 0)
     layout = SegmentLayout(encodings.compute, True, (span,), mesh.data, num_elements // mesh.data)
     return PlannedSegment(layout, preset(name, encodings, tiers, mesh), mesh)
@@ -60,7 +60,7 @@ def test_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients(name: str) -> None:
-    """They stay where autograd puts them, are collected whole where they rest, or pass through a slot."""
+    """Gradients are used in place, collected in resident full storage, or reduced through a pooled buffer."""
     always_unsharded = name in ("ddp", "zero1", "zero3-once")
     for mesh in (TWO, NODES):
         for tiers, encodings in ((ON_DEVICE, PLAIN), (Tiers(gradients=Tier.HOST), PLAIN), (ON_DEVICE, MIXED)):
@@ -107,7 +107,7 @@ def test_bytes_of_a_unit(sizes: list[tuple[int, Encoding]], num_shards: int) -> 
         assert segment.held_bytes(segment.row.param_stored) == segment.layout.num_bytes // num_shards
 
 
-# --------------------------------------------------------------------------------------------------- the pool of units
+# -------------------------------------------------------------------------------------- the buffer pool of units
 
 
 def units_of(sizes: list[int], name: str, root: int = 0) -> list[PlannedUnit]:
@@ -121,7 +121,10 @@ def test_what_rests_whole_needs_no_slot() -> None:
 
 
 def test_a_unit_in_use_and_one_ahead() -> None:
-    """The root, in which the others lie, keeps its slot; a prefetch of more bytes has more slots."""
+    """The pool has slots for one unit in use and one ahead.
+
+    The root, which contains the other units, keeps its slot. More prefetched bytes need more slots.
+    """
     units = units_of([1024] * 5, "zero3")
     assert bytes_ahead(units, "auto") == 4 * 1024
     assert unit_pool(units, "auto").num_bytes == 2 * 4 * 1024
@@ -178,7 +181,7 @@ def test_whole_gradients_have_buckets_of_their_own() -> None:
 
 
 def test_the_size_of_a_bucket_is_that_of_what_travels() -> None:
-    """Gradients that travel in two bytes share buckets twice as large in elements."""
+    """Buckets of gradients that are communicated in 2 bytes have twice as many elements as those in 4 bytes."""
     num_elements = BUCKET_BYTES // 4
     half = planned(num_elements, TWO, "zero2", Encodings(BF16, FP32, BF16))
     assert [len(bucket.segments) for bucket in share_buckets([half, half])] == [2]

@@ -1,4 +1,4 @@
-"""A residence: what a rank holds of a state, in elements and bytes."""
+"""Tests of residences: elements and bytes of a state that a rank holds."""
 
 import pytest
 from hypothesis import given

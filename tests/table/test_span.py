@@ -1,4 +1,4 @@
-"""The layout of a unit: every element of every parameter lies once; cuts and starts are multiples of the quantum."""
+"""Tests of a unit's layout: every element has one position, and starts and cuts are multiples of the quantum."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ NUM_PARTS = st.integers(1, 9)
 
 
 def labels(segment: SegmentLayout) -> list[Label]:
-    """What lies at each place of a segment: (parameter, element), or None for padding."""
+    """Return (parameter, element) for each position of a segment, or None for padding."""
     found: list[Label] = [None] * segment.padded
     for span in segment.spans:
         for place in range(span.num_elements):
@@ -91,7 +91,7 @@ def test_segments_are_by_encoding_and_whether_they_train(entries: list[Entry], n
 
 @given(ENTRIES, NUM_PARTS)
 def test_a_parameter_may_be_a_part_of_a_larger_one(entries: list[Entry], num_shards: int) -> None:
-    """Every span says where in the global parameter its local tensor lies; where values lie does not change."""
+    """Spans have the place of their local tensor in the global parameter; the place does not change the layout."""
     entries = [entry for entry in entries if entry.shape and entry.shape[0]]
     places = {e.fqn: Place((3 * e.shape[0], *e.shape[1:]), 0, ((e.shape[0], 2 * e.shape[0]),)) for e in entries}
     placed = build_layout([replace(e, shape=places[e.fqn].shape, place=places[e.fqn]) for e in entries], num_shards)
@@ -103,7 +103,10 @@ def test_a_parameter_may_be_a_part_of_a_larger_one(entries: list[Entry], num_sha
 
 @given(ENTRIES, NUM_PARTS)
 def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_shards: int) -> None:
-    """And cut so that the ranks that have copies can divide each part; what other stages have is alone."""
+    """Parameters with copies have separate segments, whose shards can be divided among the ranks with copies.
+
+    A parameter that is tied across pipeline stages is alone in its segment.
+    """
     copies, tied = Copies(averaged=("tensor",)), Copies(summed=("pipeline:0,1",))
     chosen = [(NO_COPIES, copies, tied)[number % 3] for number in range(len(entries))]
     marked = [replace(entry, copies=of) for entry, of in zip(entries, chosen, strict=True)]
@@ -115,7 +118,7 @@ def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_shards: int
 
 @given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
 def test_parts_put_together_are_parts(entries: list[Entry], num_shards: int, times: int) -> None:
-    """A coarser division (a node's shards of data shards) cuts where the finer one does."""
+    """The shards of a coarser division (one per node) consist of an integer number of the finer division's shards."""
     for segment in build_layout(entries, num_shards * times):
         assert segment.padded // num_shards == times * segment.shard_elements
 

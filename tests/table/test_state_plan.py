@@ -1,4 +1,4 @@
-"""The table: each preset is its row, and the bytes of its residences are the papers' formulas."""
+"""Tests of the table: each preset has the expected row, and its bytes agree with the papers' formulas."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from partita.table.state_plan import PRESETS, Encodings, StatePlan, preset, pres
 from partita.table.steps import AllGather, AllReduce, ReduceScatter, Step, steps
 from tests.table.meshes import shapes
 
-# preset: parameters at rest, in compute, between forward and backward; gradients between micro-batches, at the step;
-# master weights and moments.
+# preset | parameters: stored, in compute, between forward and backward | gradients: between micro-batches, at the step
+# | master weights and moments.
 TABLE = """
 ddp          | whole | whole | whole         | partial | whole | whole
 zero1        | whole | whole | whole         | partial | shard | shard
@@ -32,7 +32,7 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shard in node": (("local", "sequence"), ()),
     "shard of that": (("local", "sequence", "node"), ()),
 }
-# Sums are made inside the nodes, and then between them.
+# Presets that sum gradients first inside nodes, then between nodes.
 BETWEEN_NODES = ("hierarchical-changes", "hsdp")
 MIXED = Encodings(compute=BF16, master=FP32, gradients=BF16, moments=FP32)
 
@@ -93,7 +93,7 @@ def test_preset_name(choice: dict[str, Any], name: str) -> None:
 
 
 def state_bytes(row: StatePlan, num_elements: int, mesh: MeshShape) -> int:
-    """Bytes of the model states between steps, with two moments."""
+    """Return the bytes of the model states between steps, with two moments."""
     held = (row.param_stored, row.grad_between, row.master, row.moments, row.moments)
     return sum(residence.num_bytes(num_elements, mesh) for residence in held)
 
@@ -146,7 +146,7 @@ def test_gradients_in_fp32_take_two_bytes_more() -> None:
 
 
 def test_the_second_shard_of_the_hierarchical_row() -> None:
-    """Between forward and backward the node's shard: 2 bytes per parameter, over its ranks (ZeRO++, section 3.2)."""
+    """The secondary shard takes 2 bytes per parameter, divided by the node's ranks (ZeRO++, section 3.2)."""
     row, mesh = preset("hierarchical", MIXED), MeshShape(data=16, node=4)
     assert row.param_between.num_bytes(8000, mesh) == 2 * 8000 // 4
     assert row.param_stored.num_bytes(8000, mesh) == 2 * 8000 // 16
@@ -156,7 +156,7 @@ def test_the_second_shard_of_the_hierarchical_row() -> None:
 
 
 def sent(ops: tuple[Step, ...], held: int, mesh: MeshShape) -> int:
-    """Elements that a rank sends, from ``held`` elements on."""
+    """Return the number of elements that a rank sends in the operations, which begin with ``held`` elements."""
     total = 0
     for op in ops:
         if isinstance(op, AllGather):
@@ -171,7 +171,7 @@ def sent(ops: tuple[Step, ...], held: int, mesh: MeshShape) -> int:
 
 
 def moves_of_a_step(row: StatePlan) -> list[tuple[Residence, Residence]]:
-    """Forward, between forward and backward, backward, reduction, and the new weights."""
+    """Return the moves of a step: unshard, reshard, unshard, reduction of gradients, and publication of weights."""
     return [
         (row.param_stored, row.param_compute),
         (row.param_compute, row.param_between),
@@ -199,7 +199,8 @@ def test_elements_sent_in_a_step() -> None:
             "zero3-kept": 2 * once,
             "zero3-once": 2 * once,
             "hierarchical": 2 * once + in_node,
-            # Both gathers, and the first sum, inside the node; parts of that between the nodes, and back as changes.
+            # Both all-gathers and the first reduce-scatter are inside the node; between nodes, the node's shard is
+            # reduce-scattered, and the parameter deltas are gathered.
             "hierarchical-changes": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
             "hsdp": 3 * in_node + 2 * (padded // local) * (mesh.node - 1) // mesh.node,
         }, mesh
@@ -207,7 +208,7 @@ def test_elements_sent_in_a_step() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients_are_summed_once(name: str) -> None:
-    """However they rest between micro-batches, they are summed on the way to the step, once."""
+    """Gradients are summed exactly once over each axis, however they are stored between micro-batches."""
     row, mesh = preset(name, MIXED), MeshShape(data=4, node=2)
     path = steps(row.grad_arrival, row.grad_between, mesh) + steps(row.grad_between, row.grad_step, mesh)
     assert sum(isinstance(op, ReduceScatter | AllReduce) for op in path) == (2 if name in BETWEEN_NODES else 1)
@@ -217,7 +218,7 @@ def test_gradients_are_summed_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_groups_are_those_of_the_moves_and_of_all_ranks(name: str) -> None:
-    """Every step that a row can come to take has its group, and there is none that no step needs."""
+    """A row has a group for every operation that it can need, and no other groups except that of all ranks."""
     apart = [("local",), ("node",)]
     local = {"hierarchical": apart[:1], **dict.fromkeys(BETWEEN_NODES, apart)}.get(name, [])
 

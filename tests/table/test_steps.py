@@ -1,4 +1,4 @@
-"""The operations between residences, run by an interpreter: every rank ends with exactly what the destination says."""
+"""Tests of the operations between residences: after them, every rank of an interpreter holds the expected values."""
 
 from dataclasses import fields
 from itertools import pairwise, product
@@ -20,7 +20,7 @@ PARTS = ("pipeline", "node", "local", "sequence", "tensor")
 
 
 def check(src: Residence, dst: Residence, mesh: MeshShape, num_elements: int) -> tuple[Step, ...]:
-    """Run the steps, compare what every rank holds with what ``dst`` says; returns them."""
+    """Run the steps, compare every rank's values with those expected in ``dst``, and return the steps."""
     ops = steps(src, dst, mesh)
     state = State.random(src, num_elements, mesh)
     held = run(ops, state.held(src, mesh), mesh)
@@ -34,7 +34,7 @@ def check(src: Residence, dst: Residence, mesh: MeshShape, num_elements: int) ->
 
 
 def check_order(ops: tuple[Step, ...], src: Residence, dst: Residence) -> None:
-    """What travels between ranks has the destination's encoding; tiers are crossed once in, once out."""
+    """Assert that communication uses the destination's encoding, and that each tier is entered and left once."""
     encoding = src.encoding
     for op in ops:
         if isinstance(op, Encode):
@@ -50,13 +50,13 @@ def check_order(ops: tuple[Step, ...], src: Residence, dst: Residence) -> None:
 
 
 def check_nothing_is_wasted(ops: tuple[Step, ...]) -> None:
-    """No axis is gathered only to be cut again first, none is reduced twice, and slices come as early as they can."""
+    """Assert that no axis is gathered and then sliced, none is reduced twice, and slices come as early as possible."""
     reduced = [axis for op in ops if isinstance(op, ReduceScatter | AllReduce) for axis in expand(op.axes)]
     assert len(set(reduced)) == len(reduced), ops
     gathers = [number for number, op in enumerate(ops) if isinstance(op, AllGather)]
     assert all(after == before + 1 for before, after in pairwise(gathers)), ops
     for before, op in pairwise(ops):
-        if isinstance(op, Slice | AllGather | ReduceScatter) and type(before) is type(op):  # one would be out of order
+        if isinstance(op, Slice | AllGather | ReduceScatter) and type(before) is type(op):  # else they would be one
             outer, inner = (op, before) if isinstance(op, AllGather) else (before, op)
             assert isinstance(inner, Slice | AllGather | ReduceScatter)
             assert PARTS.index(expand(outer.axes)[-1]) > PARTS.index(expand(inner.axes)[0]), ops
@@ -65,7 +65,7 @@ def check_nothing_is_wasted(ops: tuple[Step, ...]) -> None:
         assert not (isinstance(op, Slice) and isinstance(before, Encode | AllReduce)), ops
 
 
-# ------------------------------------------------------------------------------------------------ the table, everywhere
+# ------------------------------------------------------------------------------------- all pairs of a row's residences
 
 MESHES = [
     MeshShape(),
@@ -106,12 +106,12 @@ def active(axes: tuple[str, ...], mesh: MeshShape) -> set[str]:
     return {axis for axis in expand(axes) if mesh.size(axis) > 1}
 
 
-# ---------------------------------------------------------------------------------------------- anything from anywhere
+# ------------------------------------------------------------------------------------------ random pairs of residences
 
 
 @st.composite
 def residences(draw: st.DrawFn) -> Residence:
-    """Any residence: data and its parts, any order of axes, any tier and encoding."""
+    """Draw any residence: data or its parts, axes in any order, any tier and encoding."""
     parts = draw(st.sampled_from([PARTS, ("pipeline", "data", "sequence", "tensor")]))
     axes = draw(st.permutations(parts))
     num_shard = draw(st.integers(0, len(axes)))
@@ -133,7 +133,7 @@ def test_any_two_residences(mesh: MeshShape, src: Residence, dst: Residence) -> 
 @given(mesh_shapes(max_ranks=16), residences(), residences(), st.data())
 @settings(max_examples=300)
 def test_any_sum(mesh: MeshShape, src: Residence, dst: Residence, data: st.DataObject) -> None:
-    """As above, with the destination's sums always possible."""
+    """Random pairs of residences in which the destination is partial only over axes of the source."""
     kept = data.draw(st.sets(st.sampled_from(src.partial_axes))) if src.partial_axes else set()
     partial = tuple(axis for axis in src.partial_axes if axis in kept)
     shard = tuple(axis for axis in expand(dst.shard_axes) if axis not in expand(partial))
@@ -157,7 +157,7 @@ def test_data_and_its_parts_are_the_same(mesh: MeshShape, residence: Residence) 
             assert steps(other, residence, mesh) == steps(other, written, mesh)
 
 
-# ------------------------------------------------------------------------------------------------------- one by one
+# ------------------------------------------------------------------------------------------------------- examples
 
 LOCAL, NODE, DATA, TENSOR, SEQUENCE = ("local",), ("node",), ("data",), ("tensor",), ("sequence",)
 NODES = MeshShape(data=4, node=2)

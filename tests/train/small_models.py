@@ -1,4 +1,4 @@
-"""A tiny Llama with a tokenizer of words, and documents of such words, in folders."""
+"""A tiny Llama with a word tokenizer, and documents of these words, in folders."""
 
 import json
 import random
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 }
 # Writes each message as its role and its words.
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-# As in many models: the role's header is a prompt for the answer, and a mark ends each message.
+# As in many models, the header of the assistant's role prompts the answer, and a mark ends each message.
 WITH_HEADERS = (
     "{% for m in messages %}{{ m['role'] }} w9 {{ m['content'] }} w8 {% endfor %}"
     "{% if add_generation_prompt %}assistant w9 {% endif %}"
@@ -32,7 +32,7 @@ WITH_HEADERS = (
 
 
 def tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
-    """A tokenizer with the words w0, w1, ..., user and assistant. Words are numbered from 2."""
+    """Return a tokenizer with the words w0, w1, ..., user and assistant. Words are numbered from 2."""
     names = [*(f"w{number}" for number in range(NUM_WORDS)), "user", "assistant"]
     words = {"[UNK]": UNKNOWN, "</s>": END} | {name: number for number, name in enumerate(names, start=2)}
     made = Tokenizer(WordLevel(words, unk_token="[UNK]"))
@@ -41,7 +41,7 @@ def tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def model_folder(folder: Path, **settings: Any) -> Path:
-    """Write the model and its tokenizer."""
+    """Write the model and its tokenizer into ``folder``, and return it."""
     seeds.start(5)
     config = LlamaConfig(**SIZES | {"vocab_size": 40, "bos_token_id": None, "eos_token_id": END} | settings)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -50,7 +50,7 @@ def model_folder(folder: Path, **settings: Any) -> Path:
 
 
 def texts(num: int = 60, seed: int = 0) -> list[str]:
-    """Return texts of 3 to 24 words that count up, so that a model can learn them."""
+    """Return texts of 3 to 24 words with increasing numbers, so that a model can learn them."""
     draw = random.Random(seed)
     begins = [(draw.randrange(NUM_WORDS), draw.randrange(3, 25)) for _ in range(num)]
     return [" ".join(f"w{(begin + place) % NUM_WORDS}" for place in range(length)) for begin, length in begins]
@@ -63,7 +63,7 @@ def write_rows(path: Path, rows: list[Any], field: str = "text") -> Path:
 
 
 def job_sections(folder: Path, **data: Any) -> dict[str, Any]:
-    """Return a short job on documents in ``folder``, which has the model as well."""
+    """Return the sections of a short job on a model and documents in ``folder``, which are written if missing."""
     if not (folder / "model").exists():
         model_folder(folder / "model")
     if not (folder / "rows.jsonl").exists():

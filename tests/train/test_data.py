@@ -1,4 +1,4 @@
-"""The corpus, its split, and the batches cut from it."""
+"""The corpus, its split into training and held-out text, and its batches."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def batches(micro: int, accumulate: int, num_ranks: int, rank: int, seed: int = 
 
 
 def starts_of_step(micro: int, accumulate: int, num_ranks: int, step: int) -> list[int]:
-    """Where the samples of a step begin, over all ranks."""
+    """Return the sorted start positions of a step's samples over all ranks."""
     per_rank = [batches(micro, accumulate, num_ranks, rank) for rank in range(num_ranks)]
     return sorted(int(start) for one in per_rank for window in one.train(step) for start in window[:, 0])
 
@@ -71,7 +71,7 @@ def test_windows_are_text_as_it_stands() -> None:
 
 def test_a_batch_depends_on_seed_step_and_rank_alone() -> None:
     first, again = batches(4, 2, 2, 1), batches(4, 2, 2, 1)
-    list(first.train(1))  # what was drawn before changes nothing
+    list(first.train(1))  # earlier draws change nothing
     assert all(torch.equal(a, b) for a, b in zip(first.train(5), again.train(5), strict=True))
     for other in (batches(4, 2, 2, 0).train(5), first.train(6), batches(4, 2, 2, 1, seed=1).train(5)):
         assert not torch.equal(next(again.train(5)), next(other))

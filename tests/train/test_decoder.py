@@ -1,4 +1,4 @@
-"""The decoder against what defines it: causality, relative positions, grouped queries, its initial loss."""
+"""Properties of the decoder: causality, relative positions, grouped queries, initial loss."""
 
 import math
 

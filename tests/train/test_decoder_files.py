@@ -1,4 +1,4 @@
-"""The decoder's files as transformers reads them, and as a decoder does."""
+"""The decoder's files, read by transformers and by the decoder itself."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ TIED = DecoderShape(layers=1, width=32, heads=2, kv_heads=2, ffn_width=48, tied=
 
 
 def written(folder: Path, shape: DecoderShape) -> Decoder:
-    """A decoder as a run leaves it, and its files."""
+    """Write a decoder's files as a run does, and return the decoder."""
     seeds.start(3)
     model = Decoder(shape)
     with partita.initialize(model, {"zero": {"stage": 0}}) as engine:

@@ -1,4 +1,4 @@
-"""Documents in files and data sets as tokens, their cache, and messages about what cannot be read."""
+"""Conversion of files and data sets to tokens, the token cache, and errors for input that cannot be read."""
 
 import errno
 import gzip
@@ -54,7 +54,7 @@ def test_a_document_without_a_token_to_predict_is_none(tmp_path: Path) -> None:
 def test_parquet_has_the_documents_of_json_lines(tmp_path: Path) -> None:
     import datasets
 
-    rows = texts(2500)  # of several batches
+    rows = texts(2500)  # read in several batches
     write_rows(tmp_path / "rows.jsonl", rows)
     datasets.Dataset.from_dict({"body": rows, "other": [1] * len(rows)}).to_parquet(tmp_path / "rows.parquet")
     parquet = documents(section(tmp_path, format="parquet", pattern="*.parquet", field="body"))
@@ -93,7 +93,7 @@ def test_messages_become_documents_by_the_template(tmp_path: Path, own: bool) ->
     data = section(tmp_path, field="messages", chat_template=template)
     assert documents(data, reader) == [[32, 3, 4, 33, 5, END]]
     assert document_encoder(reader, data).prompt("w1") == [32, 3]
-    assert reader.chat_template == TEMPLATE  # it is saved with the weights
+    assert reader.chat_template == TEMPLATE  # unchanged, because it is saved with the weights
 
 
 TALK = [
@@ -106,7 +106,7 @@ MARKED = (
     "{% for m in messages %}{{ m['role'] }} w9 {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} w8 "
     "{% endgeneration %}{% else %}{{ m['content'] }} w8 {% endif %}{% endfor %}"
 )
-# Leaves out earlier answers, as templates that hide earlier thoughts do.
+# Omits earlier answers, as templates that remove earlier reasoning do.
 FORGETFUL = "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }} {% endif %}{% endfor %}"
 
 
@@ -118,7 +118,7 @@ def answers_of(folder: Path, rows: list[Any], template: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("template", [WITH_HEADERS, MARKED])
 def test_answers_alone_are_predicted(tmp_path: Path, template: str) -> None:
-    """The tokens are those of the conversation, and those outside answers and their marks are negative."""
+    """The tokens are those of the conversation. All except answers and their end marks are negative (``~token``)."""
     question = [~32, ~11, ~3, ~4, ~10, ~33, ~11]
     answer = [*question, 5, 10]
     more = [*answer, ~32, ~11, ~6, ~10, ~33, ~11, 7, 8, 10]
@@ -301,7 +301,7 @@ def test_a_broken_row_is_an_error_of_its_file(tmp_path: Path) -> None:
 
 
 ROWS = b'{"text": "a"}\n{"text": "b"}\n'
-ZIPPED = gzip.compress(ROWS, mtime=0)  # the time would be in the test's name, and differ between workers
+ZIPPED = gzip.compress(ROWS, mtime=0)  # test ids contain the bytes, and must be equal in all pytest workers
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``partita train`` on documents: with LoRA or in full, interrupted, resumed, evaluated, loaded by other libraries."""
+"""``partita train`` on documents: LoRA and full fine-tuning, interruption, evaluation, loading by other libraries."""
 
 import io
 from pathlib import Path
@@ -37,7 +37,7 @@ def losses(of: Job) -> tuple[list[float], list[float]]:
     return [row.loss for row in train], [row.held_out_loss for row in held_out]
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own use of it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # raised by peft
 @pytest.mark.parametrize(
     ("adapters", "data"), [((LORA,), {}), ((), {}), ((), {"stream": 7})], ids=["lora", "full", "stream"]
 )
@@ -97,7 +97,7 @@ def test_two_ranks_train_on_a_stream_as_one(tmp_path: Path, axis: str) -> None:
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    """The cache is written by one of them, and the weights of the model are read by both."""
+    """Two ranks have the held-out loss of one rank, and only one of them writes the token cache."""
     sections = job_sections(tmp_path, cache=str(tmp_path / "cache"))
     first = loop.train(load_job(sections), QUIET)
     one, other = on_ranks(2, trained_on_ranks, sections, [f"train.out={tmp_path}/two"], with_group=False)
@@ -107,7 +107,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
 def test_a_stream_continues_after_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 5 goes back to step 2. No sample is drawn twice, and the checkpoint that follows has the position."""
+    """A NaN loss in step 5 rewinds to step 4. No sample is drawn twice, and the next checkpoint has the position."""
     drawn, batch, loss_of = list[list[bytes]](), StreamedCorpus.batch, micro_batches.loss_of
 
     def watched(self: StreamedCorpus, step: int, total: int) -> list[Sample]:
@@ -171,7 +171,7 @@ def test_epochs_are_steps_and_the_length_of_the_schedule(tmp_path: Path) -> None
     assert outcome.steps == -(-3 * num_samples // 8)  # 1.5 epochs in batches of 4
     train, _ = read_metrics(outcome.out / METRICS_FILE)
     assert train[-1].step == outcome.steps
-    assert train[-1].lr == pytest.approx(1e-2 / outcome.steps)  # none remains after the last step
+    assert train[-1].lr == pytest.approx(1e-2 / outcome.steps)  # it is 0 after the last step
     written = load_job(outcome.out / "job.yaml")
     assert (written.train.steps, written.train.epochs) == (outcome.steps, None)
     assert written.engine.schedule.total_steps == outcome.steps
@@ -189,14 +189,14 @@ def test_a_text_has_epochs_too(tmp_path: Path) -> None:
 
 
 def test_documents_in_one_sample_do_not_see_each_other(tmp_path: Path) -> None:
-    """The mean loss over predicted tokens is that of each document on its own."""
+    """The mean loss per predicted token of packed samples is that of the separate documents."""
     of = job(tmp_path, "train.steps=1", "engine.optimizer.lr=1e-30")
     loop.train(of, QUIET)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     packed = corpus.load_data(of.data, build_model(of.model, of.data))
     sums, num = 0.0, 0
     samples = packed.held_out
-    assert len(samples.starts) > samples.num  # some sample has several
+    assert len(samples.starts) > samples.num  # some samples have several documents
     for start, length in zip(samples.starts, samples.lengths, strict=True):
         ids = torch.tensor(packed.held_out.tokens.stored[start : start + length].tolist())[None]
         sums += model(ids, labels=ids).loss.item() * (length - 1)
@@ -205,7 +205,7 @@ def test_documents_in_one_sample_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 def test_the_loss_of_answers_is_that_of_each_conversation_on_its_own(tmp_path: Path) -> None:
-    """Packed and padded, on one rank and two; the numbers of ``labels`` that leave out the questions."""
+    """The loss is that of the model with ``labels`` that mask the questions: packed or padded, on one rank or two."""
     words = texts(40)
     roles = ("user", "assistant")
     rows = [
@@ -275,7 +275,7 @@ def test_models_that_documents_do_not_fit_are_refused(tmp_path: Path, settings: 
 
 
 def other_documents(sections: dict[str, Any], folder: str) -> str:
-    """Each rank has rows of its own."""
+    """Train on documents that differ between ranks, and return the error."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else loop.launch_environment().rank
     place = Path(folder, str(rank))
     place.mkdir()
@@ -353,7 +353,7 @@ def test_all_linear_layers_can_be_adapted(tmp_path: Path) -> None:
 
 
 def test_rows_are_means_over_predicted_tokens(tmp_path: Path) -> None:
-    """Accumulation changes nothing but rounding, though micro-batches predict different numbers of tokens."""
+    """Accumulation changes only rounding, although micro-batches predict different numbers of tokens."""
     whole = loop.train(job(tmp_path), QUIET)
     parts = loop.train(job(tmp_path, "engine.batch.accumulate=4", "train.overwrite=true"), QUIET)
     assert parts.held_out_loss == pytest.approx(whole.held_out_loss, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Signals as wishes."""
+"""Signals as requests to the training loop."""
 
 import os
 import signal

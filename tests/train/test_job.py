@@ -1,4 +1,4 @@
-"""The job file: defaults, overrides, what is filled in, and what is said about mistakes."""
+"""The job file: defaults, overrides, derived settings, and error messages."""
 
 import importlib.util
 import re

@@ -131,7 +131,7 @@ def test_hugging_face_model_is_trained_and_saved_with_its_config(tmp_path: Path)
 
 
 def wishing(request: StopRequest, in_step: int) -> type[Interruption]:
-    """An interruption to which a signal comes while a step is done."""
+    """Return an ``Interruption`` that has ``request`` during step ``in_step``, as if a signal had arrived."""
 
     class Wishing(Interruption):
         steps = 0
@@ -183,7 +183,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert [row.held_out_loss for row in held_out] == [row.held_out_loss for row in rows[1]]
     assert [row.loss for row in train][-4:] == [row.loss for row in rows[0]][-4:]
     assert [row.step for row in train] == sorted({*range(5, 31, 5), stopped_in})
-    again, _ = run(job)  # there is nothing left to do
+    again, _ = run(job)  # no step is left to train
     assert again.held_out_loss == expected.held_out_loss
 
 
@@ -226,7 +226,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 
 @pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
 def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch of step 7 gives a loss that is no number."""
+    """After a NaN loss on batch 7, training rewinds to step 4 and continues with batch 8."""
     seen = list[int]()
     real = Batches.train
 
@@ -244,10 +244,10 @@ def test_a_run_goes_back_and_on_with_other_data(tmp_path: Path, monkeypatch: pyt
     overrides += ["train.log_every=2", "train.eval_every=3", f"engine.checkpoint.dir={tmp_path}/saved"]
     outcome, _ = run(tiny(tmp_path, overrides))
     assert outcome.steps == 9
-    train, held_out = read_metrics(outcome.out / METRICS_FILE)  # without the steps that were undone
+    train, held_out = read_metrics(outcome.out / METRICS_FILE)  # the undone steps are removed
     assert [row.step for row in train] == [2, 3, 4, 6, 8, 9]
     assert [row.step for row in held_out] == [0, 3, 6, 9]
-    assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # the batch of step 5 is then the eighth
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # after the rewind, step 5 trains on batch 8
 
 
 def test_a_warning_of_a_pre_emption_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The models a job can name."""
+"""Models that a job can name."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def windows(vocab: int = 256) -> torch.Tensor:
 
 
 def pretrained_folder(folder: Path) -> LlamaForCausalLM:
-    """A folder with weights and a tokenizer that knows four words."""
+    """Write weights and a tokenizer of four words into ``folder``, and return the model."""
     words = {"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}
     tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -161,7 +161,7 @@ def test_what_cannot_be_built_is_said(huggingface: Any, messages: list[str]) -> 
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
-    """Not even where somebody would answer yes."""
+    """Code that comes with a model is not run, even if the user would answer yes to a prompt."""
     marker = tmp_path / "was_run"
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of", "auto_map": auto_map}))

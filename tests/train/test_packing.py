@@ -1,4 +1,4 @@
-"""Samples of documents, and the batches made of them."""
+"""Packing of documents into samples, and the batches of these samples."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ NOTHING = DocumentTokens.of([])
 
 
 def corpus(lengths: list[int] = LENGTHS, **settings: Any) -> PackedCorpus:
-    """Documents whose tokens are their own positions."""
+    """Return a packed corpus in which each token is its own position in the text."""
     ends = np.cumsum(lengths)
     tokens = DocumentTokens(np.arange(ends[-1], dtype=np.int32), ends, int(ends[-1]), "digest")
     return pack_documents(tokens, section(**settings))
@@ -38,7 +38,7 @@ def batches(made: PackedCorpus, micro: int = 2, accumulate: int = 1, ranks: int 
 
 
 def predicted(batch: dict[str, Any]) -> list[int]:
-    """The tokens that a batch predicts: here, their positions in the text."""
+    """Return the tokens that a batch predicts, which are their positions in the text."""
     return batch["labels"][batch["labels"] != IGNORED].tolist()
 
 
@@ -65,7 +65,7 @@ def test_samples_hold_every_piece_once_and_have_no_room_for_another_sample(lengt
     sizes = np.add.reduceat(samples.lengths, samples.first[:-1])
     assert sizes.max() <= 20
     assert samples.targets.sum() == sum(lengths) - len(lengths)
-    if samples.num > 1:  # any two samples have too many tokens for one
+    if samples.num > 1:  # not even the two smallest samples fit into one
         assert sum(sorted(sizes)[:2]) > 20
 
 
@@ -84,11 +84,11 @@ def test_documents_are_held_out_whole_and_never_trained_on() -> None:
         assert len({token in sides[1] for token in range(start, end)}) == 1
     assert len(sides[1]) >= 0.2 * sum(LENGTHS)
     assert corpus(held_out=0.2, seed=1).held_out.starts.tolist() != made.held_out.starts.tolist()
-    assert corpus(held_out=0.99).train.num == 1  # one document is always trained on
+    assert corpus(held_out=0.99).train.num == 1  # at least one document is trained on
 
 
 def only_even(**settings: Any) -> PackedCorpus:
-    """The corpus, of which only tokens at even positions are predicted, and none of the first 40."""
+    """Return a corpus that predicts only tokens at even positions from 40 on."""
     ends = np.cumsum(LENGTHS)
     stored = np.arange(ends[-1], dtype=np.int32)
     stored[(stored % 2 == 1) | (stored < 40)] ^= -1
@@ -173,7 +173,7 @@ def test_a_sample_has_documents_with_positions_of_their_own() -> None:
         ):
             for place, (token, label, position) in enumerate(zip(tokens, labels, positions, strict=True)):
                 if label == IGNORED:
-                    assert position == 0 or token == 0  # the first of a piece, or padding
+                    assert position == 0 or token == 0  # the first token of a piece, or padding
                     continue
                 assert label == token
                 assert (position, token) == (positions[place - 1] + 1, tokens[place - 1] + 1)

@@ -1,4 +1,4 @@
-"""Text written by a model."""
+"""Sampling of text from a model."""
 
 import torch
 

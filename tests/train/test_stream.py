@@ -1,4 +1,4 @@
-"""Documents that are read during training: each once in a pass, on any number of ranks, from any position."""
+"""Streams of documents: each is read once per pass, on any number of ranks, and reading resumes at any position."""
 
 import json
 import threading
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Numbers:
-    """Stands for a tokenizer: documents are numbers, which are their tokens. Counts the rows."""
+    """A stand-in for a tokenizer: the numbers in a document are its tokens. It counts the encoded rows."""
 
     template = None
 
@@ -43,7 +43,7 @@ class Numbers:
 
 
 def document(row: int) -> list[int]:
-    """The tokens of a row, which no other row has."""
+    """Return the tokens of a row. No two rows have a token in common."""
     return [100 * row + place for place in range(2 + row * 7 % 12)]
 
 
@@ -57,7 +57,7 @@ def section(corpus: Path, **settings: Any) -> DataSection:
 
 
 def written(folder: Path) -> Path:
-    """Three files of rows, of which one is empty."""
+    """Write three files of rows, one of them empty, into ``folder``, and return it."""
     folder.mkdir(exist_ok=True)
     for name, begin, end in (("a", 0, 40), ("b", 0, 0), ("c", 40, NUM_ROWS)):
         write_rows(folder / f"{name}.jsonl", rows(begin, end))
@@ -66,7 +66,7 @@ def written(folder: Path) -> Path:
 
 @contextmanager
 def opened(data: DataSection, encoder: Any = None) -> Iterator[tuple[StreamedCorpus, Engine]]:
-    """The samples of a stream, and an engine that knows its position."""
+    """Open a stream: yield its samples, and the engine that stores its position."""
     with (
         partita.initialize(Stack(1), {}) as engine,
         open_stream(DocumentStream(data, encoder or Numbers(), 10**6), engine) as corpus,
@@ -75,13 +75,13 @@ def opened(data: DataSection, encoder: Any = None) -> Iterator[tuple[StreamedCor
 
 
 def predicted(corpus: StreamedCorpus, step: int, total: int) -> list[int]:
-    """The tokens that a step predicts."""
+    """Return the tokens that a step predicts."""
     found = [sample.samples.row(sample.number, 16).labels for sample in corpus.batch(step, total)]
     return [int(token) for labels in found for token in labels[labels != IGNORED]]
 
 
 def targets(of: Sequence[int]) -> list[int]:
-    """The tokens of these rows that are predicted, in order."""
+    """Return the sorted tokens of these rows that are predicted: all except the first of each row."""
     return sorted(token for row in of for token in document(row)[1:])
 
 
@@ -90,7 +90,7 @@ def held_out_of(corpus: StreamedCorpus) -> set[int]:
 
 
 def sources(folder: Path, file_format: str) -> DataSection:
-    """The rows in several files, or parts of files, whose sizes are no multiples of a batch."""
+    """Write the rows as several files, or parts of files, whose sizes are not multiples of a batch."""
     import datasets
     import pyarrow
     from pyarrow import parquet
@@ -109,7 +109,7 @@ def sources(folder: Path, file_format: str) -> DataSection:
 
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "hf", "saved"])
 def test_reading_continues_from_any_position(tmp_path: Path, file_format: str) -> None:
-    """A position that was reached after others is as good as one of a single reading."""
+    """Reading resumes at any position, even at one that was reached by resuming several times."""
     data = sources(tmp_path / "rows", file_format)
     batches = list(read_from(START, data, Numbers()))
     documents = [document for batch in batches for document in batch.documents]
@@ -128,7 +128,7 @@ def test_reading_continues_from_any_position(tmp_path: Path, file_format: str) -
 
 
 def test_positions_keep_their_batches(tmp_path: Path) -> None:
-    """The state of datasets holds for one size of batches: another data.stream begins with the next file."""
+    """The state of ``datasets`` is valid for one batch size, so a new ``data.stream`` takes effect at the next file."""
     data = sources(tmp_path / "rows", "jsonl")
     first, *others = read_from(START, data, Numbers())
     wider = data.model_copy(update={"stream": 13})
@@ -140,7 +140,7 @@ def test_a_file_that_a_checkpoint_names_must_exist(tmp_path: Path) -> None:
     data = section(written(tmp_path), stream=10)
     batches = list(read_from(START, data, Numbers()))
     assert batches[-1].after.source == "c.jsonl"
-    write_rows(tmp_path / "b2.jsonl", ["1 2 3"])  # positions are by name
+    write_rows(tmp_path / "b2.jsonl", ["1 2 3"])  # positions name their file, so a new file before it does not matter
     rest = list(read_from(batches[-2].after, data, Numbers()))
     assert [batch.documents for batch in rest] == [batches[-1].documents]
     (tmp_path / "c.jsonl").unlink()
@@ -208,7 +208,7 @@ def test_a_rewound_stream_continues_with_new_samples(tmp_path: Path) -> None:
 def test_one_block_is_read_ahead(tmp_path: Path) -> None:
     encoder = Numbers()
     with opened(section(write_rows(tmp_path / "rows.jsonl", rows())), encoder) as (corpus, _):
-        assert encoder.num_rows == BLOCK  # an evaluation needs the first block alone
+        assert encoder.num_rows == BLOCK  # evaluation needs only the first block
         for num_blocks in range(2, 5):
             predicted(corpus, 0, 1)
             reader = corpus._blocks._reader
@@ -227,7 +227,7 @@ def test_the_thread_ends_with_the_stream(tmp_path: Path) -> None:
 
 
 def samples_of(folder: Path, parallel: dict[str, int]) -> tuple[int, list[list[tuple[int, ...]]]]:
-    """This rank's data coordinate, and the samples of each of its steps. Only rank 0 can read the rows."""
+    """Return this rank's data coordinate, and the samples of each of its steps. Only rank 0 can read the rows."""
     with partita.initialize(Stack(2), {"parallel": parallel}) as engine:
         data = section(folder if engine.is_main else folder / "nowhere")
         coordinate, num = engine.mesh.coordinate("data"), engine.mesh.size("data")
@@ -249,7 +249,7 @@ def test_ranks_share_the_samples_that_one_rank_has(tmp_path: Path, ranks: int, p
 
 
 class Failing(Numbers):
-    """Fails in the third block, after a while."""
+    """A tokenizer that fails in the third block, after a delay."""
 
     def encode(self, documents: Sequence[str]) -> Iterator[list[int]]:
         if self.num_rows >= 2 * BLOCK:
@@ -287,7 +287,7 @@ def test_waiting_for_rows_is_reported(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def failures(folder: Path) -> list[str]:
-    """The messages on this rank."""
+    """Return the error messages on this rank."""
     found = list[str]()
     with partita.initialize(Stack(1), {}) as engine:
         for name, vocabulary in (("bad", 10**6), ("nowhere", 10**6), ("empty", 10**6), ("good", 3000)):

@@ -1,4 +1,4 @@
-"""The ready-made trainer on several ranks: what only the first one meets ends all."""
+"""The trainer on several ranks: an error that only rank 0 has ends all ranks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Wrappers around forwards and calls of plain modules: their order, and what remains when some are undone."""
+"""Wrappers around forwards and calls of plain modules: their order, and the state after some are undone."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from tests.kit.state import attached_to
 
 
 class Adds:
-    """Adds its name to the text that a module returns."""
+    """Wrapper that adds its name to the text that a module returns."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,14 +27,14 @@ class Adds:
 
 
 class Says(nn.Module):
-    """Returns a text."""
+    """Module that returns a text."""
 
     def forward(self, x: str) -> str:
         return x
 
 
 def wrapped() -> tuple[Says, ModuleTransforms]:
-    """A module with two wrappers of one level and one of a later level, which was put on between them."""
+    """Return a module with two wrappers of one level, and one of a later level that was added between them."""
     module, transforms = Says(), ModuleTransforms()
     transforms.at(Order.TENSOR).wrap_forward(module, Adds("a"))
     transforms.at(Order.ATTENTION).wrap_forward(module, Adds("c"))
@@ -140,7 +140,7 @@ def test_a_forward_that_was_replaced_since_stays() -> None:
 
 
 def test_libraries_see_the_forward_inside_the_wrappers() -> None:
-    """As Lightning asks whether a model has a forward, and the Trainer which arguments it takes."""
+    """A wrapped forward has its original code, by which Lightning detects it, and the signature that Trainer reads."""
     module = wrapped()[0]
     forward: Any = module.forward
     assert inspect.signature(forward) == inspect.signature(Says().forward)
@@ -187,7 +187,7 @@ def test_attributes_are_suspended_and_not_clobbered() -> None:
 
 
 class Doubles:
-    """Doubles what a module returns."""
+    """Wrapper that doubles what a module returns."""
 
     def __call__(self, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return inner(x) * 2

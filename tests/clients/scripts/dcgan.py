@@ -1,5 +1,5 @@
-"""A convolutional generator against a discriminator, with the usual loop: the discriminator's gradients of the
-generator's loss are dropped by the next ``netD.zero_grad()``.
+"""A convolutional generator against a discriminator, with the usual loop: the next ``discriminator.zero_grad()`` drops
+the discriminator's gradients of the generator's loss.
 """
 
 import torch

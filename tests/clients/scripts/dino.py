@@ -1,5 +1,5 @@
-"""Self-distillation without labels: a teacher that is an average of the student, a centre, and a last layer whose
-gradients are dropped in the first steps.
+"""Self-distillation without labels: a teacher that is a moving average of the student, centred targets, and a last
+layer whose gradients are dropped in the first steps.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Momentum contrast: a key encoder that is an average of the query encoder, and a queue of keys in a buffer."""
+"""Momentum contrast: a key encoder that is a moving average of the query encoder, and a queue of keys in a buffer."""
 
 import copy
 

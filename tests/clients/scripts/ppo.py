@@ -1,4 +1,4 @@
-"""Proximal policy optimization with a diagonal Gaussian policy, whose deviation is a parameter of the agent itself."""
+"""Proximal policy optimization with a diagonal Gaussian policy, whose deviation is a parameter at the agent's root."""
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +29,7 @@ class Agent(nn.Module):
 
 
 def act(observation, action):
-    """A point that is rewarded near the origin."""
+    """Move a point by an action; return it and its reward, which is higher near the origin."""
     moved = observation + 0.1 * torch.cat([action, action], dim=1)
     return moved, -moved.square().sum(1)
 

@@ -1,1 +1,1 @@
-"""Hugging Face's Accelerator and Trainer on partita, beside the plain ones."""
+"""Tests of Hugging Face's Accelerator and Trainer on partita, compared with the plain ones."""

@@ -1,6 +1,6 @@
 """accelerate's own checks, unmodified from the installed package, for ``partita run -m``.
 
-It runs what the ``main`` of each script calls, and writes what came of it to a folder, a file for each rank.
+The checks are the functions that the ``main`` of each script calls. Each rank writes their outcomes to its own file.
 """
 
 import json
@@ -15,7 +15,7 @@ import accelerate
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.test_utils.scripts import test_script, test_sync
 
-outcomes: dict[str, str] = {}  # by check: how its error begins; empty where there is none
+outcomes: dict[str, str] = {}  # by check: its error; empty if there is none
 
 
 def recorded(name: str, check: Callable[..., None]) -> Callable[..., None]:
@@ -24,9 +24,9 @@ def recorded(name: str, check: Callable[..., None]) -> Callable[..., None]:
         error = ""
         try:
             check(*args, **kwargs)
-        except Exception as raised:  # of whatever kind: what is expected is in the test
+        except Exception as raised:  # of any type: the test knows the expected errors
             error = f"{type(raised).__name__}: {raised}"
-            AcceleratorState._reset_state()  # what it left is not the next one's
+            AcceleratorState._reset_state()  # the next check starts from a fresh state
             accelerate.Accelerator()
         outcomes[name] = outcomes.get(name) or error
 
@@ -34,7 +34,7 @@ def recorded(name: str, check: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_main(script: ModuleType) -> None:
-    """Run all of a script; a check that fails does not end it."""
+    """Run all checks of a script, also after one has failed."""
     for name in script.main.__code__.co_names:
         check = getattr(script, name, None)
         if getattr(check, "__module__", None) == script.__name__:
@@ -44,7 +44,7 @@ def run_main(script: ModuleType) -> None:
 
 def main(folder: Path) -> None:
     end, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda *_: None
-    for script in (test_script, test_sync):  # each ends the process group, which they share here
+    for script in (test_script, test_sync):  # each would end the process group, which they share here
         run_main(script)
     state = PartialState()
     (folder / f"{state.process_index}.json").write_text(json.dumps(outcomes))

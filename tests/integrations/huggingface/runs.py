@@ -1,4 +1,4 @@
-"""Runs of a tiny Llama under a Trainer, plain or on partita: what tests compare."""
+"""Runs of a tiny Llama under a Trainer, plain or on partita, which tests compare."""
 
 import contextlib
 import shutil
@@ -25,8 +25,11 @@ KEPT = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. `config` is partita's; `arguments` are further TrainingArguments; 9 samples per rank (or
-    `num_samples` in all) in micro-batches of 2, of which 2 make a batch: the last one of an epoch is short.
+    """A training run: 9 samples per rank (or `num_samples` in all), in batches of 2 micro-batches of 2 samples.
+
+    The last batch of an epoch is short.
+
+    Attributes: `config`: partita's, None for a plain run; `arguments`: further TrainingArguments.
     """
 
     config: dict[str, Any] | None = None
@@ -42,7 +45,7 @@ class Run:
 
 
 def llama(tied: bool = False) -> Any:
-    """The same on every rank."""
+    """Return a tiny Llama, with the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return FAMILIES["llama"](
@@ -59,7 +62,7 @@ def llama(tied: bool = False) -> Any:
 
 
 def samples(number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Of LENGTH tokens, of which the last few are padding that is not predicted."""
+    """Return samples of LENGTH tokens. The last 0 to 3 are padding, which is not predicted."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(number):
@@ -82,7 +85,7 @@ def model_of(run: Run) -> nn.Module:
 
 
 def arguments(folder: Path, **given: Any) -> TrainingArguments:
-    """Three batches in each of two epochs; everything that shapes an update is on."""
+    """Return arguments for two epochs of three batches, with every setting that affects an update."""
     settings = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -117,7 +120,7 @@ def trainer_of(run: Run, folder: Path, **given: Any) -> transformers.Trainer:
 
 
 def rows_of(trainer: transformers.Trainer) -> list[dict[str, float]]:
-    """The losses, norms and rates that were logged."""
+    """Return the logged losses, norms and learning rates."""
     rows = [{key: row[key] for key in KEPT if key in row} for row in trainer.state.log_history]
     return [row for row in rows if len(row) > 1]
 
@@ -128,7 +131,7 @@ def losses_of(trainer: transformers.Trainer) -> list[float]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A run by itself: accelerate keeps its state for the process, and says what it likes meanwhile."""
+    """Isolate a run: reset accelerate's process-wide state before and after it, and ignore warnings."""
     reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -144,7 +147,7 @@ def reset() -> None:
 
 
 def end(trainer: transformers.Trainer) -> None:
-    """End the engines of a trainer, if it has any."""
+    """Close the engines of a trainer, if it has any."""
     engines = getattr(trainer.accelerator, "engines", None)
     if engines is not None:
         engines.close()
@@ -163,7 +166,7 @@ def history(run: Run) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder that all ranks share, gone afterwards."""
+    """Create a folder that all ranks share, and remove it afterwards."""
     made = [tempfile.mkdtemp() if not dist.is_initialized() or dist.get_rank() == 0 else None]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(made)
@@ -177,5 +180,5 @@ def scratch() -> Iterator[Path]:
 
 
 def histories(runs: list[Run]) -> list[list[dict[str, float]]]:
-    """One run after the other, in one job of the pool."""
+    """Train one run after the other, in one job of the worker pool; return their logs."""
     return [history(run) for run in runs]

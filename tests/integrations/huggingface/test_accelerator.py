@@ -1,4 +1,4 @@
-"""A training loop with accelerate's Accelerator on partita, beside the plain one."""
+"""A training loop with accelerate's Accelerator on partita, compared with the plain one."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def close(accelerator: Any) -> None:
 
 
 def loop(accelerator: Any, parts: tuple[Any, ...], clip: bool = True) -> list[tuple[float, float, float]]:
-    """Loss, norm and learning rate of each update in an epoch."""
+    """Train for an epoch; return the loss, norm and learning rate of each update."""
     model, optimizer, data, scheduler = parts
     rows = []
     for x, y in data:
@@ -105,7 +105,9 @@ def prepared_are_the_same() -> bool:
 
 
 def saved_and_loaded(folder: Path) -> tuple[list[Any], list[Any]]:
-    """An epoch, a state, another epoch; and that again, at another stage."""
+    """Train an epoch, save, and train another. Return the latter's updates, and those of a run at another stage that
+    loads the saved state.
+    """
     with alone():
         accelerator = made(3)
         parts = parts_of(accelerator)
@@ -129,7 +131,7 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def two_models(stage: int | None) -> list[float]:
-    """A generator that learns through a discriminator, each with its optimizer."""
+    """Train a generator through a discriminator, each with its own optimizer; return the losses."""
     with alone():
         accelerator = made(stage)
         one, other = network(), network(1)
@@ -160,7 +162,7 @@ def test_two_models_with_an_optimizer_each() -> None:
 
 
 def dropped(stage: int | None) -> Tensor:
-    """A batch whose gradients are dropped, before one that is stepped."""
+    """Drop the gradients of one batch, then step on those of another; return the model's output."""
     with alone():
         accelerator = made(stage)
         model = network()
@@ -182,7 +184,7 @@ def test_zero_grad_drops_a_batch() -> None:
 
 
 def refused(what: str) -> str:
-    """What is said of something that does not go together."""
+    """Return the error for an unsupported combination."""
     with alone():
         accelerator = made(2, {"schedule": {"warmup_steps": 5}} if what == "schedule" else {})
         model = network()
@@ -246,7 +248,7 @@ def test_arguments_of_other_libraries() -> None:
 
 
 def counted() -> tuple[int, str]:
-    """The processes that accelerate knows of, and what is said where it knows of others than the launcher."""
+    """Return accelerate's number of processes, and the error if it is not the launcher's."""
     with alone():
         number = Accelerator().num_processes
     with alone(), pytest.MonkeyPatch.context() as patch:
@@ -265,7 +267,7 @@ def test_accelerate_knows_all_processes() -> None:
 
 
 def with_parallelism(config: dict[str, Any]) -> tuple[int, str]:
-    """The data-parallel positions, and what is said."""
+    """Return the number of data-parallel ranks (0 after an error), and the error."""
     with alone():
         try:
             accelerator = Accelerator(
@@ -298,7 +300,7 @@ def locally(enabled: bool) -> str:
 
 
 def averaged(partita: bool) -> list[float]:
-    """The losses of ranks that average their weights after every second step."""
+    """Return the losses of ranks that average their weights after every second step."""
     every = {"every": 2, "replicas": 2, "outer_lr": 1, "outer_momentum": 0, "outer_nesterov": False}
     with alone():
         accelerator = made(1 if partita else None, {"communication": every})

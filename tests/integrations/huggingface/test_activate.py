@@ -1,4 +1,4 @@
-"""``activate()``: scripts that stay as they are run on partita, in processes of their own."""
+"""``activate()`` runs unchanged scripts on partita, here in their own processes."""
 
 import json
 import os
@@ -80,11 +80,11 @@ def losses_of_rows(rows: list[dict[str, float]]) -> list[float]:
 
 
 class Mine(transformers.Trainer):  # type: ignore[misc]
-    """A trainer that was derived before."""
+    """A trainer that is derived before ``activate()``."""
 
 
 def test_too_late() -> None:
-    """Where a script has one of the classes already, or has derived another one from it."""
+    """``activate()`` reports classes that a script has already imported or derived from."""
     with pytest.raises(ConfigError, match="before it could be replaced; call activate\\(\\) in the first line"):
         activate()
     assert f"{__name__}.Mine was derived from Trainer" in list(_earlier_uses())
@@ -119,7 +119,7 @@ def test_a_script_of_trls_with_one_line_before_it(tmp_path: Path) -> None:
 
 
 def test_the_arguments_of_other_libraries_are_read(tmp_path: Path) -> None:
-    """Beside a configuration they are refused."""
+    """DeepSpeed's and FSDP's arguments are read; together with a partita configuration they are refused."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
     content = {
         "zero_optimization": zero,

@@ -1,4 +1,4 @@
-"""Values that both the configuration and a trainer's arguments give: the same, or an error that shows both."""
+"""Values that both the configuration and a trainer's arguments give: equal, or an error that shows both."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Loops of transformers and accelerate under other axes than data: ranks that share a model get the same samples."""
+"""transformers and accelerate with tensor, sequence and pipeline ranks: ranks of one replica get the same samples."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ ARGUMENTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "include
 
 
 def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
-    """Twice two ranks: batches, learning rates, losses and norms, in evaluation and with a short last batch."""
+    """Four ranks at two data coordinates log the same as two plain ranks, with evaluation and a short last batch."""
     per_rank = ARGUMENTS | {"average_tokens_across_devices": False}
     plain = on_ranks(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
     runs = [
@@ -61,7 +61,9 @@ Seen = tuple[list[tuple[float, float]], list[int], float, list[int]]
 
 
 def loop(parallel: dict[str, int] | None) -> Seen:
-    """Loss and learning rate of each update, the samples that were gathered, a sum of theirs, and gathered objects."""
+    """Train; return the loss and learning rate of each update, the gathered sample numbers, their sum, and the numbers
+    gathered as objects.
+    """
     with alone():
         plain = accelerate.Accelerator(cpu=True)
         made = plain if parallel is None else Accelerator(cpu=True, partita_config={"parallel": parallel})
@@ -119,8 +121,8 @@ def test_what_the_loop_cannot_feed_is_refused() -> None:
 
 
 def resumed(stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]], bool]:
-    """What a run in two stages of a pipeline logs: in one piece, and resumed in its middle; and whether generated text
-    is that of the model in one process.
+    """Train a two-stage pipeline. Return its logs, those of a run resumed in its middle, and True if the resumed model
+    generates the same text as the saved one in one process.
     """
     run = Run({"zero": {"stage": stage}, "parallel": {"pipeline": 2}}, {"save_strategy": "steps", "save_steps": 2})
     prompt = {"input_ids": torch.arange(5, 9)[None], "max_new_tokens": 4, "do_sample": False}

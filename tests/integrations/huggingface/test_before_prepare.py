@@ -1,4 +1,4 @@
-"""Scripts that use a loaded model before an engine exists, where rank 0 alone has read its weights."""
+"""Scripts that use a loaded model before an engine exists, while only rank 0 has read its weights."""
 
 import copy
 import warnings
@@ -66,7 +66,7 @@ def all_values(model: Any) -> Any:
     return torch.cat([value.flatten().double() for value in model.state_dict().values()])
 
 
-# What leaves values unread, and what needs them: each returns a model or a tensor.
+# Uses that leave values unread, and uses that need them. Each returns a model or a tensor.
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "to": lambda model: model.to(CPU),
     "cpu": lambda model: model.cpu(),
@@ -97,7 +97,7 @@ def values_of(made: Any) -> dict[str, Tensor]:
 
 
 def used(kind: Any, folder: Path, names: list[str], dtype: torch.dtype) -> list[str]:
-    """The uses whose results or random numbers differ from plain transformers'."""
+    """Return the uses whose results or random numbers differ from plain transformers'."""
     differ = []
     for name in names:
         results = []
@@ -141,7 +141,7 @@ def test_other_models_are_read(name: str, tmp_path: Path) -> None:
 
 
 class Embedder(nn.Module):
-    """As sentence-transformers does: it moves the loaded model to its device, and saves by the inner model's save."""
+    """Wrapper like sentence-transformers': it moves the loaded model to a device, and saves through the inner model."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class EmbedderTrainer(transformers.Trainer):
 
 
 def embedded(folder: Path, output: Path, config: dict[str, Any] | None) -> list[float]:
-    """Losses of a wrapped model, which is saved at the end."""
+    """Train a wrapped model and save it; return the losses."""
     with alone(), scratch() as place, nullcontext() if config is None else rank_0_reads():
         torch.manual_seed(3)
         kind = EmbedderTrainer if config is None else on_partita(EmbedderTrainer, config)
@@ -201,7 +201,7 @@ def test_a_wrapper_moves_and_saves_the_loaded_model(stage: int, tmp_path: Path) 
 
 
 def prepared_after(use: str, folder: Path, partita: bool) -> list[float]:
-    """Losses of accelerate's loop with a loaded model that was used before."""
+    """Return the losses of accelerate's loop with a loaded model that was used before ``prepare``."""
     config = {"partita_config": {"zero": {"stage": 3}}} if partita else {}
     with alone(), rank_0_reads() if partita else nullcontext():
         accelerator = (Accelerator if partita else accelerate.Accelerator)(cpu=True, **config)

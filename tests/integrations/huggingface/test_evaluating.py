@@ -14,7 +14,7 @@ from tests.kit.ranks import on_ranks
 
 
 def looked_at(run: Run, first: bool) -> tuple[dict[str, float], Any, list[float]]:
-    """Trained, and evaluated; with ``first`` evaluated and predicted before, too."""
+    """Train and evaluate; with ``first``, evaluate and predict before it, too."""
     with alone(), scratch() as folder:
         trainer = trainer_of(run, folder)
         found, predicted = dict[str, float](), None
@@ -45,14 +45,14 @@ def test_evaluation_before_and_after_training() -> None:
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
-    """Ends a run after a step."""
+    """Callback that stops training after step 2."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 2
 
 
 def trained_twice() -> list[float]:
-    """A run that is stopped and begun again, with the same trainer."""
+    """Stop a run, then train again with the same trainer; return the losses of the second run."""
     with alone(), scratch() as folder:
         trainer = trainer_of(Run({"zero": {"stage": 2}}), folder, callbacks=[Stop()])
         try:
@@ -65,7 +65,7 @@ def trained_twice() -> list[float]:
 
 
 def test_a_trainer_that_trains_twice() -> None:
-    """The second run has the optimizer's states of the first, and the losses go on down."""
+    """A trainer that was stopped trains again for all steps."""
     losses = on_ranks(2, trained_twice, timeout=120)[0]
     assert len(losses) == 6
     assert losses[0] < 5
@@ -99,7 +99,7 @@ def test_what_does_not_go_together(config: dict[str, Any], arguments: dict[str, 
 
 
 def test_the_learning_rate_may_follow_a_metric(tmp_path: Path) -> None:
-    """The Trainer tells its ReduceLROnPlateau what was evaluated on all ranks."""
+    """ReduceLROnPlateau gives the learning rates of the plain Trainer, because it gets the loss of all ranks."""
     arguments = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": {"patience": 0, "threshold": 1e3},
@@ -125,7 +125,7 @@ def rates(*runs: Run) -> list[list[float]]:
 
 
 def with_own_optimizer(folder: Path) -> list[float]:
-    """The learning rates of a run whose optimizer is given, beside a configuration of the arguments' unused one."""
+    """Return the learning rates of a run with a given optimizer; the arguments' learning rate is unused."""
     with alone():
         model = llama()
         run = Run({"zero": {"stage": 2}, "optimizer": {"lr": 0.5}})

@@ -1,4 +1,4 @@
-"""``from_pretrained`` under several ranks: rank 0 reads, and the values reach the others with the engine."""
+"""``from_pretrained`` on several ranks: rank 0 reads the values, and the engine copies them to the others."""
 
 import re
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ from tests.kit.ranks import on_ranks
 
 
 def trained_from(folder: Path, run: Run, apart: bool) -> tuple[list[float], bool]:
-    """Losses from weights in a folder; and whether this rank held any parameter before training."""
+    """Train from weights in a folder; return the losses, and True if this rank had read a parameter before training."""
 
     def model() -> Any:
         if not apart:
@@ -35,7 +35,7 @@ def trained_from(folder: Path, run: Run, apart: bool) -> tuple[list[float], bool
         trainer = trainer_of(run, output, model=made)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(unread, "_read_all", None)  # nothing on the way to the engine needs the values
+                patch.setattr(unread, "_read_all", None)  # nothing may need the values before the engine
                 trainer.train()
             return [*losses_of(trainer), trainer.evaluate()["eval_loss"]], held
         finally:
@@ -59,7 +59,7 @@ def test_rank_0_reads(stage: int, tied: bool, tmp_path: Path) -> None:
 
 
 def opened(folder: Path) -> list[str]:
-    """Files of which this rank reads a value."""
+    """Return the files from which this rank reads values."""
     seen: list[str] = []
 
     class Counted:
@@ -102,8 +102,8 @@ def test_no_other_rank_reads_a_value(tmp_path: Path) -> None:
 
 
 def drawn_while_loading(folder: Path, from_state_dict: bool) -> tuple[Any, ...]:
-    """What a classifier without weights for its head draws, and the state of torch's generator afterwards, plain and
-    where rank 0 reads; and whether the other parameters are unread then.
+    """Load a classifier whose head is not in the files, plainly and with :func:`rank_0_reads`. Return, for each, the
+    head and the state of torch's generator; and True if exactly the other parameters are unread.
     """
     if from_state_dict:
         state = torch.load(folder / "pytorch_model.bin", weights_only=True)
@@ -122,7 +122,7 @@ def drawn_while_loading(folder: Path, from_state_dict: bool) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("from_state_dict", [False, True])
 def test_other_ranks_draw_as_rank_0_does(from_state_dict: bool, tmp_path: Path) -> None:
-    """The weights that are missing in the files are drawn on every rank, so generators stay alike."""
+    """Every rank draws the weights that are not in the files, so random generators stay the same on all ranks."""
     model = llama()
     model.save_pretrained(tmp_path)
     if from_state_dict:

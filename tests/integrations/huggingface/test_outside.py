@@ -1,4 +1,4 @@
-"""accelerate's own checks under ``partita run``: they pass, but for those that it refuses by design."""
+"""accelerate's own checks under ``partita run``: all pass except those that it refuses by design."""
 
 import json
 import os
@@ -10,18 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-# It looks into `.grad` after a backward of a model that was prepared without an optimizer. The gradients of such a
-# model would stay on each rank.
+# Checks that read `.grad` after the backward of a model prepared without an optimizer, whose gradients would not be
+# reduced.
 NO_OPTIMIZER = "PartitaError: accelerator.backward: the prepared RegressionModel has no optimizer yet"
-# It compares `.grad` after each backward. Reduced gradients are in buckets, of which `.grad` is no view.
+# A check that compares `.grad` after each backward. Reduced gradients are in buckets, and `.grad` is no view of them.
 IN_BUCKETS = "PartitaError: the .grad of 'a' has no values"
 REFUSED = {
     "test_distributed_sync": NO_OPTIMIZER,
     "test_distributed_sync_multiple_fwd": NO_OPTIMIZER,
     "test_gradient_accumulation_with_opt_and_scheduler": IN_BUCKETS,
 }
-# It trains in fp32, in fp32 with batches split, in bf16 and in fp16, and compares the parameters after each with those
-# of plain fp32 training. `precision.compute: fp32` makes bf16 autocast, as accelerate does; fp16 is not autocast.
+# A check that trains in fp32, in fp32 with split batches, in bf16 and in fp16, and compares the parameters with those
+# of plain fp32 training. With `precision.compute: fp32`, bf16 is autocast as in accelerate; fp16 is refused.
 NO_FP16_AUTOCAST = "ConfigError: precision.compute and the trainer's mixed precision differ ("
 
 

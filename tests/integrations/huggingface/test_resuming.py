@@ -1,4 +1,4 @@
-"""Runs that were ended and resumed under a Trainer, at the same and at another stage and number of ranks."""
+"""Runs under a Trainer that are interrupted and resumed, at the same or another stage and number of ranks."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def trained(run: Run, folder: Path, resume: bool | str | None = None) -> list[float]:
-    """The losses of a run; of one that was resumed, those since its start, too, as the Trainer keeps them."""
+    """Train, and return the losses. Those of a resumed run include the ones before its checkpoint."""
     with alone():
         trainer = trainer_of(run, folder)
         try:
@@ -40,7 +40,7 @@ def at(stage: int) -> dict[str, Any]:
 
 
 def killed(folder: Path) -> None:
-    """Rank 1 is killed while it writes its second checkpoint."""
+    """Train, and kill rank 1 while it writes its second checkpoint."""
     writes = iter([FileDraft.write, lambda *_: os.kill(os.getpid(), signal.SIGKILL)])
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -49,7 +49,7 @@ def killed(folder: Path) -> None:
 
 
 def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
-    """The losses of a run that was never stopped, bit for bit; and at another stage."""
+    """A resumed run has the losses of an uninterrupted one, bit for bit at the same stage."""
     whole = on_ranks(2, trained, Run(at(3), SAVING), tmp_path / "whole", timeout=120)[0]
     with pytest.raises(WorkerError, match="rank 1 died with exit code -9"):
         on_ranks(2, killed, tmp_path / "killed", timeout=120)
@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_resumed_elsewhere(tmp_path: Path) -> None:
-    """At another stage, on another number of ranks with the same batches."""
+    """A run resumes at another stage, on another number of ranks with the same batches."""
     by_ranks = {ranks: SAVING | {"per_device_train_batch_size": 4 // ranks} for ranks in (1, 2)}
     for before, now in ((1, 2), (2, 1)):
         folder = tmp_path / str(before)
@@ -103,7 +103,7 @@ def test_every_rank_says_that_there_is_none(tmp_path: Path) -> None:
 
 
 def best(run: Run, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The eval losses, and the weights at the end."""
+    """Train and save the final model; return the eval losses, and the step of the best model."""
     with alone():
         trainer = trainer_of(run, folder)
         try:
@@ -136,7 +136,10 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """What each checkpoint lacks when the Trainer says that it is saved; only then may it be published, if ``held``."""
+    """Callback that records what each checkpoint lacks when the Trainer reports it saved.
+
+    With ``held``, no checkpoint is published before that.
+    """
 
     def __init__(self, held: bool) -> None:
         self.lacks, self.freed, self.held = list[str | None](), threading.Semaphore(0), held
@@ -151,7 +154,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def watched(limit: int, folder: Path) -> tuple[list[str | None], list[float]]:
-    """What checkpoints in the background lack at first, and the eval losses; the best model is loaded at the end."""
+    """Train with background checkpoints, load the best model and save it.
+
+    Return what each checkpoint lacked when the Trainer reported it saved, and the eval losses.
+    """
     run = Run(at(3) | {"checkpoint": {"background": True}}, BEST | {"save_total_limit": limit})
     watch = Watch(held=limit > 1)
     with alone(), pytest.MonkeyPatch.context() as patch:
@@ -168,7 +174,7 @@ def watched(limit: int, folder: Path) -> tuple[list[str | None], list[float]]:
 
 
 def test_checkpoints_in_the_background(tmp_path: Path) -> None:
-    """Those that the Trainer leaves are complete, the best among them; where it leaves one, it is complete at once."""
+    """The remaining checkpoints are complete and include the best. With a limit of 1, each is complete at once."""
     for limit, lacks in ((2, "no complete states in 'partita'"), (1, None)):
         folder = tmp_path / str(limit)
         found, rows = on_ranks(2, watched, limit, folder, timeout=120)[0]

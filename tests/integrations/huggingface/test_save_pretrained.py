@@ -1,4 +1,4 @@
-"""The end of a script: the model that was prepared is saved by its own ``save_pretrained``; and accelerate's hooks."""
+"""Prepared models are saved by their own ``save_pretrained``, at the end of a script and in accelerate's hooks."""
 
 import copy
 import time
@@ -19,7 +19,7 @@ from tests.kit.ranks import on_ranks
 
 
 def trained(accelerator: Accelerator, model: nn.Module) -> Any:
-    """The model after one step."""
+    """Return the model after one step."""
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     rows = samples(2, dist.get_rank())
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
@@ -33,7 +33,7 @@ def accelerator_of(compute: str = "fp32") -> Accelerator:
 
 
 def saved_at_the_end(folder: Path, compute: str) -> dict[str, torch.Tensor]:
-    """As transformers' own scripts end."""
+    """Train and save as transformers' own scripts do; return the full state dict, which is empty except on rank 0."""
     with alone():
         accelerator = accelerator_of(compute)
         model = trained(accelerator, llama())
@@ -124,7 +124,7 @@ def test_an_error_of_rank_0_is_one_of_all_ranks(tmp_path: Path) -> None:
 
 
 class Denoiser(nn.Module):
-    """Saved as diffusers' models are: from the module's own state dict, which is no argument."""
+    """Model that saves like diffusers' models: from its own state dict, not from an argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +147,8 @@ def denoiser(seed: int) -> Denoiser:
 
 
 def hooked(folder: Path, stage: int) -> tuple[list[Any], bool, bool]:
-    """A loop of the shape of diffusers' scripts. What the hooks saw, whether the model is as saved after loading, and
-    whether a copy of it made while it is whole has the class's own method.
+    """Run a loop like those of diffusers' scripts. Return what the hooks saw, True if loading restores the saved model,
+    and True if a copy made while parameters are gathered has the class's own ``save_pretrained``.
     """
     seen: list[Any] = []
     with alone():
@@ -203,7 +203,7 @@ def test_hooks_of_accelerate_get_models_that_can_be_saved(stage: int, tmp_path: 
 
 
 class Sentences(nn.Module):
-    """A library's model around one of transformers, with a save of its own, as sentence-transformers' is."""
+    """Wrapper around a transformers model, with its own ``save`` like sentence-transformers' models."""
 
     def __init__(self) -> None:
         super().__init__()

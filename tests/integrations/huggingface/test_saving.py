@@ -1,4 +1,4 @@
-"""What is saved from a Trainer on partita: what ``from_pretrained`` loads, and an error where one rank saves alone."""
+"""Models saved by a Trainer on partita: ``from_pretrained`` loads them; saving on one rank alone is an error."""
 
 import time
 import warnings
@@ -38,7 +38,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 def saved(run: Run, folder: Path) -> torch.Tensor:
-    """Train, save, and return what the trained model says."""
+    """Train and save; return the logits of the trained model."""
     with alone():
         trainer = trainer_of(run, folder)
         try:
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_by_from_pretrained(tied: bool, tmp_path: Path) -> Non
 
 
 def rows_for(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """Images or tokens, with labels."""
+    """Return images or tokens, whichever the model needs, with labels."""
     generator = torch.Generator().manual_seed(2)
     if model.main_input_name == "pixel_values":
         images = torch.randn(8, 3, 8, 8, generator=generator)
@@ -73,7 +73,7 @@ def rows_for(model: nn.Module) -> list[dict[str, torch.Tensor]]:
 
 
 def saved_case(name: str, folder: Path) -> torch.Tensor:
-    """Train, save, and return what the trained model says."""
+    """Train and save; return the logits of the trained model."""
     with alone():
         trainer = trainer_of(Run({"zero": {"stage": 3}}), folder, model=cases.build(name))
         trainer.train_dataset = rows_for(trainer.model)
@@ -87,7 +87,7 @@ def saved_case(name: str, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["mixtral", "vit"])
 def test_other_models_are_loaded_by_from_pretrained(name: str, tmp_path: Path) -> None:
-    """With experts that are a tensor each in files, and of images."""
+    """``from_pretrained`` loads a model with one tensor per expert in its files, and an image model."""
     logits = on_ranks(2, saved_case, name, tmp_path, timeout=120)[0]
     found = type(cases.build(name)).from_pretrained(tmp_path / "final").eval()
     torch.testing.assert_close(cases.logits(found), logits, rtol=0, atol=1e-6)
@@ -114,7 +114,7 @@ def test_adapters_alone_are_saved(tmp_path: Path) -> None:
 
     logits = on_ranks(2, saved, Run({"zero": {"stage": 3}}, lora=True), tmp_path, timeout=120)[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of peft's calls into transformers
+        warnings.simplefilter("ignore", FutureWarning)  # from peft's calls into transformers
         found, untrained = PeftModel.from_pretrained(llama(), tmp_path / "final"), model_of(Run(lora=True))
     assert torch.allclose(logits_of(found), logits, atol=1e-6)
     assert not torch.allclose(logits_of(untrained), logits, atol=1e-4)
@@ -127,8 +127,11 @@ PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT configuration. ``chooses``: PEFT saves tensors of the model as they are; else it computes what it saves,
-    for which the whole model is gathered. ``added``: by transformers, into a model that stays its own.
+    """A PEFT configuration.
+
+    Attributes: ``chooses``: True if PEFT saves some tensors of the model unchanged; otherwise it computes what it
+    saves, and the full model is gathered. ``added``: True if transformers adds the adapter, and the model is not
+    wrapped.
     """
 
     kind: str
@@ -152,7 +155,7 @@ ADAPTERS = {
     "LoRA, a trained copy": Adapter("LoraConfig", ON | {"r": 4, "modules_to_save": ["lm_head"]}),
     "LoRA, added": Adapter("LoraConfig", ON | {"r": 4, "modules_to_save": ["lm_head"]}, added=True),
     "P-tuning": Adapter("PromptEncoderConfig", PROMPTS | {"encoder_hidden_size": 8}),
-    "VeRA": Adapter("VeraConfig", ON | {"r": 4, "target_modules": ["q_proj"]}),  # the same buffers at many places
+    "VeRA": Adapter("VeraConfig", ON | {"r": 4, "target_modules": ["q_proj"]}),  # layers share buffers
 }
 MORE_ADAPTERS = {
     "LoRA, biases": Adapter("LoraConfig", ON | {"r": 4, "bias": "all"}),
@@ -187,8 +190,8 @@ MORE_ADAPTERS = {
 
 
 def saved_adapters(name: str, folder: Path) -> tuple[torch.Tensor, set[str], bool]:
-    """Train and save; what the trained model says, the names of what is gathered to save, and whether the values are
-    those of the whole state dict.
+    """Train and save; return the logits of the trained model, the names of the tensors gathered for saving, and True if
+    their values are those of the full state dict.
     """
     with alone():
         model = {**ADAPTERS, **MORE_ADAPTERS}[name].put_on(llama())
@@ -212,12 +215,12 @@ def test_adapters_of_all_kinds_are_saved_without_the_frozen_model(name: str, tmp
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft's
+        warnings.simplefilter("ignore")  # from peft
         every = on_ranks(2, saved_adapters, name, tmp_path, timeout=120)
         loaded = PeftModel.from_pretrained(llama(), tmp_path / "final")
         logits, found, alike = every[0]
         assert torch.allclose(logits_of(loaded), logits, atol=1e-5)
-        assert not torch.allclose(logits_of(llama()), logits[:, -LENGTH:], atol=1e-5)  # prompts come first
+        assert not torch.allclose(logits_of(llama()), logits[:, -LENGTH:], atol=1e-5)  # virtual tokens come first
     assert alike
     assert not every[1][1]
     frozen = [name for name in found if "mlp" in name and not any(part in name for part in ("bias", "adapt"))]
@@ -225,7 +228,7 @@ def test_adapters_of_all_kinds_are_saved_without_the_frozen_model(name: str, tmp
 
 
 def gathered_for_two() -> tuple[set[str], set[str]]:
-    """What is gathered to save two adapters, of which one is frozen; and what trains."""
+    """Return the names gathered to save two adapters, one of which is frozen, and the names of trainable parameters."""
     with alone(), scratch() as folder:
         trainer = trainer_of(Run({"zero": {"stage": 3}}, lora=True), folder)
         trainer.model.add_adapter("frozen", trainer.model.peft_config["default"])
@@ -244,7 +247,10 @@ def test_a_frozen_adapter_is_saved_beside_the_one_that_trains() -> None:
 
 
 def saves_alone(folder: Path) -> tuple[str, float]:
-    """Rank 0 saves, as a script does that asks ``is_world_process_zero``; the other rank waits for it."""
+    """Save on rank 0 only, as a script under ``is_world_process_zero`` does, while the other rank waits.
+
+    Return the error, and the seconds until it is raised.
+    """
     with alone():
         trainer = trainer_of(Run({"zero": {"stage": 3}}), folder)
         trainer.train()
@@ -269,7 +275,9 @@ def test_saving_on_one_rank_alone_is_named_within_seconds(tmp_path: Path) -> Non
 
 
 def generated(folder: Path) -> list[list[int]]:
-    """Prompts of other lengths on each rank, whole and in step with the other ranks, before training and plain."""
+    """Generate from prompts whose lengths differ by rank. Return the tokens of a plain model, of a trained one with
+    gathered parameters, and of one that generates in lockstep with the other ranks (its learning rate is 0).
+    """
     rank = dist.get_rank()
     prompt = torch.arange(3, 7 + rank)[None]
     asked = {"max_new_tokens": LENGTH - 4 * rank, "do_sample": False}

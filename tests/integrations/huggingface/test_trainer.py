@@ -1,4 +1,4 @@
-"""A Trainer's losses, norms and learning rates on partita: those of the plain Trainer, and the same at every stage."""
+"""Losses, norms and learning rates of a Trainer on partita: those of the plain Trainer, and the same at every stage."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def assert_close(rows: Rows, expected: Rows, relative: float = 1e-6) -> None:
 
 
 def on(world: int, *runs: Run) -> list[Rows]:
-    """The histories of the runs, which are the same on every rank."""
+    """Return the logs of the runs on rank 0; check that the losses are the same on every rank."""
     every = on_ranks(world, histories, list(runs), timeout=120)
     for other in every[1:]:
         assert [[row["loss"] for row in rows if "loss" in row] for rows in other] == [
@@ -83,7 +83,7 @@ def test_an_optimizer_that_needs_full_parameters() -> None:
 
 
 def test_arguments_in_a_sample() -> None:
-    """One stage each, of what the matrix has at all of them."""
+    """Every argument gives the plain Trainer's numbers at stage 3; the thorough tests cover all stages."""
     names = [name for name in ARGUMENTS if name != SAMPLE]
     runs = [Run(config, ARGUMENTS[name]) for name in names for config in (None, at(3))]
     found = on(2, *runs)
@@ -96,8 +96,10 @@ AUTOCAST = {"precision": {"compute": "fp32"}}
 
 
 def test_bf16_casts_or_autocasts() -> None:
-    """Autocast has the plain Trainer's numbers; casts have the same at every stage. A norm that is summed in another
-    order has another last bit, and rounding to bf16 makes 2 ** -8 of a weight of that now and then.
+    """Autocast has the plain Trainer's numbers; casts have the same numbers at every stage.
+
+    Norms that are summed in another order differ in the last bit. Rounding to bf16 occasionally turns this into 2 ** -8
+    of a weight.
     """
     for arguments, relative in ((BF16 | {"max_grad_norm": 0.0}, 1e-6), (BF16, 2**-10)):
         plain, *others = on(2, Run(None, arguments), *(Run(at(stage, **AUTOCAST), arguments) for stage in (1, 3)))
@@ -111,7 +113,7 @@ def test_bf16_casts_or_autocasts() -> None:
 
 @pytest.mark.thorough
 def test_bf16_without_clipping() -> None:
-    """On one rank the plain Trainer's numbers hold with no norm in them, of which bf16 makes much."""
+    """On one rank, autocast has the plain Trainer's numbers if no norm, whose errors bf16 amplifies, affects them."""
     arguments = BF16 | {"max_grad_norm": 0.0}
     plain, *others = on(1, Run(None, arguments), *(Run(at(stage, **AUTOCAST), arguments) for stage in (1, 3)))
     for rows in others:
@@ -119,7 +121,7 @@ def test_bf16_without_clipping() -> None:
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """As torch's, by a norm that is exact: torch adds up squares in fp32, which is off by 1e-6 and more."""
+    """Clip as torch does, but by an exact norm: torch sums squares in fp32, with errors of 1e-6 and more."""
     gradients = [param.grad for param in parameters if param.grad is not None]
     norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().float()
     for gradient in gradients:
@@ -134,7 +136,7 @@ def exactly_clipped(run: Run) -> Rows:
 
 @pytest.mark.thorough
 def test_bf16_on_one_rank() -> None:
-    """What bf16 rounds makes much of a norm's last bits: so the plain Trainer has an exact norm, too."""
+    """Autocast has the numbers of a plain Trainer with an exact norm: bf16 amplifies errors in a norm's last bits."""
     (plain,) = on_ranks(1, exactly_clipped, Run(None, BF16), timeout=120)
     others = on(1, *(Run(at(stage, **AUTOCAST), BF16) for stage in STAGES))
     for rows in others:
@@ -151,7 +153,7 @@ def test_adapters_and_tied_weights() -> None:
 
 
 def one_after_the_other(runs: list[Run]) -> Rows:
-    """Trainers that train one model in turn."""
+    """Train one model with several Trainers in turn; return what they log."""
     with alone(), scratch() as folder:
         model, rows, trainer = model_of(runs[0]), [], None
         for run in runs:
@@ -172,7 +174,7 @@ def test_a_model_goes_from_one_trainer_to_the_next() -> None:
 
 
 def test_units_that_are_updated_in_backward() -> None:
-    """One backward per batch, clipped by the unit: losses differ from those of a global norm only where it clips."""
+    """Updates in backward, which clip by unit, have the plain losses if nothing is clipped."""
     arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 1000.0}
     config = at(3, precision={"gradients": "in_backward"})
     plain, rows = on(2, Run(None, arguments), Run(config, arguments))
@@ -180,7 +182,7 @@ def test_units_that_are_updated_in_backward() -> None:
 
 
 def test_a_schedule_of_deepspeeds_that_is_written_out() -> None:
-    """The rates are those of DeepSpeed's own class (``tests/config/test_deepspeed.py`` says where they are from)."""
+    """The learning rates are those of DeepSpeed's own class (``tests/config/test_deepspeed.py`` gives their source)."""
     known = json.loads(LEARNING_RATES.read_text())
     wanted = next(one for one in known if one["scheduler"]["type"] == "WarmupDecayLR" and one["lr"] != 1e-3)
     config = {"zero_optimization": {"stage": 2}, "scheduler": wanted["scheduler"]}
@@ -193,7 +195,7 @@ def test_a_schedule_of_deepspeeds_that_is_written_out() -> None:
 
 
 class Lines(logging.Handler):
-    """What partita logs."""
+    """Handler that collects the lines that partita logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +206,7 @@ class Lines(logging.Handler):
 
 
 def lines_of(run: Run, scheduled: bool) -> list[str]:
-    """What a training run says, with a scheduler of the script's or without."""
+    """Return the lines that a training run logs, with or without a scheduler from the script."""
     lines, logger = Lines(), logging.getLogger("partita")
     with alone(), scratch() as folder:
         model = model_of(run)

@@ -1,4 +1,4 @@
-"""TRL's trainers on partita: the losses of the plain ones, with a reference model and with generation at stage 3."""
+"""TRL's trainers on partita have the losses of the plain ones, also with a reference model and with generation."""
 
 import random
 from pathlib import Path
@@ -69,7 +69,7 @@ def trl_trainer(kind: str, config: dict[str, Any] | None, folder: Path, lora: bo
             given["ref_model"] = llama()
     else:
         trainer = trl.GRPOTrainer
-        given["model"] = saved(folder)  # TRL reads the reference model from where the model came
+        given["model"] = saved(folder)  # TRL loads the reference model from the model's folder
         sampled = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1, "seed": 5}
         args = trl.GRPOConfig(str(folder), **(SETTINGS | sampled | {"max_steps": 2}))
         given["reward_funcs"] = reward
@@ -83,7 +83,7 @@ def trl_trainer(kind: str, config: dict[str, Any] | None, folder: Path, lora: bo
 
 
 def saved(folder: Path) -> Any:
-    """A model that was read from a folder."""
+    """Return a model that was loaded from a folder."""
     model = llama()
     if not dist.is_initialized() or dist.get_rank() == 0:
         model.save_pretrained(folder / "start")
@@ -122,7 +122,7 @@ def assert_alike(found: dict[str, list[list[float]]]) -> None:
 
 
 def test_as_plain_trl() -> None:
-    """Supervised, preferences with a reference model, and generation with rewards, on two ranks."""
+    """SFT, DPO with a reference model and GRPO have the losses of plain TRL at stage 3, on two ranks."""
     assert_alike(on_ranks(2, plain_and_sharded, ["sft", "dpo", "grpo"], [3], False, timeout=200)[0])
 
 

@@ -1,1 +1,1 @@
-"""Lightning's Trainer and Fabric on partita, beside its own DDP."""
+"""Tests of Lightning's Trainer and Fabric on partita, compared with Lightning's own DDP."""

@@ -1,6 +1,6 @@
-"""A script that Lightning starts processes for: fit.py {popen, spawn} NODES, of two ranks in all.
+"""A script whose processes Lightning starts, two ranks in all: ``fit.py {popen, spawn} NODES``.
 
-Prints how many ranks share a node, and the norm of the weights after the fit.
+It prints how many ranks share a node, and the norm of the weights after the fit.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A loop with Fabric, alike on partita and on Lightning's own DDP."""
+"""A Fabric loop that runs on partita and on Lightning's own DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 class Loop:
-    """A model in training: two micro-batches to a step, clipped."""
+    """A training loop with two micro-batches per step and gradient clipping."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric, self.losses, self.norms = fabric, list[float](), list[float]()
@@ -48,7 +48,7 @@ class Loop:
         return F.mse_loss(self.model(x), y) + self.model.penalty()
 
     def run(self, start: int, stop: int) -> list[float]:
-        """The loss of every micro-batch of these steps, and the norm after each."""
+        """Train; return the losses of all micro-batches so far, with the gradient norm of a step after its losses."""
         for step in range(start, stop):
             self.optimizer.zero_grad()
             for micro in range(2):

@@ -1,4 +1,4 @@
-"""LightningModules, and fits of them: on partita, and on Lightning's own DDP beside it."""
+"""LightningModules, and Trainers that fit them on partita or on Lightning's own DDP."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ BATCH = 4
 NUM_SAMPLES = 36  # 9 batches on one rank and 5 on two: the last step of an epoch has one micro-batch of two
 STAGES = (0, 1, 2, 3)
 
-# What Lightning and what it imports say of themselves.
+# Warnings that Lightning and its dependencies cause themselves.
 NOISE = (
     "ignore:::lightning[.]",
     "ignore:.*LeafSpec.*",
@@ -33,7 +33,7 @@ NOISE = (
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Lightning sets variables and prints; a test's process is used for others afterwards."""
+    """Silence Lightning's logs, and restore the environment that it changes, because tests share a process."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "partita")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -47,7 +47,7 @@ def quietly() -> Iterator[None]:
 
 
 class Seeded(nn.Linear):
-    """A linear layer whose first values depend on nothing but its shape."""
+    """A linear layer whose initial values depend only on its shape."""
 
     def reset_parameters(self) -> None:
         generator = torch.Generator().manual_seed(self.in_features + self.out_features)
@@ -57,7 +57,7 @@ class Seeded(nn.Linear):
 
 
 class Net(nn.Module):
-    """[batch, WIDTH] to a number, with a parameter of the root's own."""
+    """Network from [batch, WIDTH] to [batch, 1], with a parameter at the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,16 +73,16 @@ class Net(nn.Module):
         return self.head(self.layers(x * self.scale))
 
     def penalty(self) -> Tensor:
-        """Of a parameter of the module's own, outside its forward."""
+        """Return a penalty on the root's parameter, which is used outside forward."""
         return 1e-3 * self.scale.square().sum()
 
 
 class Regression(pl.LightningModule):
-    """Notes every loss of training, and the rate after every batch."""
+    """Regression that records every training loss, and the learning rate after every batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))  # of the LightningModule's own: read inside training_step alone
+        self.bias = nn.Parameter(torch.zeros(1))  # not part of `net`, and not used in forward
         self.net = Net()
         self.losses, self.rates = list[float](), list[float]()
 
@@ -111,7 +111,7 @@ class Regression(pl.LightningModule):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
-        """Two groups, and a schedule whose first rate is not the optimizer's."""
+        """Return an optimizer with two groups, and a schedule whose first rate is not the optimizer's."""
         decayed = [param for param in self.parameters() if param.dim() > 1]
         others = [param for param in self.parameters() if param.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -121,7 +121,7 @@ class Regression(pl.LightningModule):
 
 
 class Manual(Regression):
-    """Steps by itself: after every second batch, clipped, with the schedule once an epoch."""
+    """Manual optimization: clip and step after every second batch, and step the schedule once per epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Manual(Regression):
 
 
 class Plateau(Regression):
-    """A schedule that is told a metric, and a hook that clips harder than the Trainer."""
+    """A schedule that depends on a metric, and a hook that clips gradients."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
@@ -163,7 +163,7 @@ class Plateau(Regression):
 
 
 class OfTheConfig(Regression):
-    """Leaves the optimizer to the strategy."""
+    """A module that leaves the optimizer to the strategy's config."""
 
     def configure_optimizers(self) -> None:
         return None
@@ -190,5 +190,5 @@ def trainer(strategy: PartitaStrategy | DDPStrategy, devices: int, **arguments: 
 
 
 def worst(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,4 @@
-"""What the Trainer's ModelCheckpoint saves of a strategy: resumed, on other ranks too, and loaded without it."""
+"""Checkpoints of Lightning's ModelCheckpoint: resumed, also on other ranks, and loaded without the strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ def fit(strategy: PartitaStrategy, folder: str, batch: int = BATCH, resumes: str
 
 @quietly()
 def saved_and_resumed(folder: str) -> dict[str, list[float]]:
-    """Losses of a whole run, and of what follows its first epoch, at other stages, in the background and not."""
+    """Return the losses of a full run, and of runs resumed after its first epoch: at stage 3 with background saves, and
+    at stage 1 with foreground saves.
+    """
     strategy = on_partita(3)
     found = {"whole": fit(strategy, folder).losses}
     strategy.engine.close()
@@ -63,7 +65,7 @@ def saved_and_resumed(folder: str) -> dict[str, list[float]]:
 
 @quietly()
 def resumed_alone(folder: str) -> list[float]:
-    """On one rank, with batches as large as those of both were together."""
+    """Resume on one rank, with the batch size of both ranks together; return the losses."""
     strategy = on_partita(3)
     losses = fit(strategy, f"{folder}/alone", batch=2 * BATCH, resumes=f"{folder}/epoch=0.ckpt").losses
     strategy.engine.close()
@@ -81,13 +83,15 @@ def test_a_run_resumes_at_any_stage_and_on_other_ranks(tmp_path: Path) -> None:
 
     (alone,) = on_ranks(1, resumed_alone, str(tmp_path))
     whole = [sum(losses) / 2 for losses in zip(*(found["whole"] for found in of_ranks), strict=True)]
-    steps = [number for number in range(num_steps, len(whole)) if (number + 1) % num_steps]  # all but short batches
+    steps = [number for number in range(num_steps, len(whole)) if (number + 1) % num_steps]  # all except short batches
     assert worst([alone[number - num_steps] for number in steps], [whole[number] for number in steps]) < 1e-4
 
 
 @quietly()
 def best_and_weights(folder: str, stage: int) -> tuple[list[float], list[float]]:
-    """Held-out losses: those that were logged; then of the checkpoints, in a Trainer that has not fitted."""
+    """Return the logged held-out losses (best, last), and the test losses of checkpoints: of the best one in the same
+    Trainer, then of each in a new Trainer.
+    """
     world = dist.get_world_size()
     strategy, module = on_partita(stage), Regression()
     keep = callback(folder, monitor="held_out", save_top_k=1)

@@ -1,4 +1,4 @@
-"""A loop with Fabric on partita trains as it does on Lightning's own DDP."""
+"""A Fabric loop on partita trains as on Lightning's own DDP."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SAME = 1e-6
 
 @quietly()
 def beside_ddp(folder: str) -> tuple[list[float], dict[int, list[float]], dict[int, list[float]]]:
-    """DDP's losses and norms; those of each stage; and those after three steps, resumed at another stage."""
+    """Return the losses and norms of DDP, of each stage, and of runs resumed after three steps at another stage."""
     world = dist.get_world_size()
     ddp = Loop(fabric(on_ddp(), world)).run(0, 6)
     whole, resumed = {}, {}
@@ -48,7 +48,7 @@ def test_losses_norms_and_resumed_runs_are_those_of_ddp(tmp_path: Path, world: i
 
 @quietly()
 def other_models() -> None:
-    """A model that only evaluates, two that train, and what a loop asks of them."""
+    """Use one model that only evaluates and two that train in one loop."""
     strategy = on_partita(3)
     made = fabric(strategy, dist.get_world_size())
     frozen = made.setup(Net())
@@ -61,7 +61,7 @@ def other_models() -> None:
     with pytest.raises(PartitaError, match="2 models were set up with an optimizer.* name one"):
         made.backward(second.loss(0))
     made.backward(second.loss(0), model=second.model)
-    second.optimizer.zero_grad()  # drops it
+    second.optimizer.zero_grad()  # drops the gradients
     made.backward(second.loss(0), model=second.model, retain_graph=True)
     second.optimizer.step()
     assert loop.losses[-1] == before
@@ -75,7 +75,7 @@ def test_several_models() -> None:
 
 @quietly()
 def dropped() -> tuple[float, float]:
-    """The norm of a batch's gradient after another was dropped, and without that."""
+    """Return a batch's gradient norm after another batch's gradients were dropped, and without that."""
     strategy = on_partita(2)
     loop = Loop(fabric(strategy, dist.get_world_size()))
     norms = []
@@ -104,7 +104,7 @@ def in_16_bits() -> tuple[list[float], ...]:
 
 def test_bf16_mixed_casts_or_autocasts() -> None:
     for ddp, autocast, cast, sharded in on_ranks(2, in_16_bits):
-        assert worst(autocast, ddp) <= 1e-5  # norms are of bf16's gradients, summed in another order
+        assert worst(autocast, ddp) <= 1e-5  # norms of bf16 gradients, summed in another order
         assert cast == sharded
         assert 0 < worst(cast, ddp) < 0.1
 

@@ -25,7 +25,7 @@ def started(folder: Path, start_method: str, num_nodes: int, **variables: str) -
 
 
 def norms(processes: list[subprocess.Popen[str]], per_node: int) -> set[str]:
-    """Of the weights, as each process has printed them."""
+    """Return the weight norms that the processes print; check their number of ranks per node."""
     found = set()
     for process in processes:
         said, errors = process.communicate(timeout=250)
@@ -37,15 +37,15 @@ def norms(processes: list[subprocess.Popen[str]], per_node: int) -> set[str]:
 
 @pytest.mark.thorough
 def test_processes_that_lightning_starts(tmp_path: Path) -> None:
-    """The same weights however they are started, in the script's own process."""
+    """Both start methods leave the same weights in the script's own process."""
     found = norms([started(tmp_path, "popen", 1)], 2)
-    found |= norms([started(tmp_path, "spawn", 1)], 1)  # the script's process is none of the ranks
+    found |= norms([started(tmp_path, "spawn", 1)], 1)  # the script's process is not a rank
     assert len(found) == 1
 
 
 @pytest.mark.thorough
 def test_nodes_that_lightning_knows_of(tmp_path: Path) -> None:
-    """A script started on each of two nodes."""
+    """A script that is started on each of two nodes trains one model."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     nodes = [started(tmp_path, "popen", 2, NODE_RANK=str(node), **meet) for node in range(2)]
     assert len(norms(nodes, 1)) == 1

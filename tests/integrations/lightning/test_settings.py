@@ -1,4 +1,4 @@
-"""What Lightning and the config say of one setting: together, or not at all."""
+"""Settings that both Lightning and the config can give: they are combined, or refused if they contradict."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from tests.kit.ranks import on_ranks
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
 PRECISIONS = {
-    # Lightning's, the config's: what is computed in, and whether under autocast
+    # (Lightning's precision, the config's): (dtype of computation, True if under autocast)
     ("32-true", "auto"): ("fp32", False),
-    ("32-true", "bf16"): ("bf16", False),  # Lightning's default says nothing
+    ("32-true", "bf16"): ("bf16", False),  # Lightning's default does not contradict the config
     ("bf16-mixed", "auto"): ("bf16", False),
     ("bf16-mixed", "bf16"): ("bf16", False),
     ("bf16-mixed", "fp32"): ("fp32", True),
@@ -119,7 +119,9 @@ def test_what_fit_refuses(said: str) -> None:
 
 @quietly()
 def fit_with_both() -> tuple[list[float], list[float]]:
-    """A module's own backward, and values that the config and the Trainer have alike."""
+    """Return the losses of a module with its own backward, whose config repeats the Trainer's values, and those of a
+    module with neither.
+    """
     found = []
     for kind, config in ((OwnBackward, {"clip_grad_norm": 0.5, "batch": {"accumulate": 2}}), (Regression, {})):
         strategy, module = on_partita(2, **config), kind()
@@ -150,7 +152,7 @@ def fit_that_fails() -> None:
         trainer(strategy, 1).fit(module, loader())
     with pytest.raises(PartitaError, match="no engine"):
         strategy.engine  # noqa: B018
-    with partita.initialize(module) as engine:  # it belongs to none
+    with partita.initialize(module) as engine:  # the failed fit has released the module
         assert engine.module is module
 
 
@@ -160,7 +162,7 @@ def test_an_exception_ends_the_engine() -> None:
 
 @quietly()
 def launched_by_lightning() -> None:
-    """Without torchrun's environment Lightning starts processes itself; one rank is this process."""
+    """Fit without torchrun's environment, where Lightning starts processes itself; the single rank is this process."""
     strategy = PartitaStrategy({"zero": {"stage": 2}})
     made = Trainer(strategy=strategy, accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False)
     made.fit(Regression(), loader())

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on partita trains as it does on its own DDP."""
+"""Lightning's Trainer on partita trains as on Lightning's own DDP."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ from tests.kit.ranks import on_ranks
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
-SAME = 1e-6  # of a loss, beside DDP's
+SAME = 1e-6  # relative difference from DDP's losses
 ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
 def fitted(kind: type[Regression], strategy: Any, **arguments: Any) -> dict[str, Any]:
-    """What a fit has noted; all of it is compared with another's."""
+    """Fit a module; return its losses, learning rates and number of steps."""
     module = kind()
     made = trainer(strategy, dist.get_world_size(), **arguments)
     made.fit(module, loader(), loader())
@@ -43,7 +43,7 @@ def fitted(kind: type[Regression], strategy: Any, **arguments: Any) -> dict[str,
 
 @quietly()
 def beside_ddp(kind: type[Regression], arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """DDP's notes, and those of each stage."""
+    """Return the results of a fit under DDP, then those of each stage."""
     return [fitted(kind, on_ddp(), **arguments)] + [fitted(kind, on_partita(s), **arguments) for s in STAGES]
 
 
@@ -65,7 +65,7 @@ def test_losses_and_rates_are_those_of_ddp(case: str, world: int) -> None:
             assert worst(found["losses"], ddp["losses"]) <= SAME
             assert found["rates"] == ddp["rates"]
             assert found["steps"] == ddp["steps"]
-        assert stages[0]["losses"] == stages[1]["losses"]  # these add up before they reduce, 2 and 3 after
+        assert stages[0]["losses"] == stages[1]["losses"]  # these accumulate before the reduction, 2 and 3 after it
         assert stages[2]["losses"] == stages[3]["losses"]
 
 
@@ -129,7 +129,7 @@ def test_without_configure_optimizers_they_are_the_configs() -> None:
 
 
 class OnMeta(Regression):
-    """Built in configure_model without memory for its parameters."""
+    """A module whose network is built on the meta device in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,9 @@ def test_configure_model_on_meta() -> None:
 
 @quietly()
 def evaluated_alone(stage: int) -> tuple[float, float, float, bool]:
-    """Without fit: by DDP, by partita, and by partita in a trainer of its own afterwards."""
+    """Test without a fit. Return DDP's loss, partita's loss, 1.0 if the engine planned memory for parameters only, and
+    True if all parameters still require gradients. Also check the Trainer's predictions.
+    """
     module, made = Regression(), trainer(on_ddp(), dist.get_world_size())
     (expected,) = made.test(module, loader(), verbose=False)
     strategy = on_partita(stage)
@@ -169,7 +171,7 @@ def evaluated_alone(stage: int) -> tuple[float, float, float, bool]:
 
 
 def _own(made: Any) -> Any:
-    """The batches that this rank predicts."""
+    """Return the batches that this rank predicts."""
     return made.predict_dataloaders
 
 
@@ -183,7 +185,7 @@ def test_evaluation_alone_holds_no_optimizer_states(stage: int) -> None:
 
 @quietly()
 def fit_twice() -> tuple[list[float], list[float], float, float]:
-    """The same Trainer and module again, after a test between; beside DDP."""
+    """Fit, test and fit again with one Trainer and module, under DDP and on partita; return losses and test losses."""
     found = []
     for strategy in (on_ddp(), on_partita(3)):
         module = Regression()

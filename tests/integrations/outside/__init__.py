@@ -1,1 +1,1 @@
-"""Plugins of pytest's: other libraries' own tests on partita (``benchmarks/results/outside.md``)."""
+"""Pytest plugins that run other libraries' own tests on partita (``benchmarks/results/outside.md``)."""

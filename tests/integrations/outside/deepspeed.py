@@ -1,9 +1,9 @@
-"""DeepSpeed's own tests of its schedulers on partita, from a checkout of DeepSpeed that is not changed:
+"""Plugin that runs DeepSpeed's own scheduler tests on partita, from an unmodified checkout of DeepSpeed:
 
 ``python -m pytest -p tests.integrations.outside.deepspeed --noconftest --import-mode=importlib -c /dev/null
 DEEPSPEED/tests/unit/runtime/test_lr_schedulers.py``
 
-``deepspeed`` is then ``partita.integrations.deepspeed``, with what these tests import beside it.
+It makes ``deepspeed`` an alias of ``partita.integrations.deepspeed``, and provides other modules of the tests.
 """
 
 import sys
@@ -21,7 +21,7 @@ SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosi
 
 
 def refusing(name: str) -> type:
-    """A class of DeepSpeed's that partita has not: to make one is the error that a user gets."""
+    """Return a substitute for a DeepSpeed class that partita lacks. Its constructor raises the error that users get."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise missing("deepspeed", "runtime", deepspeed.elsewhere.MODULE)
@@ -30,7 +30,7 @@ def refusing(name: str) -> type:
 
 
 class Names(ModuleType):
-    """``deepspeed.runtime.lr_schedules``: DeepSpeed's keys, by the names of its constants."""
+    """Substitute for ``deepspeed.runtime.lr_schedules``. Its constants are DeepSpeed's configuration keys."""
 
     VALID_LR_SCHEDULES = SCHEDULES
     WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
@@ -46,13 +46,13 @@ class Names(ModuleType):
 
 
 def _constant(kind: str) -> str:
-    """``WARMUP_DECAY_LR`` of ``WarmupDecayLR``."""
+    """Return the constant of a schedule: ``WARMUP_DECAY_LR`` for ``WarmupDecayLR``."""
     words = kind.replace("LR", "Lr")
     return "".join(f"_{letter}" if letter.isupper() else letter for letter in words).strip("_").upper()
 
 
 class SimpleModel(nn.Module):
-    """One linear layer, under cross-entropy."""
+    """One linear layer with a cross-entropy loss."""
 
     def __init__(self, hidden_dim: int, empty_grad: bool = False) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class SimpleModel(nn.Module):
 def random_dataloader(
     model: Any, total_samples: int, hidden_dim: int, device: torch.device, dtype: torch.dtype
 ) -> DataLoader[Any]:
-    """Micro-batches of random features and classes."""
+    """Return a loader of micro-batches with random features and classes."""
     features = torch.randn(total_samples, hidden_dim, device=device, dtype=dtype)
     classes = torch.randint(hidden_dim, (total_samples,), device=device)
     return DataLoader(TensorDataset(features, classes), batch_size=model.train_micro_batch_size_per_gpu())
 
 
 class DistributedTest:
-    """One process, as each of these tests asks for."""
+    """Base class of these tests, which all run in one process."""
 
 
 def put(name: str, **content: Any) -> None:

@@ -1,1 +1,1 @@
-"""Ray Train on partita."""
+"""Tests of Ray Train on partita."""

@@ -1,6 +1,6 @@
-"""A Ray job, as its driver runs it: python -m tests.integrations.ray.job FOLDER STAGE [STEP OF RANK 1'S DEATH].
+"""The driver of a Ray job: ``python -m tests.integrations.ray.job FOLDER STAGE [STEP IN WHICH RANK 1 DIES]``.
 
-Prints, as JSON, what its workers have noted and what Ray has kept.
+It prints, as JSON, the losses of the workers, and the checkpoints and metrics that Ray kept.
 """
 
 import json
@@ -29,7 +29,7 @@ EVERY = 2
 
 
 def losses_of(stage: int, dies_at: int | None, under_ray: bool = False) -> Iterator[tuple[int, float]]:
-    """(step, loss) of this rank; rank 1 dies in the step ``dies_at`` of a run that was not resumed."""
+    """Train; yield (step, loss) of this rank. Rank 1 dies in step ``dies_at`` of a run that was not resumed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     config = {"zero": {"stage": stage}, "communication": {"timeout_s": 60.0}}
@@ -41,7 +41,7 @@ def losses_of(stage: int, dies_at: int | None, under_ray: bool = False) -> Itera
             engine.backward(loss)
             yield step, loss.item()
             if step == dies_at and engine.mesh.rank == 1 and restored is None:
-                ray.train.get_all_reported_checkpoints()  # Ray has heard of what was reported
+                ray.train.get_all_reported_checkpoints()  # waits until Ray has processed every report
                 os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
             if under_ray and (step + 1) % EVERY == 0:
@@ -49,7 +49,7 @@ def losses_of(stage: int, dies_at: int | None, under_ray: bool = False) -> Itera
 
 
 def train(job: dict[str, Any]) -> None:
-    """What each worker runs; its losses go into a file."""
+    """Train on one worker; append its losses to a file."""
     logging.getLogger("partita").setLevel(logging.ERROR)
     notes = Path(job["folder"]) / f"losses-{ray.train.get_context().get_world_rank()}"
     for noted in losses_of(job["stage"], job["dies_at"], under_ray=True):
@@ -58,7 +58,7 @@ def train(job: dict[str, Any]) -> None:
 
 
 def run(folder: Path, stage: int, dies_at: int | None) -> dict[str, Any]:
-    """The losses of each rank, in the order in which they came, and the steps of the checkpoints that Ray kept."""
+    """Run the job; return each rank's losses in order, the names of the checkpoints that Ray kept, and its metrics."""
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": str(folder), "stage": stage, "dies_at": dies_at},
@@ -78,9 +78,9 @@ def run(folder: Path, stage: int, dies_at: int | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start a small Ray of its own, run the job, and end it."""
+    """Start a small local Ray, run the job, and shut Ray down."""
     folder, stage, *dies_at = sys.argv[1:]
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary:  # paths of sockets are short
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary:  # socket paths must be short
         ray.init(
             num_cpus=2,
             include_dashboard=False,

@@ -1,4 +1,4 @@
-"""Ray Train runs a job on two workers, and starts it again when one of them is killed."""
+"""Ray Train runs a job on two workers, and restarts it when one of them is killed."""
 
 import json
 import os
@@ -24,12 +24,12 @@ DIES_AT = 3
 
 
 def whole_run() -> list[float]:
-    """The losses of this rank, as the job has them where nobody dies."""
+    """Return this rank's losses of the job without a killed rank."""
     return [loss for _, loss in losses_of(stage=3, dies_at=None)]
 
 
 def run(folder: Path, stage: int, *dies_at: int) -> Any:
-    """What a job tells; it is a process of its own, which leaves none."""
+    """Run a job in its own process, which leaves no processes behind; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.integrations.ray.job", folder, str(stage), *map(str, dies_at)],
         cwd=ROOT,

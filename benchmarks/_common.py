@@ -22,6 +22,8 @@ from partita.memory.capacity import usable_cores
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 600
+# Ranks that still run this long before the time-out write their stacks to the log.
+DUMP_S = 10
 # Modes compute the same losses, except for the order of sums.
 LOSS_TOLERANCE = 1e-4
 
@@ -91,7 +93,8 @@ def run(
         environment["TMPDIR"] = str(folder)
     with tempfile.TemporaryDirectory() as results, tempfile.TemporaryFile("w+") as said:
         described = [json.dumps(asdict(hosts or Network())), mode, json.dumps(asdict(work))]
-        command = [sys.executable, "-m", "benchmarks._ranks", str(num_ranks), *described, results]
+        words = [str(num_ranks), *described, results, str(timeout_s - DUMP_S)]
+        command = [sys.executable, "-m", "benchmarks._ranks", *words]
         process = subprocess.Popen(
             [*network, *command],
             cwd=ROOT,

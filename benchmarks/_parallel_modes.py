@@ -221,7 +221,7 @@ def torch_context(build: Build) -> Trainer:
             loss = model(tokens, targets)
             loss.backward()
         for param in model.parameters():
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+            dist.all_reduce(param.grad)
             param.grad.div_(dist.get_world_size())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,8 +1,9 @@
 """One rank of one run: train in one mode and write the measurements as JSON.
 
-    python -m benchmarks._rank MODE WORK FOLDER
+    python -m benchmarks._rank MODE WORK FOLDER LIMIT_S
 
-WORK is a JSON object of :class:`benchmarks._work.Work`; the result is FOLDER/RANK.json.
+WORK is a JSON object of :class:`benchmarks._work.Work`; the result is FOLDER/RANK.json. After LIMIT_S seconds, the
+stacks of all threads are printed and the process ends.
 """
 
 import faulthandler
@@ -126,13 +127,9 @@ def _reset_peak() -> None:
         return
 
 
-# A longer run is assumed to hang: it is killed, and the stack of every thread is written to the rank's log.
-LIMIT_S = 900
-
-
 def main() -> None:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    mode, work, folder = sys.argv[1:]
+    mode, work, folder, limit_s = sys.argv[1:]
+    faulthandler.dump_traceback_later(float(limit_s), exit=True)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = Rank(mode, Work(**json.loads(work)))
     result = rank.run()

@@ -1,4 +1,6 @@
-"""Start the ranks of one run and wait for them: `python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER`.
+"""Start the ranks of one run and wait for them.
+
+    python -m benchmarks._ranks NUM_RANKS NETWORK MODE WORK FOLDER LIMIT_S
 
 This is a separate process, so that it can run in its own network namespace. NETWORK is a JSON object of
 :class:`benchmarks._network.Network`; the ranks are spread evenly over its hosts. If a rank fails, the others are
@@ -20,7 +22,8 @@ LAST_CHARACTERS = 3000
 
 
 def main() -> int:
-    num_ranks, network, mode, work, folder = int(sys.argv[1]), Network(**json.loads(sys.argv[2])), *sys.argv[3:]
+    num_ranks, network = int(sys.argv[1]), Network(**json.loads(sys.argv[2]))
+    mode, work, folder, limit_s = sys.argv[3:]
     if network.interface == LOOPBACK:
         bring_up()
     with socket.socket() as listener:
@@ -32,7 +35,7 @@ def main() -> int:
         places = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_local}
         addresses = {"MASTER_ADDR": network.address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": network.interface}
         own = {name: str(value) for name, value in (places | addresses).items()}
-        command = [*network.hosts[host], sys.executable, "-m", "benchmarks._rank", mode, work, folder]
+        command = [*network.hosts[host], sys.executable, "-m", "benchmarks._rank", mode, work, folder, limit_s]
         with Path(folder, f"{rank}.log").open("w") as log:
             ranks.append(subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT))
     return wait(ranks, folder)

@@ -41,7 +41,7 @@ def memory(path: Path) -> None:
 
 def step_time(path: Path) -> None:
     """Draw the time of a step on 2 and 4 ranks by ZeRO stage, and of DDP and FSDP2."""
-    table = rows("step_time.md", with_columns=["ms a step", "ratio"])
+    table = rows("step_time.md", with_columns=["ms per step", "ratio"])
     modes = {
         "FSDP2": "PyTorch FSDP2",
         "DDP": "PyTorch DDP",

@@ -80,7 +80,8 @@ def main() -> int:
                 outcome = attempt(job(mode, shape), clock.left, host)
                 yield from of_attempt(outcome, size, mode, base)
                 if outcome.stopped:
-                    yield [size, mode, str(tokens[len(outcome.steps)]), "-", "-", "-", outcome.why]
+                    last = str(tokens[len(outcome.steps)]) if len(outcome.steps) < len(tokens) else "-"
+                    yield [size, mode, last, "-", "-", "-", outcome.why]
                     report.expect(
                         outcome.stopped in ("device", "host", "time", "absent"), f"{size}, {mode}: {outcome.why}"
                     )

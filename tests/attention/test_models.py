@@ -366,7 +366,7 @@ def test_what_models_of_transformers_add_to_attention_is_named() -> None:
             engine(input_ids=tokens(), labels=tokens())
 
 
-def test_a_narrower_window_in_a_model_that_has_one_and_the_same_one() -> None:
+def test_a_window_of_the_size_of_the_model_s_own() -> None:
     """A window of the model's own size changes nothing: it counts positions as transformers does."""
     given = {"input_ids": tokens(), "labels": tokens(), "use_cache": False}
     loss = lambda model: model(**given).loss  # noqa: E731

@@ -71,7 +71,7 @@ def _start(job: Path, command: list[str], **variables: str) -> subprocess.Popen[
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 90) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str, str]:
     """Return the exit code, standard output and standard error. Kill the process if it takes longer."""
     try:
         out, error = process.communicate(timeout=timeout_s)

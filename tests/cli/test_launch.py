@@ -203,6 +203,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> Non
     job = write_job(tmp_path)
     process = start(job, *ENDLESS)
     wait_for(lambda: training_has_begun(tmp_path) or process.poll() is not None, "the first row of metrics")
+    assert workers_of(job)
     process.kill()
     process.communicate()
     wait_for(lambda: not workers_of(job), "the end of the workers", 20)

@@ -136,8 +136,10 @@ def test_what_the_output_cannot_show_is_replaced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_option_or_command_is_refused() -> None:
-    assert invoke("train", "job.yaml", "--proceses", "2")[0] == 2
-    assert invoke("tarin")[0] == 2
+    for arguments in (("train", "job.yaml", "--proceses", "2"), ("tarin",)):
+        code, output = invoke(*arguments)
+        assert code == 2
+        assert f"No such {'option' if len(arguments) > 1 else 'command'}" in output
 
 
 def test_one_process_trains_in_place(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ def test_a_rank_that_is_killed_beside_a_child(stage: int, way: str, tmp_path: Pa
         on_ranks(2, dies, stage, way, str(tmp_path), True)
     said = (tmp_path / "said-0").read_text()
     assert "rank 1 does not answer: its process was stopped or has ended" in said
+    assert "Backend: " in said
     assert not re.search("timed out|timeout", said.partition("Backend: ")[2], re.IGNORECASE)
 
 

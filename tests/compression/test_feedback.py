@@ -1,7 +1,6 @@
 """Error feedback: residuals are sent later, unchanged by skipped steps, and saved as one sum."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,14 @@ def unused(plan: str) -> None:
             chosen = {n: f for n, f in factors(number, rank()).items() if used is None or n == used}
             if number == 1 and rank() == 0:
                 chosen["bias"] = factors(number, 0)["bias"]
-            before, weights = held(engine).clone(), whole_weights(engine)
+            residuals, weights = held_sums(engine), whole_weights(engine)
             engine.backward(engine(chosen))
             norm = engine.step().grad_norm
             for name in SHAPES:
                 same = torch.equal(whole_weights(engine)[name], weights[name])
                 assert same == (name not in chosen and not (number == 1 and name == "bias")), (number, name)
+                assert torch.equal(held_sums(engine)[name], residuals[name]) == same, (number, name)
             assert norm is not None
-            del before
             for other in range(world()):
                 for name, factor in factors(number, other).items():
                     if used in (None, name) or (number == 1 and other == 0 and name == "bias"):
@@ -210,7 +209,7 @@ def without(folder: Path) -> None:
         assert not held(engine).any()
 
 
-def placed(zero: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def placed(zero: dict[str, Any]) -> dict[str, Tensor]:
     """Check the tier and bytes of residuals in the ledger against the plan; return the trained weights."""
     with partita.initialize(Stack(2), {"zero": zero, "optimizer": {"lr": 1e-2}, **TERNARY}) as engine:
         run_on(engine, 0)

@@ -424,7 +424,9 @@ def fails_on_one_rank(stage: int) -> None:
     wrong: dict[str, dict[str, Any]] = {
         "int16.*build the same model on every rank": {"model": _with_buffer(torch.int32 if first else torch.int16)},
         "the ranks' models differ: .*'blocks.2": {"model": Stack(2 if first else 3)},
-        "blocks.0.scale' is on the meta device": {"model": nn.ModuleDict({"blocks": nn.ModuleList([NoReset()])})},
+        "blocks.0.scale' is on the meta device": {
+            "model": nn.ModuleDict({"blocks": nn.ModuleList([NoReset().to_empty(device="meta" if first else "cpu")])})
+        },
         "is in float64": {"model": Stack(1) if first else Stack(1).double()},
         "expected a torch.optim.Optimizer": {"model": Stack(1), "optimizer": None if first else 3},
         "nowhere": {"model": Stack(1), "weights": None if first else "/nowhere"},

@@ -90,6 +90,10 @@ def set_variable() -> None:
     os.environ["PARTITA_TEST_LEAK"] = "1"
 
 
+def get_variable() -> str | None:
+    return os.environ.get("PARTITA_TEST_LEAK")
+
+
 def start_thread() -> None:
     threading.Thread(target=time.sleep, args=(3,), name="left-behind").start()
 
@@ -216,7 +220,7 @@ def test_leak_on_a_rank_fails(leave: Any, what: str) -> None:
 def test_environment_is_restored_after_a_leak() -> None:
     with pytest.raises(AssertionError, match="PARTITA_TEST_LEAK"):
         on_ranks(1, set_variable)
-    on_ranks(1, environment)
+    assert on_ranks(1, get_variable) == [None]
 
 
 def test_warnings_are_errors_on_ranks_as_in_tests() -> None:

@@ -301,6 +301,7 @@ def assert_same_bits(one: Trained, other: Trained, what: str = "", *, losses: bo
             if grad is not None:
                 where = f"{what}: {name}, step {step}"
                 torch.testing.assert_close(grad, theirs[name], rtol=1e-5, atol=1e-6, equal_nan=True, msg=where)
+    assert one.weights.keys() == other.weights.keys(), f"{what}: the weights have other names"
     differ = [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])]
     assert not differ, f"{what}: weights {differ} differ"
 

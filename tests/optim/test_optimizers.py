@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True, eps=1e-3),
     "adamw for": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False, eps=1e-3),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True, eps=1e-3),
-    "adamw capturable": lambda params: torch.optim.AdamW(params, lr=0.01, maximize=True, eps=1e-3),
+    "adamw maximize": lambda params: torch.optim.AdamW(params, lr=0.01, maximize=True, eps=1e-3),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True, eps=1e-3),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-3),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5, eps=1e-3),

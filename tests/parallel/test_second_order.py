@@ -63,7 +63,9 @@ def gradients_of(kind: type[Adapted], rules: dict[str, str], stage: int) -> floa
         worst = 0.0
         for name, param in alone.named_parameters():
             found = engine.gradient(name)
-            if param.grad is not None:
+            if param.grad is None:
+                assert found is None or not found.any()
+            else:
                 assert found is not None
                 worst = max(worst, ((found - param.grad).abs().max() / param.grad.abs().max()).item())
         return worst

@@ -20,7 +20,7 @@ from partita.table.mesh_shape import MeshShape
 from partita.table.place import Place
 from partita.table.share import Share
 from tests.kit.plans import matrix, sampled
-from tests.sharding.axes import WIDTH, Model, Recipe, Resettable, TrainingRun, close, run_backward, same, train
+from tests.sharding.axes import HIDDEN, WIDTH, Model, Recipe, Resettable, TrainingRun, close, run_backward, same, train
 
 STAGES = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "keep_gathered": True}]
 MESHES = {
@@ -174,6 +174,8 @@ def test_a_model_on_meta_is_initialized_whole(tied: bool) -> None:
     fused = weights["blocks.3.fused.weight"]
     assert fused.abs().max() > 0.9 * WIDTH**-0.5  # the bound of nn.Linear for all columns
     assert not torch.equal(fused[: len(fused) // 2], fused[len(fused) // 2 :])
+    down = weights["blocks.3.down.weight"]  # split by columns: a part of them would have a larger bound
+    assert 0.9 * HIDDEN**-0.5 < down.abs().max() <= HIDDEN**-0.5
 
 
 @matrix(mesh=FEW, stage=[1, 3])

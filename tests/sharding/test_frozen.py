@@ -1,5 +1,6 @@
 """Frozen parameters cost no gradient, master or optimizer memory; they may be unfrozen and frozen again at any step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,9 +60,7 @@ def run_recipe(name: str) -> None:
 
 
 def run_bf16(name: str) -> None:
-    recipe = RECIPES[name]
-    recipe.config, recipe.plain = {"precision": {"compute": "bf16"}}, False
-    check(recipe)
+    check(replace(RECIPES[name], config={"precision": {"compute": "bf16"}}, plain=False))
 
 
 class LowRank(nn.Module):

@@ -158,9 +158,8 @@ def test_ranks_that_gather_side_by_side() -> None:
         rests, whole = Residence(("data",)), Residence()
         targets = [torch.zeros(2) for _ in range(3)]
         ops = steps(rests, whole, MeshShape(data=2))
-        begun = [
-            interpreter.begin(ops, torch.tensor([rank + tag]), target, tag=tag) for tag, target in enumerate(targets)
-        ]
+        tags = [0, 1, 2] if rank == 0 else [2, 1, 0]  # a gather that ends before the next one begins would wait forever
+        begun = [interpreter.begin(ops, torch.tensor([rank + tag]), targets[tag], tag=tag) for tag in tags]
         for gather in begun:
             gather.finish()
         return [target.tolist() for target in targets]

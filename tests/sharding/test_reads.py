@@ -76,7 +76,7 @@ def equal(found: object, expected: object) -> bool:
     if isinstance(expected, Tensor):
         return isinstance(found, Tensor) and type(found) is type(expected) and torch.equal(found, expected)
     if isinstance(expected, list):
-        return isinstance(found, list) and all(map(equal, found, expected))
+        return isinstance(found, list) and len(found) == len(expected) and all(map(equal, found, expected))
     return found == expected
 
 

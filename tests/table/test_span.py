@@ -116,13 +116,6 @@ def test_what_has_copies_is_laid_out_apart(entries: list[Entry], num_shards: int
         assert segment.copies != copies or segment.shard_elements % (3 * QUANTUM) == 0
 
 
-@given(ENTRIES, st.integers(1, 4), st.integers(1, 3))
-def test_parts_put_together_are_parts(entries: list[Entry], num_shards: int, times: int) -> None:
-    """The shards of a coarser division (one per node) consist of an integer number of the finer division's shards."""
-    for segment in build_layout(entries, num_shards * times):
-        assert segment.padded // num_shards == times * segment.shard_elements
-
-
 def test_an_example() -> None:
     entries = [
         Entry("a.weight", (3, 100), FP32, True),

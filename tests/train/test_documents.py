@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -207,23 +208,22 @@ def test_blocks_of_documents_are_one_sequence(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("changed", ["file", "time", "field", "tokenizer", "template"])
 def test_what_changes_tokens_has_another_cache(tmp_path: Path, changed: str) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", ["w1", "w2"])
-    load(section(tmp_path))
-    reader, settings = tokenizer(), dict[str, str]()
+    path, template = tmp_path / "rows.jsonl", tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    row = {"text": MESSAGES} if changed == "template" else {"text": "w1", "body": "w2"}
+    path.write_text(json.dumps(row) + "\n")
+    reader, settings = tokenizer(), {"chat_template": str(template)} if changed == "template" else {}
+    load(section(tmp_path, **settings))
     if changed == "file":
-        write_rows(path, ["w1", "w2", "w3"])
+        path.write_text(2 * path.read_text())
     elif changed == "time":
         os.utime(path, ns=(0, 0))
     elif changed == "field":
-        write_rows(path, ["w1", "w2"], field="body")
-        os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
         settings["field"] = "body"
     elif changed == "tokenizer":
         reader.eos_token = "w0"
     else:
-        write_rows(path, [MESSAGES])
-        (tmp_path / "chat.jinja").write_text(TEMPLATE)
-        settings["chat_template"] = str(tmp_path / "chat.jinja")
+        template.write_text(WITH_HEADERS)
     load(section(tmp_path, **settings), reader)
     assert len([one for one in (tmp_path / "tokens").iterdir() if one.is_dir()]) == 2
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import partita
 from partita import PartitaError
-from partita.comm import stall
+from partita.comm import stall, synchronization_check
 from partita.comm.watchdog import STORE_TIMEOUT_S, Position
 from partita.sharding import runtime, unshard_order
 from tests.kit.models import Stack, square_loss
@@ -325,6 +325,37 @@ def meets_another_first() -> None:
 
 def test_a_rank_that_meets_another_first_is_waited_for() -> None:
     on_ranks(3, meets_another_first)
+
+
+def one_waits_for_a_late_rank() -> None:
+    """Rank 0 is at a call of the engine, and rank 1 waits in another collective for rank 2, which is late."""
+    group = dist.new_group([1, 2])
+    with mock.patch.object(synchronization_check, "PATIENCE_S", 0.2), engine_of(1, "memory", 30) as engine:
+        if rank() == 2:
+            time.sleep(4)
+        if rank():
+            dist.barrier(group)
+        engine.barrier()
+
+
+def test_a_call_waits_for_ranks_that_wait_for_a_late_one() -> None:
+    on_ranks(3, one_waits_for_a_late_rank)
+
+
+def calls_on_one_rank() -> str:
+    """Call the engine on rank 0 alone, and leave its block with the error. The time-out is not reached."""
+    with pytest.raises(PartitaError) as caught, engine_of(3, "network", 120) as engine:
+        step_of(engine, 0)
+        if rank() == 0:
+            engine.barrier()
+        else:
+            square_loss(engine, rank(), 1)
+    return str(caught.value)
+
+
+def test_an_engine_is_closed_after_a_call_on_one_rank() -> None:
+    said, _ = on_ranks(2, calls_on_one_rank, timeout=40)
+    assert said.startswith("rank 0 is at engine.barrier, but rank 1 waits in another collective")
 
 
 def is_late() -> list[str]:

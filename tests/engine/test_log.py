@@ -82,6 +82,37 @@ def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
     assert [step for step, _ in rows(tmp_path)] == [1, 2, 3]
 
 
+def goes_back(folder: Path) -> None:
+    """Go back to the checkpoint of step 2: by `load`, before a row of step 3 and of step 2, and by a rewind."""
+    checkpoint = {"dir": str(folder / "checkpoints"), "every_steps": 2}
+    config = config_of(folder, checkpoint=checkpoint, precision={"nonfinite": "rewind"})
+    with partita.initialize(Stack(2), config) as engine:
+        run(engine, 3)
+        engine.load()
+        run(engine, 1)
+        if rank() == 0:
+            assert [step for step, _ in rows(folder)] == [1, 2, 3]
+        engine.load()
+        engine.log({"evaluated": 1.0})
+        if rank() == 0:
+            assert [step for step, _ in rows(folder)] == [1, 2, 2]
+        run(engine, 1)
+        engine.backward(square_loss(engine.module, rank(), 3) * torch.inf)
+        with pytest.warns(UserWarning):
+            assert engine.step().rewound_to == 2
+        engine.log({"after": 1.0})
+
+
+def test_a_run_that_goes_back_keeps_the_rows_until_its_checkpoint(tmp_path: Path) -> None:
+    on_ranks(2, goes_back, tmp_path)
+    assert [(step, next(iter(values))) for step, values in rows(tmp_path)] == [
+        (1, "rank"),
+        (2, "rank"),
+        (2, "evaluated"),
+        (2, "after"),
+    ]
+
+
 def test_sinks_get_the_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,5 +1,6 @@
 """Calls of engine.step() in unusual places or orders: each raises a clear error or trains correctly."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks
-from tests.kit.training import ADAMW
+from tests.kit.training import ADAMW, rank
 
 IN_BACKWARD = {"precision": {"gradients": "in_backward"}}
 
@@ -130,3 +131,23 @@ def test_the_norm_of_large_finite_gradients_is_finite(ranks: int, stage: int, ti
         assert stepped
         assert norm == pytest.approx(2e18 * 64, rel=1e-6)
         assert moved == pytest.approx(2e18 * 64 * 1e-24 if clip is None else 1.0, rel=1e-2)
+
+
+def fails_to_save(folder: str) -> None:
+    """Catch the error of a step whose checkpoint cannot be saved, and train on."""
+    config = {"checkpoint": {"dir": folder, "every_steps": 1}, "batch": {"accumulate": 2}}
+    with partita.initialize(Stack(1), config) as engine:
+        for batch in range(2):
+            for micro in range(2):
+                engine.backward(square_loss(engine, rank(), 2 * batch + micro))
+                if micro:
+                    with pytest.raises(PartitaError, match="checkpoint"):
+                        engine.step()
+                else:
+                    assert not engine.step().stepped
+            assert engine.global_step == batch + 1
+
+
+def test_a_batch_is_over_although_its_checkpoint_cannot_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    on_ranks(1, fails_to_save, str(tmp_path / "file" / "inner"))

@@ -154,6 +154,9 @@ class FakeTransport(Transport):
         receive = self._exchange("broadcast messages", message)
         return UnderWay(lambda: message.copy_(receive()[0]))
 
+    def abandon_messages(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

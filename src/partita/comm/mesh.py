@@ -190,8 +190,8 @@ def _close_at_exit() -> None:
     """Close the meshes that are open at exit, and destroy the default group, which ends gloo's threads.
 
     Such a thread takes Python's lock to release the tensors of its last operation. If the interpreter shuts down while
-    it waits for the lock, it aborts the process. After an exception, or with an operation that makes no progress,
-    nothing is closed: that could wait for ranks that have ended. The same holds for accelerators' backends.
+    it waits for the lock, it aborts the process. After an uncaught exception, or with an operation that makes no
+    progress, nothing is closed: that could wait for ranks that have ended. The same holds for accelerators' backends.
     """
     if getattr(sys, "last_value", None) is None and world.is_on_host() and finish_all_jobs():
         for mesh in list(_open):

@@ -142,5 +142,8 @@ class SimulatedTransport(Transport):
     def broadcast_message(self, message: Tensor) -> Work:
         return COMPLETED
 
+    def abandon_messages(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

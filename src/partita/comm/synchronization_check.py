@@ -12,8 +12,8 @@ from partita.comm.group import Group
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 
-# Between two questions to the other ranks.
-PATIENCE_S = 1.0
+# Between the first questions to the other ranks, and at most between two questions.
+PATIENCE_S, MOST_S = 1.0, 60.0
 # From the start of a process's exit until it is killed.
 GRACE_S = 5
 
@@ -29,12 +29,14 @@ def check_synchronized(group: Group, watchdog: Watchdog | None, call: str) -> No
         message.wait()
         return
     with watchdog.synchronizing(call):
-        before = dict[int, int]()
-        while not message.wait_for(PATIENCE_S):
+        before, patience_s = dict[int, int](), PATIENCE_S
+        while not message.wait_for(patience_s):
             found = watchdog.waiting_in_other_collectives(call)
-            stuck = [rank for rank in group.ranks if rank in found and before.get(rank) == found[rank]]
-            if stuck:
+            patience_s = PATIENCE_S if found != before else min(2 * patience_s, MOST_S)
+            stuck = [rank for rank in group.ranks if rank in found]
+            if stuck and found == before:
                 atexit.register(_end_soon)
+                group.transport.abandon_messages()
                 raise PartitaError(
                     f"rank {group.index} is at {call}, but rank {', '.join(map(str, stuck))} waits in another "
                     f"collective: call {call} on every rank (only rank 0 writes)\n{watchdog.describe_ranks()}"

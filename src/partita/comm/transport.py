@@ -120,6 +120,10 @@ _broadcast, _send, _receive = cast(Start, dist.broadcast), cast(Start, dist.isen
 _all_to_all, _all_reduce = cast(Start, dist.all_to_all), cast(Start, dist.all_reduce)
 
 
+# Groups with a message that will never arrive. Their destructor would wait for it.
+_ABANDONED = list[dist.ProcessGroup]()
+
+
 class Transport(ABC):
     """Communication of flat, contiguous tensors between the ranks of a group; shard ``i`` belongs to rank ``i``.
 
@@ -188,6 +192,10 @@ class Transport(ABC):
         """Start a broadcast of bytes on the host from the group's first rank, in order with gathered messages."""
 
     @abstractmethod
+    def abandon_messages(self) -> None:
+        """Allow :meth:`close` although a gathered message will never arrive."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release the process groups. Called once, when nothing is in flight."""
 
@@ -215,6 +223,9 @@ class _Backed(Transport):
 
     def broadcast_message(self, message: Tensor) -> Work:
         return _broadcast(message, group=self._groups["control"], group_src=0, async_op=True)
+
+    def abandon_messages(self) -> None:
+        _ABANDONED.append(self._groups["control"])
 
     def close(self) -> None:
         """Drop the process groups, which stops their threads. A thread that is still running could abort the process

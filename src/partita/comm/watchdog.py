@@ -97,8 +97,8 @@ class Watchdog:
         while failures < MOST_FAILURES and not self._closed.wait(POLL_S):
             try:
                 asked = int(self._get("asked") or 0)
-                for number in range(answered + 1, asked + 1):
-                    self._answer(number)
+                if asked > answered:  # the answer to the newest question also answers the earlier ones
+                    self._answer(asked)
                 answered = asked
                 for check in [found for reference in self._checks if (found := reference()) is not None]:
                     check()
@@ -109,7 +109,8 @@ class Watchdog:
     def _answer(self, number: int) -> None:
         self._log.publish()  # the main thread may be waiting for the device
         with self._lock:
-            self._store.set(f"{self._prefix}/answer/{number}/{self._rank}", json.dumps(self._status()))
+            answer = json.dumps({"number": number, **self._status()})
+            self._store.set(f"{self._prefix}/answer/{self._rank}", answer)
 
     def _status(self) -> dict[str, Any]:
         frame = sys._current_frames().get(self._watched)
@@ -168,17 +169,17 @@ class Watchdog:
 
     def waiting_in_other_collectives(self, call: str) -> dict[int, int]:
         """Return the ranks that wait in a collective other than ``call``, with the number of operations they have
-        logged. Ranks that compute, or do not answer, are omitted.
+        logged. Empty if some rank computes or does not answer: the others may be waiting for it.
         """
         try:
             answers, _ = self._answers()
         except RuntimeError:  # the store is slow: nothing is known
             return {}
-        return {
-            rank: int(answer["events"])
-            for rank, answer in answers.items()
-            if answer["call"] != call and any(place in str(answer["stack"]) for place in COLLECTIVES)
-        }
+        elsewhere = {rank: answer for rank, answer in answers.items() if answer["call"] != call}
+        waits = all(any(place in str(answer["stack"]) for place in COLLECTIVES) for answer in elsewhere.values())
+        if not waits or len(answers) < self._num_ranks:
+            return {}
+        return {rank: int(answer["events"]) for rank, answer in elsewhere.items()}
 
     def _ask(self) -> str:
         answers, endings = self._answers()
@@ -220,8 +221,8 @@ class Watchdog:
         return {rank: Position.of(answer) for rank, answer in answers.items()}
 
     def _answers_to(self, number: int, ranks: set[int]) -> dict[int, dict[str, Any]]:
-        found = ((rank, self._get(f"answer/{number}/{rank}")) for rank in ranks)
-        return {rank: json.loads(text) for rank, text in found if text}
+        found = {rank: json.loads(text) for rank in ranks if (text := self._get(f"answer/{rank}"))}
+        return {rank: answer for rank, answer in found.items() if answer["number"] >= number}
 
     def _get(self, key: str) -> str:
         """Return the note under a key; empty if there is none."""

@@ -113,8 +113,11 @@ def end() -> None:
 
 
 def is_on_host() -> bool:
-    """Return True if the default group exchanges tensors of the host only, or if there is none."""
-    return not dist.is_initialized() or dist.get_backend() == dist.Backend.GLOO
+    """Return True if the default group uses gloo alone, or if there is none."""
+    if not dist.is_initialized():
+        return True
+    by_device = dist.get_backend_config().split(",")  # such as cpu:gloo,cuda:nccl
+    return all(backend.rpartition(":")[2] == dist.Backend.GLOO for backend in by_device)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class Engine:
 
     @report_out_of_memory("forward")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. Inputs are cast to the compute dtype.
+        """Run the model's forward. Under ``precision.mode: cast``, inputs are cast to the compute dtype.
 
         Raises:
             PartitaError: the model is split into pipeline stages (``parallel.pipeline``) outside
@@ -148,7 +148,8 @@ class Engine:
             raise PartitaError("engine.step() inside engine.gathered(...): leave the block first")
         self._averages.check_none_applied("engine.step")
         self._check_no_stages("engine.step")
-        return self._micro_batches.end() if closure is None else self._micro_batches.step_by_closure(closure)
+        batches = self._micro_batches
+        return self._logged(batches.end() if closure is None else batches.step_by_closure(closure))
 
     @report_out_of_memory("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
@@ -173,8 +174,15 @@ class Engine:
         )
         drawn = draw(iterator, self._micro_batches.num, self.each)
         with self._closed_by_errors():
-            loss, self.last_step = self._micro_batches.train(drawn)
+            loss, result = self._micro_batches.train(drawn)
+        self.last_step = self._logged(result)
         return self.mean(loss)
+
+    def _logged(self, result: StepResult) -> StepResult:
+        """Let the rows of :meth:`log` follow if training went back to a checkpoint."""
+        if result.rewound_to is not None:
+            self._log.resume_at(result.rewound_to)
+        return result
 
     @report_out_of_memory("eval_batch")
     def eval_batch(self, iterator: Iterator[Any] | Sequence[Any], *, local: bool = False) -> Tensor:

@@ -57,7 +57,8 @@ class MicroBatches:
         self.begin(0)
 
     def drop(self) -> None:
-        """Discard the accumulated gradients, and start a new batch."""
+        """Discard the accumulated gradients, and start a new batch, maybe after an interrupted forward."""
+        self._parts.runtime.events.reset()
         self._parts.updater.zero()
         self._has_failed = False
         self.begin(0)
@@ -169,15 +170,16 @@ class MicroBatches:
     def _updated(self, result: StepResult) -> StepResult:
         """Start the next batch after an update."""
         parts = self._parts
-        if result.stepped:
-            parts.runtime.updated()
-            parts.activations.updated()
-            parts.replica_check.after_update(parts.updater.steps)
-            self._schedule.step()
-        result = parts.checkpoints.after_update(result)
-        self._schedule.note()
-        self.begin(0)
-        return result
+        try:
+            if result.stepped:
+                parts.runtime.updated()
+                parts.activations.updated()
+                self._schedule.step()
+                parts.replica_check.after_update(parts.updater.steps)
+            return parts.checkpoints.after_update(result)
+        finally:  # the batch is over, too, if its checkpoint cannot be saved
+            self._schedule.note()
+            self.begin(0)
 
     # ------------------------------------------------------------------------ a batch
 

@@ -32,7 +32,7 @@ class MetricsLog:
         self._dir = Path(config.metrics.dir).absolute() if config.metrics.dir is not None else None
         self._is_main = is_main
         self._writer: MetricsWriter | None = None
-        self._last_step = 0  # of the last row, or of the checkpoint that was loaded
+        self._resumed_at: int | None = None  # step of a checkpoint that was loaded after the last row
 
     def write(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Write a row after ``step`` complete batches. See :meth:`Engine.log`."""
@@ -48,31 +48,30 @@ class MetricsLog:
         if not self._is_main:
             return
         if self._writer is None:
-            self._writer = self._open(self._dir)
-        elif step < self._last_step:  # training went back to an earlier checkpoint
-            self._writer.rewind(step - 1)
-        self._last_step = step
+            self._writer = self._open(self._dir, self._resumed_at or 0)
+        elif self._resumed_at is not None:
+            self._writer.rewind(self._resumed_at)
+        self._resumed_at = None
         self._writer.write(LoggedRow(step, {name: _number(value) for name, value in values.items()}))
 
     def resume_at(self, step: int) -> None:
-        """Continue the rows of the run whose checkpoint of ``step`` was loaded."""
-        if self._writer is None:
-            self._last_step = step
+        """Continue after the checkpoint of ``step``: the next row removes the rows of later steps."""
+        self._resumed_at = step
 
-    def _open(self, folder: Path) -> MetricsWriter:
-        """Open the files.
+    def _open(self, folder: Path, resumed_at: int) -> MetricsWriter:
+        """Open the files, and keep the rows until step ``resumed_at``.
 
         Raises:
             PartitaError: a new run would replace the rows of another one, or the files cannot be written.
         """
         path = folder / METRICS_FILE
-        if not self._last_step and path.exists() and path.stat().st_size:
+        if not resumed_at and path.exists() and path.stat().st_size:
             raise PartitaError(
                 f"engine.log: '{path}' holds the rows of an earlier run: call engine.resume() before the first "
                 "engine.log to continue it, or set metrics.dir to another folder"
             )
         settings = self._config.model_dump(mode="json")
-        return MetricsWriter(Run(folder, self._last_step, settings), self._config.metrics.sinks, "metrics.dir")
+        return MetricsWriter(Run(folder, resumed_at, settings), self._config.metrics.sinks, "metrics.dir")
 
     def close(self) -> None:
         """Finish all files."""

@@ -66,6 +66,7 @@ class TensorBoard(MetricsSink):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+        self._board.flush()  # a process that exits without closing the engine keeps its last rows
 
     def rewind(self, step: int) -> None:
         self._board.close()

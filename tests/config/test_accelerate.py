@@ -132,6 +132,19 @@ def test_deepspeed_by_its_file(tmp_path: Path) -> None:
     assert [notice.key for notice in converted.of(KeyClass.WARNING)] == ["zero_optimization.overlap_com"]
 
 
+def test_a_named_deepspeed_file_takes_precedence_key_by_key(tmp_path: Path) -> None:
+    """Keys of the DeepSpeed file replace those of accelerate's file, which keeps its others."""
+    file = tmp_path / "zero.json"
+    file.write_text('{"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}')
+    data = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}}
+    converted = read(data | {"mixed_precision": "bf16"}, 4)
+    assert converted.settings == {"zero": {"stage": 1}, "precision": {"compute": "bf16", "gradients": "fp32"}}
+    file.write_text('{"fp16": {"enabled": true}}')
+    precision: Any = read(data | {"mixed_precision": "bf16"}, 4).settings["precision"]
+    assert precision["compute"] == "fp16"
+    assert precision["mode"] == "cast"
+
+
 def test_copies_of_the_states_on_each_node() -> None:
     data = {"distributed_type": "FSDP", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 4}}
     assert read(data, 8, 4).settings == {"zero": {"stage": 3, "replicate": "nodes"}}

@@ -248,14 +248,48 @@ def test_a_mapped_key_becomes_a_setting(key: str) -> None:
     assert target in next(notice.text for notice in converted.notices if notice.key == key)
 
 
-def test_muon_keeps_its_momentum_and_scale() -> None:
-    optimizer = deepspeed.read(BASE | MUON, 4, 4).settings["optimizer"]
-    assert optimizer == {
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [
+        ({}, {"lr": 0.02, "adamw_lr": 3e-4}),
+        ({"lr": 0.01}, {"lr": 0.01}),
+        ({"muon_lr": 0.03}, {"lr": 0.03, "adamw_lr": 3e-4}),
+        ({"lr": 1e-3, "muon_lr": 0.03}, {"lr": 0.03, "adamw_lr": 1e-3}),
+        ({"lr": 0.01, "adam_lr": 1e-3}, {"lr": 0.01, "adamw_lr": 1e-3}),
+        ({"lr": 0.01, "muon_lr": 0.03, "adam_lr": 1e-3}, {"lr": 0.03, "adamw_lr": 1e-3}),
+        ({"adam_lr": 1e-3}, {"lr": 0.02, "adamw_lr": 1e-3}),
+    ],
+)
+def test_muon_has_deepspeeds_rates_and_defaults(params: dict[str, float], rates: dict[str, float]) -> None:
+    """As in DeepSpeed, lr is the rate of each of its two groups that has none of its own (MuonWithAuxAdam)."""
+    converted = deepspeed.read({"optimizer": {"type": "Muon", "params": params}}, 4)
+    muon = {"momentum": 0.95, "scale": "original"} | {key: rates[key] for key in rates if key == "adamw_lr"}
+    others = {"betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0}
+    assert converted.settings["optimizer"] == {"name": "muon", "lr": rates["lr"], "muon": muon} | others
+    said = {notice.key.rpartition(".")[2]: notice.text for notice in converted.notices}
+    if "lr" in params and "muon_lr" in params:
+        used = "adam_lr" not in params
+        assert said["lr"] == (
+            "becomes optimizer.muon.adamw_lr: 0.001" if used else "it has no effect in combination with the other keys"
+        )
+
+
+def test_a_trainer_gives_the_rates_of_muon_that_are_auto() -> None:
+    def optimizer(arguments: dict[str, object], **params: object) -> object:
+        data = {"optimizer": {"type": "Muon", "params": {"lr": "auto", "betas": "auto"} | params}}
+        return deepspeed.read(data, 4, arguments=arguments).settings["optimizer"]
+
+    muon = {"scale": "original"}
+    assert optimizer({}) == {"name": "muon", "muon": muon}
+    assert optimizer({}, adam_lr=1e-3) == {"name": "muon", "muon": {"adamw_lr": 1e-3} | muon}
+    assert optimizer(ARGUMENTS, muon_lr=0.03) == {
         "name": "muon",
-        "lr": 0.01,
-        "weight_decay": 0.0,
-        "muon": {"momentum": 0.9, "scale": "original"},
+        "lr": 0.03,
+        "betas": [0.9, 0.95],
+        "muon": {"adamw_lr": 3e-4} | muon,
     }
+    with pytest.raises(ConfigError, match=r'optimizer.params.lr: "auto" is not known yet.*\n?.*write adam_lr'):
+        optimizer({}, muon_lr=0.03)
 
 
 @pytest.mark.parametrize("partition", [1, 4])
@@ -269,11 +303,17 @@ def test_quantized_weights_of_a_second_shard_are_of_changes(partition: int) -> N
 OTHERS = [(key, rule) for key, rule in RULES.items() if rule.kind is not KeyClass.MAPPED]
 
 
-@pytest.mark.parametrize(("key", "rule"), OTHERS, ids=[key for key, _ in OTHERS])
-def test_any_other_key_is_ignored_warned_of_or_refused(key: str, rule: Rule) -> None:
+# A number or a switch whose default requests nothing is also reported when it is 0 or false.
+VALUES = [(key, rule, 7) for key, rule in OTHERS] + [
+    (key, rule, off) for key, rule in OTHERS for off in (False, 0.0) if any(isinstance(x, int) for x in rule.harmless)
+]
+
+
+@pytest.mark.parametrize(("key", "rule", "value"), VALUES, ids=[f"{key}-{value}" for key, _, value in VALUES])
+def test_any_other_key_is_ignored_warned_of_or_refused(key: str, rule: Rule, value: object) -> None:
     base = {"fp16": {"enabled": True}} if key.startswith("fp16.") else BASE
     base = base | ADAM if key.startswith("optimizer.") else base | DECAY if key.startswith("scheduler.") else base
-    data = with_key(base, key, "fp32" if key == "data_types.param_dtype" else 7)
+    data = with_key(base, key, "fp32" if key == "data_types.param_dtype" else value)
     if rule.kind is KeyClass.ERROR:
         with pytest.raises(ConfigError) as raised:
             deepspeed.read(data, 4)

@@ -13,7 +13,7 @@ import partita
 from partita import PartitaError
 from partita.optim.consensus import SMALLEST
 from tests.kit import seeds
-from tests.kit.models import WIDTH, Stack, inputs, square_loss
+from tests.kit.models import WIDTH, Stack, inputs, square_loss, tiny
 from tests.kit.plans import ZERO, matrix
 from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
@@ -444,6 +444,15 @@ def arguments_and_outputs(zero: Mapping[str, Any], precision: Mapping[str, Any])
         engine.step()
 
 
+def losses_of_counts(compute: str, counts: list[float]) -> list[float]:
+    """Return the loss of the same samples for each ``num_items_in_batch``, times that number, in mode cast."""
+    case = tiny("llama")
+    batch = case.make_batch(seeds.generator(0), 2)
+    precision = {"compute": compute, "mode": "cast"}
+    with partita.initialize(case.build(), {"precision": precision}) as engine, torch.no_grad():
+        return [engine(**batch, num_items_in_batch=torch.tensor(count)).loss.item() * count for count in counts]
+
+
 @matrix(gradients=["fp32", "bf16"], compute=HALF, mode=["mixed", "autocast", "cast"])
 def test_half_precision_as_stage_0(compute: str, gradients: str, mode: str) -> None:
     on_ranks(2, as_stage_0, {"compute": compute, "gradients": gradients, "mode": mode})
@@ -552,6 +561,13 @@ def test_clipping() -> None:
 )
 def test_arguments_and_outputs(plan: str, precision: Mapping[str, Any]) -> None:
     on_ranks(2, arguments_and_outputs, ZERO[plan], precision)
+
+
+@pytest.mark.parametrize("compute", HALF)
+def test_cast_does_not_round_the_number_of_predicted_tokens(compute: str) -> None:
+    """257 has no bf16 value, and 131072 is above fp16's largest."""
+    ((one, *others),) = on_ranks(1, losses_of_counts, compute, [1.0, 257.0, 131072.0])
+    assert others == pytest.approx([one, one], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:loss.backward")

@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from partita.config.launchers import launch_environment
 from partita.engine import micro_batches
 from partita.errors import ConfigError, PartitaError
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, TrainRow, read_metrics
@@ -17,7 +19,8 @@ from partita.train import corpus, loop, trained
 from partita.train.interrupt import StopRequest
 from partita.train.job import Job, SampleSection, load_job
 from partita.train.models import HuggingFaceModel, build_model
-from partita.train.packing import PackedCorpus, Sample
+from partita.train.packing import PackedCorpus, Sample, shuffled
+from partita.train.position import Completed
 from partita.train.stream import StreamedCorpus
 from tests.kit import seeds
 from tests.kit.ranks import on_ranks
@@ -131,6 +134,83 @@ def test_a_stream_continues_after_a_rewind(tmp_path: Path, monkeypatch: pytest.M
     assert len(drawn) == 5 + 6 - 4
     samples = [sample for step in drawn for sample in step]
     assert len(set(samples)) == len(samples)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which each training batch adds the numbers of its samples."""
+    batches, batch = list[list[int]](), PackedCorpus.batch
+
+    def watched(self: PackedCorpus, first: int, total: int) -> list[Sample]:
+        chosen = batch(self, first, total)
+        batches.append([sample.number for sample in chosen])
+        return chosen
+
+    monkeypatch.setattr(PackedCorpus, "batch", watched)
+    return batches
+
+
+@pytest.mark.parametrize("total", [2, 4, 6])
+def test_a_run_resumed_with_another_batch_draws_each_sample_once_per_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[list[int]], total: int
+) -> None:
+    sections = job_sections(tmp_path)
+    del sections["train"]["steps"]
+    settings = ["train.epochs=2", "engine.schedule={name: linear}", f"engine.checkpoint.dir={tmp_path}/saved"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "Interruption", wishing(StopRequest.STOP, 3))
+        loop.train(load_job(sections, settings), QUIET)
+    outcome = loop.train(load_job(sections, [*settings, f"engine.batch.total={total}"]), QUIET)
+    assert [len(batch) for batch in drawn] == [4] * 3 + [total] * (outcome.steps - 3)
+    samples = [number for batch in drawn for number in batch]
+    num = max(samples) + 1
+    assert sorted(samples[:num]) == sorted(samples[num : 2 * num]) == list(range(num))
+    assert len(samples) - 2 * num < total, "the run ends with the second epoch"
+    train, _ = read_metrics(outcome.out / METRICS_FILE)
+    assert train[-1].lr == pytest.approx(1e-2 / outcome.steps)  # it is 0 after the last step
+
+
+def train_after_other_checkpoints(sections: dict[str, Any]) -> None:
+    """Train for an epoch on ranks that have found different checkpoints."""
+
+    def found(folder: str | None, total: int) -> Completed:
+        return Completed(launch_environment().rank, 0)
+
+    with mock.patch.object(loop, "completed", found):
+        loop.train(load_job(sections), QUIET)
+
+
+def test_ranks_that_find_different_checkpoints_end(tmp_path: Path) -> None:
+    sections = job_sections(tmp_path)
+    sections["train"] = {"epochs": 1, "out": str(tmp_path / "out")}
+    with pytest.raises(PartitaError, match=r"train.epochs: \d+ steps on rank 0 and \d+ on rank 1, which finds another"):
+        on_ranks(2, train_after_other_checkpoints, sections, with_group=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not finite:UserWarning")
+def test_documents_of_undone_steps_are_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: list[list[int]]
+) -> None:
+    """A NaN loss in step 4 rewinds to step 2; after it, the run is stopped and resumed with another batch."""
+    loss_of = micro_batches.loss_of
+
+    def spoilt(*args: Any) -> torch.Tensor:
+        return loss_of(*args) * (float("nan") if torch.is_grad_enabled() and len(drawn) == 4 else 1.0)
+
+    write_rows(tmp_path / "rows.jsonl", texts(200))
+    monkeypatch.setattr(micro_batches, "loss_of", spoilt)
+    settings = ["engine.precision.nonfinite=rewind", "engine.checkpoint.every_steps=2"]
+    settings += [f"engine.checkpoint.dir={tmp_path}/saved"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "Interruption", wishing(StopRequest.STOP, 4))  # directly after the rewind
+        loop.train(job(tmp_path, *settings), QUIET)
+    outcome = loop.train(job(tmp_path, *settings, "engine.batch.total=6"), QUIET)
+    assert outcome.steps == 6
+    assert [len(batch) for batch in drawn] == [4] * 4 + [6] * (6 - 2)
+    data = job(tmp_path).data
+    num = corpus.load_data(data, build_model(job(tmp_path).model, data)).samples_per_epoch(32)
+    samples = [number for batch in drawn for number in batch]
+    assert samples == shuffled(data.seed, 0, num)[: len(samples)].tolist()
 
 
 def test_adapters_on_two_ranks_start_from_the_weights_that_rank_0_reads(tmp_path: Path) -> None:

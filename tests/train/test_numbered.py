@@ -29,3 +29,17 @@ def test_runs_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     code, shown = trained(job, "train.out=runs/job-2")
     assert code == 2
     assert "'runs/job-2' holds the results of an earlier run" in shown
+
+
+def test_the_number_is_added_to_a_name_that_is_no_plain_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "exp #2.yaml"
+    job.write_text(made.read_text().replace(f"out: {tmp_path / 'out'}, ", ""))
+    earlier = Path("runs/exp #2")
+    earlier.mkdir(parents=True)
+    (earlier / "job.yaml").write_text("")
+    code, shown = trained(job)
+    assert code == 0, shown
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["exp #2", "exp #2-2"]
+    assert (Path("runs/exp #2-2") / "job.yaml").exists()

@@ -101,8 +101,8 @@ def test_tokens_outside_answers_are_seen_and_not_predicted(pack: bool) -> None:
     data = section(predict="answers", pack=pack)
     one = PackedBatches(made, data, ResolvedBatch(1, 1, 1), 0, 1, CPU)
     seen = list[int]()
-    for step in range(1, made.train.num + 1):
-        (batch,) = one.train(step)
+    for number in range(made.train.num):
+        (batch,) = one.train(number)
         targets = predicted(batch)
         assert targets, "a sample that predicts nothing"
         assert batch["num_items_in_batch"] == len(targets)
@@ -134,7 +134,7 @@ def test_an_epoch_has_each_document_once_in_another_order() -> None:
     made = corpus()
     one = batches(made, micro=1)
     epochs = [
-        [next(one.train(1 + epoch * made.train.num + step)) for step in range(made.train.num)] for epoch in range(2)
+        [next(one.train(epoch * made.train.num + number)) for number in range(made.train.num)] for epoch in range(2)
     ]
     expected = sorted(token for piece in pieces_of(made.train) for token in piece[1:])
     assert all(sorted(token for batch in epoch for token in predicted(batch)) == expected for epoch in epochs)
@@ -146,9 +146,9 @@ def test_a_batch_may_have_samples_of_two_epochs() -> None:
     num, micro = made.train.num, 4
     assert num % micro
     many = batches(made, micro=micro)
-    seen = [predicted({"labels": row}) for step in range(1, num + 1) for row in next(many.train(step))["labels"]]
+    seen = [predicted({"labels": row}) for step in range(num) for row in next(many.train(micro * step))["labels"]]
     one = batches(made, micro=1)
-    assert seen == [predicted(next(one.train(step))) for step in range(1, micro * num + 1)]
+    assert seen == [predicted(next(one.train(number))) for number in range(micro * num)]
 
 
 @pytest.mark.parametrize(("micro", "accumulate", "ranks"), [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)])
@@ -156,8 +156,8 @@ def test_the_samples_of_a_step_and_their_weights_are_the_same_for_every_way_to_s
     micro: int, accumulate: int, ranks: int
 ) -> None:
     made = corpus()
-    found = [one for rank in range(ranks) for one in batches(made, micro, accumulate, ranks, rank).train(3)]
-    (whole,) = batches(made, 4).train(3)
+    found = [one for rank in range(ranks) for one in batches(made, micro, accumulate, ranks, rank).train(8)]
+    (whole,) = batches(made, 4).train(8)
     assert sorted(token for one in found for token in predicted(one)) == sorted(predicted(whole))
     # The mean over micro-batches of sum / num_items_in_batch is the mean over all predicted tokens.
     shares = [len(predicted(one)) / one["num_items_in_batch"].item() for one in found]
@@ -167,7 +167,7 @@ def test_the_samples_of_a_step_and_their_weights_are_the_same_for_every_way_to_s
 def test_a_sample_has_documents_with_positions_of_their_own() -> None:
     made = corpus()
     seen = set[int]()
-    for batch in batches(made, micro=made.train.num).train(1):
+    for batch in batches(made, micro=made.train.num).train(0):
         for tokens, labels, positions in zip(
             batch["input_ids"].tolist(), batch["labels"].tolist(), batch["position_ids"].tolist(), strict=True
         ):
@@ -179,14 +179,14 @@ def test_a_sample_has_documents_with_positions_of_their_own() -> None:
                 assert (position, token) == (positions[place - 1] + 1, tokens[place - 1] + 1)
                 seen.add(token)
     assert len(seen) == made.train.targets.sum()
-    assert all(batch["use_cache"] is False for batch in batches(made).train(1))
+    assert all(batch["use_cache"] is False for batch in batches(made).train(0))
 
 
 def test_without_packing_each_sample_has_one_piece() -> None:
     made = corpus(pack=False)
     assert made.train.num == len(made.train.starts)
     one = PackedBatches(made, section(pack=False), ResolvedBatch(2, 1, 2), 0, 1, CPU)
-    (batch,) = one.train(1)
+    (batch,) = one.train(0)
     assert "position_ids" not in batch
     for labels in batch["labels"]:
         (where,) = (labels != IGNORED).nonzero(as_tuple=True)

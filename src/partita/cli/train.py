@@ -21,7 +21,7 @@ from partita.prediction.tune.target import Target
 from partita.train.job import Job, default_out, load_job
 from partita.train.loop import explain as explain_job
 from partita.train.loop import train as run_job
-from partita.train.results import check_out, numbered_out
+from partita.train.results import check_out, numbered_out, out_override
 from partita.train.watched_steps import trace_of
 
 # Default number of steps that --profile records.
@@ -80,7 +80,7 @@ def train(
         if environment.world_size == 1:
             if not explain and (out := _numbered(loaded, job)) != loaded.out:
                 show_notice(Console(stderr=True), f"'{loaded.out}' holds an earlier run; this one writes into '{out}'")
-                overrides = [*overrides, f"train.out={out}"]
+                overrides = [*overrides, out_override(out)]
                 loaded = load_job(job, overrides)
             check(loaded, num_processes)
             if not explain:

@@ -231,8 +231,17 @@ def _deepspeed(conversion: Conversion, ranks: int, ranks_per_node: int | None) -
 
 
 def _merge_deepspeed(converted: Converted, named: Converted) -> Converted:
-    """Merge the DeepSpeed file that is named in ``converted``. It takes precedence, as in accelerate; a precision that
-    is missing in it comes from accelerate's file.
+    """Merge the DeepSpeed file that is named in ``converted``. It takes precedence key by key, as in accelerate: a
+    compute dtype that is missing in it comes from accelerate's file.
     """
-    settings = converted.settings | named.settings
+    settings = _merged(converted.settings, named.settings)
     return Converted(converted.name, settings, (*converted.notices, *named.notices), converted.processes)
+
+
+def _merged(sections: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """Return ``sections`` with the keys of ``over``, whose values replace those of the same keys in nested sections."""
+    merged = dict(sections)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -31,12 +31,17 @@ class Rule:
     """Outcome of the conversion of one key, or of a section with all its keys.
 
     ``text`` is the reason why the key is ignored, the difference, or the remedy. ``harmless`` are values that request
-    nothing; they and disabled sections get no notice.
+    nothing; they and disabled sections get no notice. If one of them is a number or true, 0 and false get one.
     """
 
     kind: KeyClass
     text: str = ""
     harmless: tuple[object, ...] = ()
+
+    def is_harmless(self, value: object) -> bool:
+        """Return True if a value of the key requests nothing."""
+        needs_value = any(isinstance(known, int) for known in self.harmless)
+        return value in self.harmless or (is_off(value) and not needs_value)
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class Conversion:
             self.add_notice(KeyClass.IGNORED, key, "it has no effect in combination with the other keys")
         elif rule.kind is KeyClass.IGNORED:
             self.add_notice(rule.kind, key, rule.text)
-        elif value in rule.harmless or is_off(value):
+        elif rule.is_harmless(value):
             return
         elif rule.kind is KeyClass.WARNING:
             self.add_notice(rule.kind, key, rule.text)

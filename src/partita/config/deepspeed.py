@@ -20,8 +20,9 @@ _CLIP, _LOSS_SCALE_WINDOW, _WARMUP_STEPS, _DECAYED_FROM, _COSINE_LEAST = 1.0, 10
 _SCHEDULED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 _TIERS = {"none": "none", "cpu": "host", "nvme": "disk"}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lion": "lion", "muon": "muon"}
-# Settings of DeepSpeed's Muon, and where they are in partita's section `optimizer`.
-_MUON = {"momentum": "muon.momentum", "muon_lr": "lr", "adam_lr": "muon.adamw_lr"}
+# Settings of DeepSpeed's Muon: where they are in partita's section `optimizer`, and DeepSpeed's defaults.
+_MUON = {"betas": ("betas", (0.9, 0.95)), "eps": ("eps", 1e-10), "momentum": ("muon.momentum", 0.95)}
+_MUON_LR, _ADAM_LR = 0.02, 3e-4
 # Optimizers with compressed communication, whose settings have other names in partita's config.
 _COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -317,16 +318,44 @@ def _optimizer(conversion: Conversion, *, by_trainer: bool) -> None:
         name = "adam"
         conversion.set("optimizer.name", name, mode)
     conversion.set("optimizer.name", name, key)
-    for param in ("lr", "betas", "eps", "momentum", *(_MUON if name == "muon" else ())):
-        if f"{OPTIMIZER_PARAMS}{param}" in conversion:
-            own = _MUON.get(param, param) if name == "muon" else param
-            conversion.set(f"optimizer.{own}", conversion.value(OPTIMIZER_PARAMS + param), OPTIMIZER_PARAMS + param)
     if name == "muon":
-        conversion.set("optimizer.muon.scale", "original", key)
+        _muon(conversion, by_trainer=by_trainer)
+    else:
+        for param in ("lr", "betas", "eps", "momentum"):
+            if (own := f"{OPTIMIZER_PARAMS}{param}") in conversion:
+                conversion.set(f"optimizer.{param}", conversion.value(own), own)
     key = f"{OPTIMIZER_PARAMS}weight_decay"
     if key in conversion or not by_trainer:
         conversion.set("optimizer.weight_decay", conversion.value(key, 0.0), key)
     return None
+
+
+def _muon(conversion: Conversion, *, by_trainer: bool) -> None:
+    """Set the settings of Muon, and of the AdamW for parameters that are no matrices."""
+    _muon_rates(conversion, by_trainer=by_trainer)
+    for param, (target, default) in _MUON.items():
+        key = f"{OPTIMIZER_PARAMS}{param}"
+        if key in conversion or not by_trainer:
+            conversion.set(f"optimizer.{target}", conversion.value(key, default), key)
+    conversion.set("optimizer.muon.scale", "original", "optimizer.type")
+
+
+def _muon_rates(conversion: Conversion, *, by_trainer: bool) -> None:
+    """Set the learning rates of matrices (``muon_lr``) and of other parameters (``adam_lr``).
+
+    ``lr`` is the rate of those that have none of their own.
+    """
+    shared, matrices, others = (f"{OPTIMIZER_PARAMS}{name}" for name in ("lr", "muon_lr", "adam_lr"))
+    matrices = matrices if matrices in conversion else shared
+    others = others if others in conversion else shared
+    if matrices in conversion or not by_trainer:
+        conversion.set("optimizer.lr", conversion.value(matrices, _MUON_LR), matrices)
+    is_shared = others == matrices
+    if by_trainer and not is_shared and others in conversion.unresolved:
+        problem = '"auto" is not known yet, and muon_lr replaces it for matrices only'
+        conversion.refuse(others, problem, "write adam_lr, the rate of the other parameters")
+    elif not is_shared or (others not in conversion and not by_trainer):
+        conversion.set("optimizer.muon.adamw_lr", conversion.value(others, _ADAM_LR), others)
 
 
 def _schedule(conversion: Conversion) -> None:

@@ -213,7 +213,7 @@ class Optimizer(Section):
     betas: SharePair = Field((0.9, 0.999), description="decay of the two running averages (not sgd)")
     eps: Positive = Field(1.0e-8, description="added to the divisor (not sgd and lion)")
     weight_decay: NotNegative = Field(
-        0.01, description="weight decay: decoupled in adamw, lion and muon, L2 in adam, onebit_adam and sgd"
+        0.01, description="weight decay: decoupled in adamw, onebit_adam, lion and muon, L2 in adam and sgd"
     )
     momentum: Share = Field(0.0, description="decay of the running average (sgd only)")
     sends: Literal["averages", "gradients"] = Field(

@@ -139,7 +139,7 @@ class Autocast(Mode):
 
 
 class Cast(Mode):
-    """Arguments are cast to the compute dtype, as parameters and buffers are."""
+    """Arguments are cast to the compute dtype, as parameters and buffers are, except 0-dim tensors."""
 
     name, remedy = "cast", "set precision.mode: mixed, whose operators cast their operands,"
 
@@ -147,7 +147,7 @@ class Cast(Mode):
         return nullcontext()
 
     def arguments(self, value: Any) -> Any:
-        return map_floats(value, self.compute)
+        return map_tensors(value, self._narrowed)
 
     def fp32_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -156,7 +156,7 @@ class Cast(Mode):
         return map_tensors(output, self._narrowed)
 
     def _narrowed(self, tensor: Tensor) -> Tensor:
-        # A number, such as a loss, does not decide the dtype of what is computed from it.
+        # A number, such as a loss or a count of tokens, does not decide the dtype of what is computed from it.
         return tensor if tensor.dim() == 0 else map_floats(tensor, self.compute)
 
 

@@ -37,13 +37,12 @@ from partita.train.interrupt import Interruption, StopRequest
 from partita.train.job import Job
 from partita.train.models import ReadyModel, build_model
 from partita.train.packing import PackedBatches
+from partita.train.position import DataPosition, completed
 from partita.train.results import JOB_FILE, WEIGHTS, check_out
 from partita.train.sample import write_sample
 from partita.train.stream import POSITION, DocumentStream
 from partita.train.watched_steps import WatchedSteps
 
-# Key in a checkpoint: the number of batches skipped so far. A step's batch is this number after the step's own.
-SKIPPED_BATCHES = "batches_left_out"
 # Key in a checkpoint: the digest of the text.
 CORPUS = "corpus"
 
@@ -86,16 +85,37 @@ def train(job: Job, console: Console) -> Outcome:
             initialize(ready.module, config=job.engine, weights=ready.weights) as engine,
             open_batches(corpus, job.data, engine) as batches,
         ):
+            _check_steps(job, engine)
             return _Run(job, ready, batches, engine, console).run(num_parameters)
 
 
 def _with_steps(job: Job, corpus: AnyCorpus) -> Job:
-    """Return the job with a number of steps, if it has a number of epochs."""
+    """Return the job with a number of steps, if it has a number of epochs.
+
+    These are the steps that a checkpoint has completed, and those for the remaining samples of the epochs.
+    """
     if job.train.epochs is None:
         return job
     assert not isinstance(corpus, DocumentStream), "refused by load_job"
-    batch = resolve(job.engine, launch_environment().world_size, accelerator.device_type()).batch
-    return job.with_steps(math.ceil(job.train.epochs * corpus.samples_per_epoch(job.data.sequence) / batch.total))
+    total = resolve(job.engine, launch_environment().world_size, accelerator.device_type()).batch.total
+    done = completed(job.engine.checkpoint.dir, total)
+    remaining = math.ceil(job.train.epochs * corpus.samples_per_epoch(job.data.sequence)) - done.samples
+    return job.with_steps(done.steps + max(0, math.ceil(remaining / total)))
+
+
+def _check_steps(job: Job, engine: Engine) -> None:
+    """Check that all ranks have the same number of steps. A collective.
+
+    Raises:
+        PartitaError: on all ranks: they have found different checkpoints.
+    """
+    steps = engine.each(job.train.steps)
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
+            raise PartitaError(
+                f"train.epochs: {steps[0]:g} steps on rank 0 and {other:g} on rank {rank}, which finds another newest "
+                f"checkpoint in '{job.engine.checkpoint.dir}'; start the run again when all nodes see the same files"
+            )
 
 
 def explain(job: Job, console: Console) -> None:
@@ -119,6 +139,7 @@ class _Run:
         self._engine = engine
         mesh = engine.mesh
         self._batches = batches
+        self._position = DataPosition(engine.extra, batches.batch.total)
         self._is_first = mesh.rank == 0
         self._progress = TrainingProgress(console if self._is_first else Console(quiet=True), job.train.steps)
         self._start = self._resume()
@@ -210,15 +231,16 @@ class _Run:
     def _train_step(self, step: int, meter: _Meter) -> int:
         """Train on the next batch; return the step that is done. It is an earlier one if training was rewound."""
         extra = self._engine.extra
-        number = step + extra.get(SKIPPED_BATCHES, 0)
+        place = self._position.advance(step)
+        number = place.sample if isinstance(self._batches, PackedBatches) else place.batch
         batch = model_inputs(self._batches.train(number), self._ready)
-        position = extra.get(POSITION)
+        stream = extra.get(POSITION)
         loss = self._engine.train_batch(batch)
         rewound_to = self._engine.last_step.rewound_to
         if rewound_to is not None:
-            extra[SKIPPED_BATCHES] = number - rewound_to
-            if position is not None:  # a stream is not rewound either
-                extra[POSITION] = position
+            self._position.rewind(place, rewound_to)
+            if stream is not None:  # a stream is not rewound either
+                extra[POSITION] = stream
             num_undone = step - 1 - rewound_to
             del meter.losses[max(0, len(meter.losses) - num_undone) :]
             if self._writer is not None:

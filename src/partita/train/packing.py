@@ -3,7 +3,7 @@
 Invariants: held-out documents are never trained on. Every token of the training documents except each document's first
 (if ``data.predict`` chooses answers, every such token of an answer) is predicted once per epoch. Documents in one
 sample do not see each other. The samples of a step are the same set for every micro x accumulate x ranks with the same
-total. Those of a :class:`PackedCorpus` are a pure function of (seed, step), so the data position needs no state.
+total. Those of a :class:`PackedCorpus` are a pure function of the seed and the number of earlier samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,8 +102,8 @@ class DocumentCorpus(Protocol):
         """A hash that identifies the documents and their split."""
         ...
 
-    def batch(self, step: int, total: int) -> list[Sample]:
-        """Return the ``total`` samples of a step, which counts from 1."""
+    def batch(self, first: int, total: int) -> list[Sample]:
+        """Return ``total`` samples, from number ``first`` on. Numbers begin at 0 and continue in the next epoch."""
         ...
 
     def summary(self, token: str) -> str:
@@ -124,12 +124,12 @@ class PackedCorpus:
         """Return the number of samples that have all training documents. They have ``sequence`` tokens each."""
         return self.train.num
 
-    def batch(self, step: int, total: int) -> list[Sample]:
-        """Return the samples of a step.
+    def batch(self, first: int, total: int) -> list[Sample]:
+        """Return ``total`` samples, from number ``first`` on.
 
         Each epoch has every sample once, in an order of its own. A batch may end one epoch and begin the next.
         """
-        places = (divmod(place, self.train.num) for place in range((step - 1) * total, step * total))
+        places = (divmod(place, self.train.num) for place in range(first, first + total))
         return [
             Sample(self.train, int(shuffled(self.seed, epoch, self.train.num)[position])) for epoch, position in places
         ]
@@ -256,9 +256,9 @@ class PackedBatches:
         """Tokens of the samples of one optimizer step, over all ranks."""
         return self.batch.total * self.data.sequence
 
-    def train(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the ``accumulate`` micro-batches of a step, which counts from 1."""
-        return self._micro_batches(self.corpus.batch(step, self.batch.total))
+    def train(self, first: int) -> Iterator[dict[str, Any]]:
+        """Yield the ``accumulate`` micro-batches of a step whose first sample has this number, which counts from 0."""
+        return self._micro_batches(self.corpus.batch(first, self.batch.total))
 
     def held_out(self, num_batches: int) -> Iterator[dict[str, Any]]:
         """Yield this rank's micro-batches of at most ``num_batches`` full batches of held-out samples.

@@ -1,5 +1,6 @@
 """Files that a run writes to its folder, and the check that no other run replaces them by accident."""
 
+import json
 from itertools import chain, count
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def numbered_out(job: Job) -> Path:
     """Return ``train.out``, or the first of the folders NAME-2, NAME-3, ... if it holds the results of another run."""
     numbers = (job.out.with_name(f"{job.out.name}-{number}") for number in count(2))
     return next(folder for folder in chain([job.out], numbers) if not _results(job, folder))
+
+
+def out_override(folder: Path) -> str:
+    """Return the override that sets ``train.out``. The folder is quoted: a plain name may be a number in YAML."""
+    return f"train.out={json.dumps(str(folder), ensure_ascii=False)}"
 
 
 def _results(job: Job, folder: Path) -> list[str]:

@@ -169,8 +169,8 @@ class StreamedCorpus:
         self._samples: Samples  # of the block at the position
         self._after: RowPosition
 
-    def batch(self, step: int, total: int) -> list[Sample]:
-        """Return the next ``total`` samples. A collective where a block ends."""
+    def batch(self, first: int, total: int) -> list[Sample]:
+        """Return the next ``total`` samples; the position decides, not ``first``. A collective where a block ends."""
         position = self._position or self._resumed()
         chosen = list[Sample]()
         while len(chosen) < total:

@@ -13,7 +13,7 @@ from partita.observe.progress import notices_on
 from partita.train.corpus import load_data, model_inputs, open_batches
 from partita.train.job import Job, SampleSection, load_job
 from partita.train.models import ReadyModel, build_trained
-from partita.train.results import JOB_FILE, WEIGHTS
+from partita.train.results import JOB_FILE, WEIGHTS, out_override
 from partita.train.sample import write_sample
 
 
@@ -41,18 +41,18 @@ def load_trained(source: Path, overrides: Sequence[str] = ()) -> Job:
     """Return the job of a run that has ended, with overrides such as "train.eval_batches=100".
 
     Args:
-        source: the folder of its results, or its job file.
+        source: the folder of its results, or its job file, whose ``train.out`` (or that of an override) is the folder.
 
     Raises:
         ConfigError: there are no results, or the job is not valid.
     """
-    folder = source if source.is_dir() else load_job(source).out
+    folder = source if source.is_dir() else load_job(source, overrides).out
     if not (folder / JOB_FILE).is_file() or not (folder / WEIGHTS).is_dir():
         raise ConfigError(
             f"'{folder}' has no results of a run ({JOB_FILE} and {WEIGHTS}/); train first, or name the folder "
             "train.out of a run that has ended"
         )
-    return load_job(folder / JOB_FILE, [*overrides, f"train.out={folder}"])
+    return load_job(folder / JOB_FILE, [*overrides, out_override(folder)])
 
 
 def evaluate(job: Job, console: Console) -> Evaluation:

@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from partita.layout.traffic import step_traffic
 from partita.prediction.given_config import estimate_config
 from partita.prediction.machine import machine_named
 from partita.prediction.model_source import read_source
-from partita.prediction.step_timeline import Job
+from partita.prediction.step_timeline import DISK, Job
 from partita.table.planned import reduction_order
 from partita.table.planned_bucket import share_buckets
 
@@ -95,6 +97,83 @@ def test_seconds_are_of_the_bytes_that_traffic_counts(zero: dict[str, Any], tied
 def test_one_node_has_no_rounds() -> None:
     alone = {"zero": {"stage": 1}}
     assert predicted({**alone, "communication": {"every": 10}}, nodes=1) == predicted(alone, nodes=1)
+
+
+@pytest.mark.parametrize(("stage", "num_shards"), [(0, 1), (1, 8), (3, 8)])
+def test_each_rank_copies_the_parameters_that_its_host_updated(stage: int, num_shards: int) -> None:
+    config = {"zero": {"stage": stage, "offload": {"optimizer": "host"}}, "precision": {"compute": "bf16"}}
+    plan = estimate_config(read_source(MODEL), config, 8, "cuda", 8)
+    (stage_units,) = plan.units.values()
+    machine = replace(machine_named("h100"), reached=1.0, host_link=1.0)
+    upload_s = sum(plan._step_cost(machine).unit_cost(unit).upload for unit in stage_units)
+    assert upload_s == sum(unit.num_bytes for unit in stage_units) / num_shards
+
+
+@pytest.mark.parametrize("units", ["auto", ["Attention", "FeedForward"], ["Attention"], ["Embedding"]])
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}])
+def test_the_timeline_has_all_the_work_of_a_stage(units: Any, parallel: dict[str, Any]) -> None:
+    config = {"zero": {"stage": 3, "units": units}, "batch": {"micro": 1}, "parallel": parallel}
+    plan = estimate_config(read_source(MODEL.replace("layers=2", "layers=6")), config, 4, "cuda", 4)
+    step_cost, mesh = plan._step_cost(machine_named("h100")), plan.resolved.mesh
+    for stage in plan.stages:
+        jobs = list[Job]()
+        step_cost.step(plan.rank_model, stage, plan.units[stage], plan.trace, 1, jobs)
+        computed_s = sum(job.stop_s - job.start_s for job in jobs if job.what in ("forward", "backward"))
+        assert computed_s == pytest.approx(sum(step_cost._pass_s(plan.trace, stage, mesh)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class Blocks(nn.Module):
+    """A model without parameters outside its blocks, and with work before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin().cos()
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def blocks_only() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Blocks(), (torch.zeros(1, 64),)
+
+
+def test_the_work_before_the_blocks_is_added_to_the_first_block() -> None:
+    plan = estimate_config(read_source(f"{__name__}:blocks_only"), {"zero": {"stage": 0}}, 1, "cuda", 1)
+    (stage,) = plan.stages
+    assert stage.block_numbers == (0, 1, 2, 3)
+    step_cost, mesh = plan._step_cost(machine_named("h100")), plan.resolved.mesh
+    assert plan.trace.prologue.forward.num_ops
+    assert plan.time(machine_named("h100")).compute_s == pytest.approx(step_cost.compute_s(plan.trace, stage, mesh, 1))
+
+
+@pytest.mark.parametrize(("stage", "accumulate", "per_param"), [(2, 1, 32), (2, 3, 48), (1, 3, 48)])
+def test_the_disk_is_busy_for_the_bytes_of_a_step(stage: int, accumulate: int, per_param: int) -> None:
+    """A step reads and writes 4 bytes per parameter and access.
+
+    The update reads and writes three states, and reads the gradient, which was written by the first reduction, and
+    read and written by each later one. On one rank, gradients of stage 1 leave the device after each micro-batch, too.
+    """
+    config: dict[str, Any] = {"zero": {"stage": stage, "offload": {"optimizer": "disk"}}, "batch": {"micro": 1}}
+    config["batch"]["accumulate"] = accumulate
+    plan = estimate_config(read_source(MODEL), {**config, "precision": {"compute": "fp32"}}, 1, "cuda", 1)
+    (pipeline_stage,), jobs = plan.stages, list[Job]()
+    machine = replace(machine_named("h100"), gpus=1, reached=1.0, disk_rate=1.0)
+    units = plan.units[pipeline_stage]
+    plan._step_cost(machine).step(plan.rank_model, pipeline_stage, units, plan.trace, accumulate, jobs)
+    on_disk_s = sum(job.stop_s - job.start_s for job in jobs if job.resource == DISK)
+    assert on_disk_s == pytest.approx(per_param / 4 * sum(unit.num_bytes for unit in units))
 
 
 def test_gradients_that_share_a_bucket_travel_at_once() -> None:

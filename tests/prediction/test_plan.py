@@ -59,6 +59,48 @@ def test_the_best_plan_fits_and_its_config_is_one(plan: Plan) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize("units", ["auto", ["Attention"], ["Attention", "FeedForward"]])
+def test_pipeline_ranks_have_all_parameters(units: str | list[str]) -> None:
+    config = {"zero": {"units": units}, "parallel": {"pipeline": 2}, "precision": {"compute": "fp32"}}
+    source = read_source(f"family=llama,{SMALL}")  # without tied parameters, which both ranks have
+    estimate = estimate_config(source, config, 2, "cuda", 2)
+    held = [estimate.held(stage)["parameters", "device"] for stage in estimate.stages]
+    assert sum(held) == pytest.approx(4 * source.num_params, rel=1e-3), "the rest is padding"
+
+
+def test_the_config_keeps_the_settings_of_every_plan(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "zero": {"units": ["Block"], "offload": {"path": str(tmp_path)}},
+        "precision": {"keep_fp32": ["LayerNorm"]},
+        "optimizer": {"name": "sgd", "lr": 0.5},
+        "parallel": {"schedule": "gpipe", "tensor": 4},
+        "batch": {"total": 3},
+        "activations": {"checkpoint": ["blocks.0"]},
+        "clip_grad_norm": 1.0,
+    }
+    found = partita.plan(SMALL, gpus=1, gpu="h100", samples=8, config=given)
+    assert found.best is not None
+    on_host = replace(found.best, settings=replace(found.best.settings, states=StateSettings(1, optimizer="host")))
+    config = replace(found, forecasts=(on_host,)).config()
+    assert config["zero"] == {
+        "units": ["Block"],
+        "stage": 1,
+        "offload": {"path": str(tmp_path), "optimizer": "host"},
+    }
+    assert config["precision"] == {"keep_fp32": ["LayerNorm"], "compute": "bf16"}
+    assert (config["optimizer"], config["clip_grad_norm"]) == ({"name": "sgd", "lr": 0.5}, 1.0)
+    assert config["parallel"] == {"schedule": "gpipe"}, "axes are searched"
+    assert config["batch"] == {"micro": found.best.settings.micro, "accumulate": found.best.settings.accumulate}
+    assert config.get("activations", {}).get("checkpoint", "none") == found.best.settings.checkpoint
+
+
+def test_a_named_compute_dtype_is_that_of_every_plan() -> None:
+    found = partita.plan(SMALL, gpu="h100", samples=8, config={"precision": {"compute": "fp32"}})
+    assert found.config()["precision"]["compute"] == "fp32"
+    assert found.best is not None
+    assert found.best.settings.states.precision.name == "fp32"
+
+
 def made(plan: Plan, seconds: float, device_bytes: int, precision: StatePrecision) -> Forecast:
     """Return a forecast that fits, with this time, device memory and precision of the states."""
     some = next(each for each in plan.forecasts if each.fits)
@@ -104,10 +146,11 @@ def test_what_does_not_fit_says_which_memory_and_by_how_much(plan: Plan) -> None
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "none"), (3, "none"), (2, "host"), (3, "disk")])
-def test_states_are_the_blueprint_s(stage: int, optimizer: str) -> None:
+@pytest.mark.parametrize("units", ["auto", ["Attention"], ["FeedForward", "LayerNorm"], ["Embedding"]])
+def test_states_are_the_blueprint_s(stage: int, optimizer: str, units: str | list[str]) -> None:
     """The search plans each kind of unit once, and has the same bytes as the blueprint, which plans every unit."""
     source = read_source(SMALL)
-    search = Search(source, machine_named("h100"), 4, 64)
+    search = Search(source, machine_named("h100"), 4, 64, partita.Config(zero={"units": units}))
     mesh = MeshShape(data=4)
     resolved = search._resolved(mesh, StateSettings(stage, optimizer=optimizer))
     tier = {"none": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}[optimizer]

@@ -48,6 +48,12 @@ def test_updates_on_the_host_hide_behind_the_forward() -> None:
     assert slow.waits_s[HOST] == pytest.approx(6.0)
 
 
+def test_the_disk_is_waited_for_where_it_stores_the_last_gradient() -> None:
+    time = simulate_step(units(5, swap_gradient=4.0), 2, reduces_each=True)
+    assert time.total_s == pytest.approx(5.0 + 2.0 + 5 * 4.0 + 5 * 8.0), "written, then read and written"
+    assert time.waits_s.keys() == {"disk"}
+
+
 def test_a_stage_waits_for_others_in_proportion_to_its_work() -> None:
     alone = simulate_step(units(4), 8, reduces_each=False)
     time = alone.in_pipeline(3 / 8)

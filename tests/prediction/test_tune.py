@@ -111,6 +111,23 @@ def test_without_a_gain_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(few.trials), few.complete) == (2, False)
 
 
+@pytest.mark.parametrize(
+    ("batch", "samples", "expected"),
+    [
+        ({}, 8, {"micro": 4, "accumulate": 1}),
+        ({"micro": 2}, 64, {"micro": 2, "accumulate": 16}),
+        ({"micro": 3}, 8, None),
+        ({"micro": 2, "accumulate": 3}, 12, {"micro": 2, "accumulate": 3}),
+    ],
+)
+def test_the_user_s_config_has_the_samples_of_every_trial(
+    batch: dict[str, int], samples: int, expected: dict[str, int] | None
+) -> None:
+    given = {"parallel": {"tensor": 1}, "zero": {"stage": 2}, "batch": batch}
+    found = Space(read_source(MODEL), CPU, 2, Config(**given), samples, "cpu").user_candidate()
+    assert (None if found is None else found.config["batch"]) == expected
+
+
 def test_where_parameters_are_gathered_that_is_changed_too() -> None:
     source = read_source(MODEL)
     given = {**BASE, "zero": {"stage": 3, "prefetch_bytes": 4096}, "optimizer": {"lr": 0.1}}

@@ -5,7 +5,6 @@ from dataclasses import replace
 from heapq import nsmallest
 
 from partita.config.resolve import resolve
-from partita.config.schema import Config
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.prediction.communication_settings import INSIDE_NODES, Alternatives, quantized_alternatives
@@ -72,12 +71,10 @@ def _with_engine_mesh(search: Search, settings: PlanSettings) -> PlanSettings | 
 
     Return None if its config is invalid, or if its communication settings need nodes and the mesh has only one.
     """
-    machine, sections = search.machine, settings.sections()
-    config_sections = search.merged(sections).model_dump(exclude_unset=True)
-    config_sections |= {name: sections.get(name, {}) for name in ("batch", "parallel")}
+    machine, config = search.machine, search.merged(settings.sections())
     kind = accelerator.usual_kind(machine.one_memory)
     try:
-        mesh = resolve(Config(**config_sections), search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
+        mesh = resolve(config, search.num_gpus, kind, machine.gpus_on_node(search.num_gpus)).mesh
     except ConfigError:
         return None
     needs_nodes = bool(settings.states.communication.zero_keys)

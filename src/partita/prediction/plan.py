@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from partita.prediction.communication_variants import communication_variants
 from partita.prediction.given_config import estimate_config
 from partita.prediction.machine import Machine, machine_named
 from partita.prediction.model_source import ModelSource, read_source
-from partita.prediction.plan_settings import Sections
+from partita.prediction.plan_settings import with_sections
 from partita.prediction.search import Forecast, Search
 from partita.table.residence import Tier
 
@@ -32,7 +32,10 @@ AS_FAST = 1.02
 
 @dataclass(frozen=True)
 class Plan:
-    """The ``forecasts`` for a model: plans that fit, fastest first; then those that do not fit, by missing bytes."""
+    """The ``forecasts`` for a model: plans that fit, fastest first; then those that do not fit, by missing bytes.
+
+    ``base`` is the user's config, the settings of every plan.
+    """
 
     source: ModelSource
     machine: Machine
@@ -40,6 +43,7 @@ class Plan:
     samples: int
     forecasts: tuple[Forecast, ...]
     lean: bool = False
+    base: Config = field(default_factory=Config)
 
     @cached_property
     def best(self) -> Forecast | None:
@@ -71,17 +75,17 @@ class Plan:
         return list(found.values())
 
     def config(self) -> dict[str, Any]:
-        """Return the config of the best plan, for :func:`partita.initialize`.
+        """Return the config of the best plan, for :func:`partita.initialize`, including the settings of every plan.
 
         Raises:
             ConfigError: no plan fits; the message names the nearest ones.
         """
         if self.best is None:
             raise ConfigError(self.explain_no_fit())
-        sections: Sections = self.best.settings.sections()
-        sections.setdefault("precision", {})["compute"] = self.machine.compute_dtype
-        resolve(Config(**sections), self.num_gpus, "cpu" if self.machine.one_memory else "gpu", self.on_node)
-        return dict(sections)
+        found = with_sections(self.base, self.best.settings.sections())
+        found["precision"] = {**found.get("precision", {}), "compute": _compute_dtype(self.base, self.machine)}
+        resolve(Config(**found), self.num_gpus, "cpu" if self.machine.one_memory else "gpu", self.on_node)
+        return found
 
     def write(self, path: str | Path) -> None:
         """Write :meth:`config` as YAML."""
@@ -147,7 +151,8 @@ def plan(
         tokens: positions of a sample; None: the model's maximum, at most 2048.
         samples: samples of an optimizer step, over all ranks; None: about half a million tokens, and at least one
             sample per GPU.
-        config: settings of every plan: units, fp32 modules, the optimizer.
+        config: settings of every plan: units, fp32 modules, the compute dtype, the optimizer, the pipeline schedule.
+            Mesh, stage, micro-batches and recomputation are searched in any case.
         compress: also consider quantized collectives for gradients and parameters, which lose precision.
         lean: also consider states of lower precision (16-bit gradients, 8-bit moments) where exact ones fit.
 
@@ -164,10 +169,17 @@ def plan(
         samples = default_samples(source, gpus)
     if samples < 1:
         raise ConfigError(f"samples: expected at least 1 sample in a step; got {samples}")
-    search = Search(source, machine, gpus, samples, load_config(config), lean=lean)
+    base = load_config(config)
+    search = Search(source, machine, gpus, samples, base, _compute_dtype(base, machine), lean=lean)
     found = search.run()
     found += communication_variants(search, found, compress=compress)
-    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)), lean)
+    return Plan(source, machine, gpus, samples, tuple(sorted(found, key=lambda each: each.rank)), lean, base)
+
+
+def _compute_dtype(config: Config, machine: Machine) -> str:
+    """Return the compute dtype that the user's config names, or else the machine's."""
+    named = config.precision.compute
+    return machine.compute_dtype if named == "auto" else named
 
 
 def default_samples(source: ModelSource, num_gpus: int) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from partita.config.schema import Config
 from partita.prediction.communication_settings import STAGE_DEFAULT, CommunicationSettings
 from partita.table.mesh_shape import MeshShape
 from partita.table.state_plan import further_stages
@@ -16,6 +17,12 @@ CHECKPOINTS = ("none", "selective", "units")
 RecomputeSettings = tuple[str, str]
 ON_DEVICE: tuple[RecomputeSettings, ...] = tuple((checkpoint, "none") for checkpoint in CHECKPOINTS)
 ON_HOST: RecomputeSettings = ("units", "host")
+# Settings that every plan determines. Their values in the user's config have no effect.
+_PLANNED = {
+    "batch": ("micro", "accumulate", "total"),
+    "activations": ("checkpoint", "offload"),
+    "parallel": ("data", "tensor", "pipeline", "sequence", "cut"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,21 @@ class PlanSettings:
             offload = {"offload": self.inputs} if self.inputs != "none" else {}
             found["activations"] = {"checkpoint": self.checkpoint, **offload}
         return found
+
+
+def with_sections(config: Config, sections: Sections) -> dict[str, Any]:
+    """Return the config of a plan: its ``sections``, and all other settings of the user's ``config``.
+
+    The tiers of ``zero.offload`` are merged one by one. A tier ``auto`` of ``config`` is left out: plans name tiers.
+    """
+    given: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    for name, planned in _PLANNED.items():
+        given[name] = {key: value for key, value in given.get(name, {}).items() if key not in planned}
+    tiers = {key: value for key, value in given.get("zero", {}).pop("offload", {}).items() if value != "auto"}
+    found = {name: {**given.pop(name, {}), **values} for name, values in sections.items()}
+    if offload := {**tiers, **found["zero"].pop("offload", {})}:
+        found["zero"]["offload"] = offload
+    return {name: value for name, value in {**found, **given}.items() if value != {}}
 
 
 def meshes(num_gpus: int, on_node: int, most_stages: int, sequences: Sequence[int] = (1,)) -> Iterator[MeshShape]:

@@ -209,8 +209,8 @@ def trace_rank(
                         raise
                     # Some models accept only one sample: all of their sizes are assumed to grow with the samples.
                     traces[choice] = trace(model, source.batch(1, "meta"), rank)
-    of_name = {spec.name: of_unit for spec, of_unit in zip(short, entries, strict=True)}
-    of_specs = [of_name[_representative_unit(spec.name, representatives)] for spec in specs]
+    of_fqn = {entry.fqn: entry for of_unit in entries for entry in of_unit}
+    of_specs = [_entries(spec, of_fqn, representatives) for spec in specs]
     return RankModel(specs, of_specs, traces, cuts, optimizer)
 
 
@@ -248,7 +248,20 @@ def _names_modules(model: nn.Module, config: Config) -> bool:
     return not classes.issuperset([*units, *config.precision.keep_fp32, *rules])
 
 
-def _representative_unit(unit: str, representatives: Mapping[str, str]) -> str:
-    """Return the name of the unit that represents a unit: inside the block that represents the block around it."""
-    block = next((name for name in enclosing_modules(unit) if name in representatives), None)
-    return unit if block is None else representatives[block] + unit[len(block) :]
+def _entries(spec: UnitSpec, of_fqn: Mapping[str, Entry], representatives: Mapping[str, str]) -> list[Entry]:
+    """Return the entries of a unit of the full model, from those of the model with fewer blocks, by name.
+
+    Units in blocks have the parameter names of the block that represents theirs, as the traces have. Other units may
+    have parameters of many equal blocks, whose names must differ.
+    """
+    names = [info.fqns[0] for info in spec.infos]
+    found = [of_fqn[_representative(name, representatives)] for name in names]
+    if any(name in representatives for name in enclosing_modules(spec.name)):
+        return found
+    return [replace(entry, fqn=name) for entry, name in zip(found, names, strict=True)]
+
+
+def _representative(name: str, representatives: Mapping[str, str]) -> str:
+    """Return a parameter's name in the block that represents the block around it, or its own name outside blocks."""
+    block = next((module for module in enclosing_modules(name) if module in representatives), None)
+    return name if block is None else representatives[block] + name[len(block) :]

@@ -37,6 +37,7 @@ from partita.prediction.plan_settings import (
     meshes,
     sequence_sizes,
     state_settings_by_tier,
+    with_sections,
 )
 from partita.prediction.rank_model import RankModel, trace_rank
 from partita.prediction.stages import Cuts, Stage
@@ -232,11 +233,8 @@ class Search:
         return Resolved(config, mesh, batch, self.dtype, on_host, extension=installed())
 
     def merged(self, sections: Sections) -> Config:
-        """Return ``config`` with these sections added."""
-        own_sections = self.config.model_dump(exclude_unset=True)
-        return Config(
-            **{name: {**own_sections.get(name, {}), **sections.get(name, {})} for name in {*own_sections, *sections}}
-        )
+        """Return the config of a plan with these sections."""
+        return Config(**with_sections(self.config, sections))
 
     # ----------------------------------------------------------------------------------------------------- forecasts
 
@@ -259,7 +257,7 @@ class Search:
             return
         for recompute in recompute_options:
             num_fitting = 0
-            for micro in _divisors(per_rank):
+            for micro in divisors(per_rank):
                 settings = PlanSettings(mesh, states, micro, per_rank // micro, *recompute)
                 found = self._largest_stage(settings, independent)
                 if found.fits and not (states.precision.one_micro_batch and settings.accumulate > 1):
@@ -358,7 +356,7 @@ class Search:
         return self._compute_times[key]
 
 
-def _divisors(num: int) -> list[int]:
+def divisors(num: int) -> list[int]:
     """Return ``num``, repeatedly halved while it is even, and 1. The largest comes first."""
     found, size = list[int](), num
     while size:

@@ -23,7 +23,7 @@ from partita.prediction.curve import Curve
 from partita.prediction.machine import LATENCY_S, LAUNCH_S, Machine
 from partita.prediction.optimizer_plan import OptimizerPlan
 from partita.prediction.rank_model import RankModel
-from partita.prediction.stages import Stage
+from partita.prediction.stages import Stage, enclosing_modules
 from partita.prediction.step_timeline import (
     DEVICE,
     DISK,
@@ -37,11 +37,10 @@ from partita.prediction.step_timeline import (
 )
 from partita.prediction.trace.block_trace import BlockTrace, Trace, Work
 from partita.table.mesh_shape import MeshShape
-from partita.table.planned import PlannedUnit, reduction_order
+from partita.table.planned import PlannedSegment, PlannedUnit, reduction_order
 from partita.table.planned_bucket import PlannedBucket, share_buckets
 from partita.table.residence import FP32, Tier
 
-NO_WORK = Work()
 # The collectives that are measured, and the names of their curves.
 _MEASURED = {"all_gather": "gather", "reduce_scatter": "reduce"}
 # Substitutes for kinds that machine files of earlier versions lack.
@@ -66,6 +65,7 @@ class UnitCost:
     fetch: float
     read: float
     offload_gradient: float
+    swap_gradient: float
     update: float
     updated_by: str
     swap: float
@@ -143,7 +143,10 @@ class StepCost:
         on_host = not row.updates_on_device and row.master.tier is not Tier.DEVICE
         rate = machine.host_rate / on_node if on_host or machine.one_memory else machine.memory_rate
         update = "host_update" if on_host and "host_update" in self._curves else "update"
-        uses_disk = row.master.tier is Tier.DISK
+        swapped = stored("grad_step") if row.stores_gradients and row.grad_step.tier is Tier.DISK else 0
+        swapped_in_update = swapped + (2 * states if row.master.tier is Tier.DISK else 0)
+        updated = (replace(segment.row.master, encoding=segment.row.param_compute.encoding) for segment in trained)
+        updated_bytes = sum(map(PlannedSegment.held_bytes, trained, updated))
         return UnitCost(
             gather,
             0.0 if unit.stays_unsharded else again,
@@ -152,10 +155,11 @@ class StepCost:
             stored("grad_step") / host_link
             if row.grad_step.tier is not Tier.DEVICE and not machine.one_memory
             else 0.0,
+            swapped / max(disk, 1.0),
             self._job_s(update, touched) if machine.curves else touched / (machine.reached * rate),
             HOST if on_host else DEVICE,
-            2 * states / max(disk, 1.0) if uses_disk else 0.0,
-            stored("param_compute") / host_link if on_host and not (offloaded or machine.one_memory) else 0.0,
+            swapped_in_update / max(disk, 1.0),
+            updated_bytes / host_link if on_host and not (offloaded or machine.one_memory) else 0.0,
             sum(self._collectives_s(publications(segment), mesh) for segment in trained),
         )
 
@@ -224,7 +228,7 @@ class StepCost:
         for start, stop in stage.chunks:
             first, last = start == 0, stop == len(trace.blocks)
             block_traces += [*trace.blocks[start:stop], *[trace.prologue] * first, *[trace.epilogue] * last]
-        each = {id(p): (self.seconds(p.forward, mesh), self.seconds(p.backward, mesh)) for p in block_traces}
+        each = {id(p): self._block_s(p, mesh) for p in block_traces}
         return sum(each[id(p)][0] for p in block_traces), sum(each[id(p)][1] for p in block_traces)
 
     def _bubble(self, trace: Trace, stage: Stage, mesh: MeshShape, num_micros: int) -> float:
@@ -250,32 +254,15 @@ class StepCost:
 
         The jobs of the step are appended to ``jobs``, if it is given.
         """
-        mesh, blocks, offloading = units[0].segments[0].mesh, dict[str, BlockTrace](), set[str]()
-        for start, stop in stage.chunks:
-            blocks |= zip(trace.names[start:stop], trace.blocks[start:stop], strict=True)
-            offloading |= set(trace.names[start:stop][:-NUM_STAYING])
-        times = list[UnitTimes]()
-        for unit, number in zip(units, stage.units, strict=True):
-            block_trace = blocks.get(rank_model.specs[number].name)
-            forward, backward = (block_trace.forward, block_trace.backward) if block_trace else (NO_WORK, NO_WORK)
-            found_times = self._unit_times(forward, backward, self.unit_cost(unit), mesh)
-            offload_input = (
-                self._offload_s(block_trace, trace.offload_tier)
-                if block_trace and rank_model.specs[number].name in offloading
-                else 0.0
-            )
-            offload_input_by = DISK if trace.offload_tier is Tier.DISK else HOST_LINK
-            times.append(replace(found_times, offload_input=offload_input, offload_input_by=offload_input_by))
-        if any(start == 0 for start, _ in stage.chunks):
-            times[0] = self._unit_times(trace.prologue.forward, trace.prologue.backward, self.unit_cost(units[0]), mesh)
+        mesh, times = units[0].segments[0].mesh, self._unit_times(rank_model, stage, units, trace)
         if any(stop == len(trace.blocks) for _, stop in stage.chunks):
             times.append(UnitTimes(self.seconds(trace.epilogue.forward, mesh), 0.0))
         for at, (reduce, complete) in enumerate(self._reductions(units)):
             times[at] = replace(times[at], reduce=reduce, complete=complete)
-        row = units[0].row
+        reduces_each = not mesh.active(units[0].row.grad_between.partial_axes)
         # On a CPU, the cores that compute also communicate: nothing overlaps.
         ranks = DEVICE if self.machine.one_memory else RANKS
-        found = simulate_step(times, num_micros, reduces_each=not row.grad_between.partial_axes, ranks=ranks, jobs=jobs)
+        found = simulate_step(times, num_micros, reduces_each=reduces_each, ranks=ranks, jobs=jobs)
         if round_end_s := self._round_end_s(units):
             found = StepTime(found.total_s + round_end_s, found.compute_s, {**found.waits_s, "rounds": round_end_s})
         exchange_s, work_s = self._owners_s(units)
@@ -302,5 +289,45 @@ class StepCost:
         """Return the seconds to send one micro-batch's activations to the next stage, and their gradients back."""
         return 2 * (num_bytes / self.link(("pipeline",), mesh) + LATENCY_S)
 
-    def _unit_times(self, forward: Work, backward: Work, unit_cost: UnitCost, mesh: MeshShape) -> UnitTimes:
-        return UnitTimes(self.seconds(forward, mesh), self.seconds(backward, mesh), **vars(unit_cost))
+    def _unit_times(
+        self, rank_model: RankModel, stage: Stage, units: Sequence[PlannedUnit], trace: Trace
+    ) -> list[UnitTimes]:
+        """Return the seconds of the jobs of each unit, except its reductions.
+
+        The work of a block is divided over its units; that of the prologue is added to the first unit.
+        """
+        mesh, by = units[0].segments[0].mesh, DISK if trace.offload_tier is Tier.DISK else HOST_LINK
+        times = [UnitTimes(0.0, 0.0, **vars(self.unit_cost(unit)), offload_input_by=by) for unit in units]
+        shares = _shares(rank_model, stage, units)
+        for start, stop in stage.chunks:
+            if start == 0:
+                times[0] = times[0].plus(*self._block_s(trace.prologue, mesh))
+            for number in range(start, stop):
+                block_trace = trace.blocks[number]
+                offload_s = self._offload_s(block_trace, trace.offload_tier) if number < stop - NUM_STAYING else 0.0
+                seconds = (*self._block_s(block_trace, mesh), offload_s)
+                for at, share in shares[number].items():
+                    times[at] = times[at].plus(*(share * each for each in seconds))
+        return times
+
+    def _block_s(self, block_trace: BlockTrace, mesh: MeshShape) -> tuple[float, float]:
+        """Return the seconds of a block's forward and backward."""
+        return self.seconds(block_trace.forward, mesh), self.seconds(block_trace.backward, mesh)
+
+
+def _shares(rank_model: RankModel, stage: Stage, units: Sequence[PlannedUnit]) -> dict[int, dict[int, float]]:
+    """Return the share of each unit in the work of each of a stage's blocks, by the numbers of block and unit.
+
+    Units inside a block share its work by their bytes. If there are none, it belongs to the unit around the block.
+    """
+    inside: dict[int, dict[int, int]] = {}
+    for at, (unit, block) in enumerate(zip(units, stage.block_numbers, strict=True)):
+        if block is not None:
+            inside.setdefault(block, {})[at] = unit.num_bytes
+    names = {rank_model.specs[number].name: at for at, number in enumerate(stage.units)}
+    found = dict[int, dict[int, float]]()
+    for block in (block for start, stop in stage.chunks for block in range(start, stop)):
+        around = (names[name] for name in enclosing_modules(rank_model.blocks[block]) if name in names)
+        num_bytes = inside.get(block) or {next(around, 0): 1}
+        found[block] = {at: num / sum(num_bytes.values()) for at, num in num_bytes.items()}
+    return found

@@ -7,7 +7,7 @@ takes as long as that forward, all other forwards and backwards, and the last re
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEVICE, RANKS, HOST_LINK, HOST, DISK = "device", "ranks", "host link", "host", "disk"
 # Number of micro-batches that are simulated: the first, one that represents all in the middle, and the last.
@@ -28,9 +28,10 @@ class UnitTimes:
         reduce: reduction of the gradient over the ranks, after a backward.
         complete: communication of reduced gradients before the update: sums over copies, all-gathers.
         offload_gradient: copy of the reduced gradient to the host.
+        swap_gradient: a read or a write of the reduced gradient on disk.
         update: the optimizer's update, by the resource ``updated_by``.
-        swap: reads and writes on disk for the update.
-        upload: copy of the updated parameters to the device.
+        swap: reads and writes on disk for the update, including the read of the gradient.
+        upload: copy of this rank's updated parameters to the device.
         publish: communication of the updated parameters to all ranks.
         offload_input: transfer of the unit's offloaded inputs by the resource ``offload_input_by`` after forward, and
             again before backward.
@@ -44,6 +45,7 @@ class UnitTimes:
     read: float = 0.0
     reduce: float = 0.0
     offload_gradient: float = 0.0
+    swap_gradient: float = 0.0
     complete: float = 0.0
     update: float = 0.0
     updated_by: str = DEVICE
@@ -52,6 +54,11 @@ class UnitTimes:
     publish: float = 0.0
     offload_input: float = 0.0
     offload_input_by: str = HOST_LINK
+
+    def plus(self, forward: float, backward: float, offload_input: float = 0.0) -> "UnitTimes":
+        """Return the times with these seconds added."""
+        added = {"forward": forward, "backward": backward, "offload_input": offload_input}
+        return replace(self, **{name: getattr(self, name) + seconds for name, seconds in added.items()})
 
 
 @dataclass(frozen=True)
@@ -136,15 +143,17 @@ def simulate_step(
     clocks = _Clocks(ranks, jobs)
     updated = [_update(clocks, number, unit) for number, unit in enumerate(units)]
     num_simulated = min(num_micros, SIMULATED_MICROS)
-    ends, end = list[dict[str, float]](), 0.0
+    ends, last, end = list[dict[str, float]](), RANKS, 0.0
     for micro in range(num_simulated):
         is_last = micro == num_simulated - 1
         _pass(clocks, units, updated if micro == 0 else None, backward=False)
-        end = _pass(clocks, units, None, backward=True, reduces=reduces_each or is_last)
+        # The first reduction writes the gradient, later ones read it, add to it, and write it.
+        num_swaps = 1 if micro == 0 or not reduces_each else 2
+        last, end = _pass(clocks, units, None, backward=True, num_swaps=num_swaps if reduces_each or is_last else None)
         ends.append(dict(clocks.free))
     total = max(end, clocks.free[DEVICE])
     if total > clocks.free[DEVICE]:
-        clocks.waits[RANKS] += total - clocks.free[DEVICE]
+        clocks.waits[last] += total - clocks.free[DEVICE]
     more = num_micros - num_simulated
     if more:
         # One micro-batch takes as long as its slowest resource.
@@ -167,11 +176,30 @@ def _update(clocks: _Clocks, number: int, unit: UnitTimes) -> tuple[str, float]:
         ("copy", HOST_LINK, unit.upload),
         ("publish", clocks.ranks, unit.publish),
     )
-    resource_name, end = unit.updated_by, 0.0
+    return _run_in_turn(clocks, number, jobs, (unit.updated_by, 0.0))
+
+
+def _reduce(clocks: _Clocks, number: int, unit: UnitTimes, num_swaps: int, after: float) -> tuple[str, float]:
+    """Reduce and store a unit's gradient, not before ``after``; return the resource and the end of the last job."""
+    jobs = (
+        ("reduce", clocks.ranks, unit.reduce),
+        ("copy", HOST_LINK, unit.offload_gradient),
+        ("swap", DISK, num_swaps * unit.swap_gradient),
+    )
+    return _run_in_turn(clocks, number, jobs, (RANKS, after))
+
+
+def _run_in_turn(
+    clocks: _Clocks, number: int, jobs: Sequence[tuple[str, str, float]], last: tuple[str, float]
+) -> tuple[str, float]:
+    """Run the jobs (what, resource, seconds) of a unit one after the other, and after ``last``, the end of another job.
+
+    Return the resource and the end of the last one.
+    """
     for what, resource, seconds in jobs:
         if seconds:
-            resource_name, end = resource, clocks.run((what, number), resource, seconds, end)
-    return resource_name, end
+            last = resource, clocks.run((what, number), resource, seconds, last[1])
+    return last
 
 
 def _pass(
@@ -180,14 +208,18 @@ def _pass(
     updated: Sequence[tuple[str, float]] | None,
     *,
     backward: bool,
-    reduces: bool = False,
-) -> float:
-    """Run one forward or backward; return the time at which the last gradient is stored.
+    num_swaps: int | None = None,
+) -> tuple[str, float]:
+    """Run one forward or backward; return the resource and the time at which the last gradient is stored.
 
     Transfers for a unit start with the computation of the previous unit, or later.
+
+    Args:
+        num_swaps: number of reads and writes by which the reduction of a gradient on disk stores it; None: this
+            backward does not reduce gradients.
     """
     order = range(len(units) - 1, -1, -1) if backward else range(len(units))
-    begun, end = [clocks.free[DEVICE]] * 2, 0.0
+    begun, last = [clocks.free[DEVICE]] * 2, (RANKS, 0.0)
     for at in order:
         unit = units[at]
         needed = list[tuple[str, float]]()
@@ -210,7 +242,6 @@ def _pass(
         begun.append(ends)
         if not backward:
             clocks.run(("copy", at), unit.offload_input_by, unit.offload_input, ends)
-        if backward and reduces:
-            summed = clocks.run(("reduce", at), clocks.ranks, unit.reduce, ends)
-            end = max(end, clocks.run(("copy", at), HOST_LINK, unit.offload_gradient, summed))
-    return end
+        if num_swaps is not None:
+            last = max(last, _reduce(clocks, at, unit, num_swaps, ends), key=lambda each: each[1])
+    return last

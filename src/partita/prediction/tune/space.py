@@ -13,7 +13,7 @@ from partita.layout.units import find_blocks
 from partita.prediction.machine import Machine
 from partita.prediction.model_source import ModelSource
 from partita.prediction.plan_settings import CHECKPOINTS, PlanSettings, StateSettings, state_precisions
-from partita.prediction.search import Forecast, Search
+from partita.prediction.search import Forecast, Search, divisors
 from partita.table.mesh_shape import MeshShape
 from partita.table.slots import bytes_ahead
 from partita.table.state_plan import neighbouring_stages
@@ -126,8 +126,8 @@ class Space:
     def user_candidate(self) -> Candidate | None:
         """Return the user's config as a candidate.
 
-        Return None if it has none of the sections ``zero``, ``batch`` and ``activations``, if no plan can express it,
-        or if it is predicted not to fit.
+        ``accumulate`` is adapted to :attr:`samples`. Return None if the config has none of the sections ``zero``,
+        ``batch`` and ``activations``, if no plan can express it, or if it is predicted not to fit.
         """
         zero, checkpoint = self.base.zero, self.base.activations.checkpoint
         has_settings = self.base.model_fields_set & {"zero", "batch", "activations"}
@@ -141,7 +141,8 @@ class Space:
         inputs = self.base.activations.offload
         settings = PlanSettings(self.resolved.mesh, states, batch.micro, batch.accumulate, checkpoint, inputs)
         variant = Variant(zero.prefetch_bytes, zero.keep_gathered, self._units)
-        return self._candidate(settings, variant, None, "as in the config")
+        found = [self._candidate(each, variant, None, "as in the config") for each in self._with_samples(settings)]
+        return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
 
     def neighbours(self, origin: Candidate) -> list[Candidate]:
         """Return candidates that differ from ``origin`` by one setting and are predicted to fit, the fastest first."""
@@ -185,6 +186,17 @@ class Space:
         return {name: value for name, value in found.items() if value != {}}
 
     # ------------------------------------------------------------------------------------------------------- private
+
+    def _with_samples(self, settings: PlanSettings) -> Iterator[PlanSettings]:
+        """Yield the user's plan with :attr:`samples` samples in a step, if its micro-batches divide them.
+
+        If the config has no keys of ``batch``, yield the plan with each size of micro-batches that a search considers.
+        """
+        data, per_rank = settings.mesh.data, self.samples // settings.mesh.data
+        sets_batch = settings.samples == self.samples or bool(self.base.batch.model_fields_set)
+        for micro in [settings.micro] if sets_batch else divisors(per_rank):
+            if self.samples % (micro * data) == 0:
+                yield replace(settings, micro=micro, accumulate=per_rank // micro)
 
     def _candidate(
         self, settings: PlanSettings, variant: Variant, forecast: Forecast | None, change: str = ""

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -507,6 +508,49 @@ def goes_on_from_step_1(folder: str) -> None:
         assert engine.load(folder).step == 1
         losses_of(engine, 1, 1)
         engine.save(folder)
+
+
+def without_step_2(folder: Path) -> dict[int, Path]:
+    """Return the listing of a node that does not see the newest checkpoint yet."""
+    return {step: path for step, path in complete_checkpoints(folder).items() if step != 2}
+
+
+def loads_where_rank_1_lists_less(folder: str) -> tuple[int, int]:
+    """Return the step that each rank loads from a folder whose listing is old on rank 1, then by its own path."""
+    stale = mock.patch("partita.checkpoint.format.folder.complete_checkpoints", without_step_2)
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        with stale if rank() == 1 else nullcontext():
+            listed = engine.load(folder)
+        own = Path(folder, "..", f"as rank {rank()} names it")
+        own.symlink_to(folder)
+        return listed.step, engine.load(own).step
+
+
+def test_every_rank_loads_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    on_ranks(2, save_one, str(folder))
+    assert on_ranks(2, loads_where_rank_1_lists_less, str(folder)) == [(2, 2), (2, 2)]
+
+
+def loads_from_nodes(folder: str) -> str:
+    """Load from a folder of each rank's own; return the error."""
+    with partita.initialize(Stack(2), {"zero": {"stage": 3}}) as engine:
+        with pytest.raises(PartitaError) as caught:
+            engine.load(Path(folder, str(rank())))
+        assert engine.load(Path(folder, str(rank()), "step-1")).step == 1
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("names_it", ["does not exist", "this rank finds"])
+def test_a_checkpoint_that_a_rank_lacks_is_an_error(names_it: str, tmp_path: Path) -> None:
+    on_ranks(2, save_one, str(tmp_path / "0"))
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    (tmp_path / "1" / "step-2").rename(tmp_path / "1" / ".step-2.one-1.removed")
+    if names_it == "this rank finds":  # another checkpoint of the same step
+        shutil.copytree(tmp_path / "1" / "step-1", tmp_path / "1" / ".step-2.one-1.replaced")
+    for said in on_ranks(2, loads_from_nodes, str(tmp_path)):
+        assert names_it in said
+        assert f"{tmp_path / '1' / 'step-2'}'" in said
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

@@ -346,10 +346,22 @@ def test_shards_of_deepspeed_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- FSDP, and the Trainer's files
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_fsdp(tmp_path: Path) -> None:
+def save_as_fsdp(run: Path, full: bool, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    """Write the files of FULL_STATE_DICT, or else those of SHARDED_STATE_DICT."""
     import torch.distributed.checkpoint as dcp
 
+    if full:
+        run.mkdir()
+        torch.save(model, run / "pytorch_model_fsdp.bin")
+        torch.save(optimizer, run / "optimizer.bin")
+    else:
+        dcp.save({"model": model}, checkpoint_id=run / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": optimizer}, checkpoint_id=run / "optimizer_0")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_fsdp(full: bool, tmp_path: Path) -> None:
     plain = Plain(halving)
     plain.train(NUM_BEFORE)
     names = {id(param): name for name, param in plain.model.named_parameters()}
@@ -358,15 +370,14 @@ def test_fsdp(tmp_path: Path) -> None:
     states = {order[number]: state for number, state in found["state"].items()}
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in found["param_groups"]]
     run = tmp_path / "run"
-    dcp.save({"model": plain.model.state_dict()}, checkpoint_id=run / "pytorch_model_fsdp_0")
-    dcp.save({"optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=run / "optimizer_0")
+    save_as_fsdp(run, full, plain.model.state_dict(), {"state": states, "param_groups": groups})
     torch.save(plain.scheduler.state_dict(), run / "scheduler.bin")
     (run / "random_states_0.pkl").write_bytes(b"")
     shown = convert(run, tmp_path / "out")
     assert "tensors of FSDP after 3 steps" in shown.output, shown.output
     assert "note: random_states_0.pkl is not converted" in shown.output
     check_goes_on(tmp_path / "out", plain, halving)
-    for own in (tmp_path / "out", tmp_path / "out" / "step-3", run / "optimizer_0"):
+    for own in (tmp_path / "out", tmp_path / "out" / "step-3", *run.glob("optimizer_0")):
         shown = convert(own, tmp_path / "again")
         assert (shown.exit_code, "which engine.load reads without conversion" in " ".join(shown.output.split())) == (
             2,

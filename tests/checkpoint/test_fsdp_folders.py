@@ -45,6 +45,7 @@ def from_accelerate(folder: str, kind: str) -> None:
         with partita.initialize(Stack(2), config, mesh=starts_the_group.mesh) as engine:
             restored = engine.load(folder)
             assert (restored.missing, restored.unexpected) == ((), ())
+            assert str(restored).startswith("restored model and optimizer states of step 0 from")
             got = whole_weights(engine)
             if rank() == 0:
                 assert all(torch.equal(got[name], value) for name, value in saved.items())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from partita.checkpoint.settings import apply, changes, configured
+from partita.checkpoint.settings import apply, apply_rates, changes, configured
 from partita.config import schema
 from partita.optim.build import build_schedule
 
@@ -54,28 +54,38 @@ def rates(run: Made, num_steps: int) -> list[float]:
     return found
 
 
-def resumed(run: Made, before: list[dict[str, Any]], other: Made) -> list[str]:
-    """Load one run's settings into another; return the changes that are reported."""
+def resumed(run: Made, before: list[dict[str, Any]], other: Made, by_state: bool = False) -> list[str]:
+    """Load one run's settings into another; return the changes that are reported.
+
+    Args:
+        by_state: apply changed rates to the scheduler's state before it is loaded.
+    """
     now = configured(other[0].param_groups)
     saved = {key: value for key, value in run[0].param_groups[0].items() if key != "params"}
-    other[1].load_state_dict(copy.deepcopy(run[1].state_dict()))
+    state = copy.deepcopy(run[1].state_dict())
     other[0].param_groups[0].update(saved)
     found = changes(0, now[0], before[0], saved)
-    for change in found:
-        apply(change, *other)
+    apply(found, other[0])
+    if by_state:
+        apply_rates(found, other[0], state)
+    other[1].load_state_dict(state)
+    if not by_state:
+        apply_rates(found, *other)
     return [str(change) for change in found]
 
 
 @pytest.mark.filterwarnings("ignore:.*epoch parameter.*")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_a_rate_keeps_its_place_on_the_curve(name: str, factor: float) -> None:
+@pytest.mark.parametrize("by_state", [False, True])
+def test_a_rate_keeps_its_place_on_the_curve(name: str, factor: float, by_state: bool) -> None:
     run = made(name, 0.5)
     before = configured(run[0].param_groups)
     rates(run, 4)
     other = made(name, 0.5 * factor)
-    said = resumed(run, before, other)
+    said = resumed(run, before, other, by_state)
     assert len(said) == (factor != 1.0)
+    assert other[1].get_last_lr() == [other[0].param_groups[0]["lr"]]
     expected = rates(run, 5)
     got = rates(other, 5)
     assert got == (expected if factor == 1.0 else pytest.approx([factor * rate for rate in expected]))

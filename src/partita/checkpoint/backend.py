@@ -160,6 +160,8 @@ class Backend(ABC):
     def open(self, folder: Path) -> Stored:
         """Open ``folder`` if it is a checkpoint, or else the checkpoint in it that was saved last.
 
+        Rank 0 opens the folder of a run, and the other ranks the ``folder`` of the result: it must open as itself.
+
         Raises:
             PartitaError: there is none, or it is damaged.
         """

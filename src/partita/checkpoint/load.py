@@ -5,6 +5,7 @@ Each intersecting chunk is read in full, checked, and copied into place. The onl
 states is for the chunks in flight, and for the optimizer states of one unit if they are stored on disk.
 """
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,10 @@ from torch import Tensor
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
 from partita.checkpoint.names import AVERAGES, DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
+from partita.checkpoint.settings import Change
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
+from partita.comm.group import Group
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split
@@ -53,7 +56,9 @@ class Restored:
     """The result of :meth:`Engine.load`: the checkpoint at ``path``, saved after ``step`` updates.
 
     ``missing``: keys that the engine has and the checkpoint lacks. ``unexpected``: names of the stored model that the
-    engine's model lacks.
+    engine's model lacks. ``only_states``: True for another library's checkpoint, from which the optimizer's settings,
+    the scheduler, counters and random states are not restored. ``changes``: the optimizer's settings that are
+    configured differently than in the saved run.
     """
 
     path: Path
@@ -61,9 +66,12 @@ class Restored:
     only_model: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    only_states: bool = False
+    changes: tuple[Change, ...] = ()
 
     def __str__(self) -> str:
-        what = "the model" if self.only_model else "model, optimizer, scheduler and random states"
+        what = "model and optimizer states" if self.only_states else "model, optimizer, scheduler and random states"
+        what = "the model" if self.only_model else what
         lines = [f"restored {what} of step {self.step} from '{self.path}'"]
         for title, names in (("not in the checkpoint", self.missing), ("not loaded", self.unexpected)):
             if names:
@@ -82,8 +90,9 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     """
     content.forget()
     all_ranks = content.runtime.collectives.all_ranks
+    stored = _open(backend, folder, all_ranks)
     with shared_errors(all_ranks):
-        loading = Loading(content, training, backend.open(folder), options)
+        loading = Loading(content, training, stored, options)
         loading.check()
         plan = loading.plan()
     content.runtime.reducer.sync_states.clear()
@@ -98,6 +107,34 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     content.runtime.updated()
     trim()
     return restored
+
+
+def _open(backend: Backend, folder: Path, all_ranks: Group) -> Stored:
+    """Open on every rank the checkpoint that rank 0 finds: a network file system may list other ones on other nodes.
+
+    A collective. The ranks may have different paths to the folder.
+
+    Raises:
+        PartitaError: on all ranks: one of them cannot open it.
+    """
+    with shared_errors(all_ranks):
+        found = None if all_ranks.index else backend.open(folder)
+    relative = None if found is None else os.path.relpath(found.folder, folder)
+    relative = all_ranks.broadcast_object(relative, "engine.load")
+    with shared_errors(all_ranks):
+        return found if found is not None else _open_same(backend, folder, relative)
+
+
+def _open_same(backend: Backend, folder: Path, relative: str) -> Stored:
+    """Open the checkpoint that rank 0 found at the path ``relative`` to the folder: in it, or next to it."""
+    path = folder.parent / Path(relative).name if relative.startswith(os.pardir) else folder / relative
+    stored = backend.open(path)
+    if stored.folder != path:
+        raise PartitaError(
+            f"checkpoint: rank 0 loads '{path}', and this rank finds '{stored.folder}' in its place: load again when "
+            "all nodes see the same files"
+        )
+    return stored
 
 
 @dataclass(frozen=True)
@@ -446,10 +483,20 @@ class Loading:
         for name, module in self._modules:
             if (key := self._names.model([name])) is not None:
                 module.set_extra_state(self._stored.value(key))
+        changed = list[Change]()
         if not self._options.only_model and self._stored.manifest:
-            self._missing += self._training.restore(self._stored, strict=self._options.strict)
+            lacking, changed = self._training.restore(self._stored, strict=self._options.strict)
+            self._missing += lacking
             self._warn_about_residuals()
             self._warn_about_averages()
         step = int(self._stored.manifest.get("step", self._updater.steps))
         missing, unexpected = tuple(self._missing), tuple(self._names.unexpected)
-        return Restored(self._stored.folder, step, self._options.only_model, missing, unexpected)
+        return Restored(
+            self._stored.folder,
+            step,
+            self._options.only_model,
+            missing,
+            unexpected,
+            only_states=not self._stored.manifest,
+            changes=tuple(changed),
+        )

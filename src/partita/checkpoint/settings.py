@@ -56,19 +56,38 @@ def changes(number: int, now: Settings, before: Settings, saved: Settings) -> li
     ]
 
 
-def apply(change: Change, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Apply a changed setting to its group, whose settings are the checkpoint's."""
-    group = optimizer.param_groups[change.number]
-    if change.key != "lr":
-        group[change.key] = _copied(change.now)
+def apply(changed: Sequence[Change], optimizer: Optimizer) -> None:
+    """Apply changed settings to the optimizer's groups, whose settings are the checkpoint's."""
+    for change in changed:
+        group = optimizer.param_groups[change.number]
+        if change.key != "lr":
+            group[change.key] = _copied(change.now)
+            continue
+        group["lr"] = change.now * (change.saved / change.before) if change.before else change.now
+        if "initial_lr" in group:
+            group["initial_lr"] = change.now
+
+
+def apply_rates(changed: Sequence[Change], optimizer: Optimizer, scheduler: LRScheduler | dict[str, Any]) -> None:
+    """Apply changed learning rates to a scheduler whose state is the checkpoint's, after :func:`apply`.
+
+    A training loop that steps a scheduler of its own calls this after it has loaded the scheduler.
+
+    Args:
+        optimizer: the scheduler's optimizer.
+        scheduler: the scheduler, or its state dict.
+    """
+    rates = {change.number: change.now for change in changed if change.key == "lr"}
+    if not rates:
         return
-    group["lr"] = change.now * (change.saved / change.before) if change.before else change.now
-    if "initial_lr" in group:
-        group["initial_lr"] = change.now
-    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        if change.number < len(getattr(each, "base_lrs", ())):
-            each.base_lrs[change.number] = change.now
-    scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+    state = scheduler if isinstance(scheduler, dict) else vars(scheduler)
+    for inner in state.get("_schedulers", ()):
+        apply_rates(changed, optimizer, inner)
+    base_rates = state.get("base_lrs", [])
+    for number, rate in rates.items():
+        if number < len(base_rates):
+            base_rates[number] = rate
+    state["_last_lr"] = [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _copied(value: Any) -> Any:

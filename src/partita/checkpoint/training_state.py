@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from partita.checkpoint.backend import Stored, Value, saved_boxes
 from partita.checkpoint.names import GROUPS, MODEL, some_of
 from partita.checkpoint.serializable import digest, to_serializable
-from partita.checkpoint.settings import Change, Settings, apply, changes, configured
+from partita.checkpoint.settings import Change, Settings, apply, apply_rates, changes, configured
 from partita.comm.group import Group
 from partita.comm.mesh import Mesh
 from partita.errors import PartitaError
@@ -97,8 +97,10 @@ class TrainingState:
             add(EXTRA, self.extra, "engine.extra")
         return values
 
-    def restore(self, stored: Stored, *, strict: bool) -> list[str]:
-        """Restore everything except buffers and extra states; return the keys that the checkpoint lacks.
+    def restore(self, stored: Stored, *, strict: bool) -> tuple[list[str], list[Change]]:
+        """Restore everything except buffers and extra states.
+
+        Return the keys that the checkpoint lacks, and the settings that are configured differently now.
 
         Raises:
             PartitaError: (with ``strict``) the optimizer's groups have other parameters.
@@ -115,7 +117,8 @@ class TrainingState:
             self.scheduler.load_state_dict(stored.value(SCHEDULER))
         if ENGINE in stored.values:
             self.updater.restore_counters(stored.value(ENGINE))
-        missing += self._restore_groups(stored, strict=strict)
+        lacking, changed = self._restore_groups(stored, strict=strict)
+        missing += lacking
         if EXTRA in stored.values:
             found = self._extra_of(stored)
             self.extra.clear()
@@ -125,7 +128,7 @@ class TrainingState:
         key = f"{RANDOM}{self.mesh.rank}"
         if key in stored.values:  # a rank that the saved run did not have has none
             set_random_states(stored.value(key), self.mesh.device)
-        return missing
+        return missing, changed
 
     def _extra_of(self, stored: Stored) -> dict[str, Any]:
         """Return the ``extra`` that this rank saved.
@@ -148,10 +151,10 @@ class TrainingState:
             )
         return first
 
-    def _restore_groups(self, stored: Stored, *, strict: bool) -> list[str]:
+    def _restore_groups(self, stored: Stored, *, strict: bool) -> tuple[list[str], list[Change]]:
         """Restore each group's settings, except those that are configured differently now.
 
-        Return the keys that the checkpoint lacks.
+        Return the keys that the checkpoint lacks, and the changed settings.
         """
         before = stored.value(CONFIGURED) if CONFIGURED in stored.values else []
         trained = {view.member.fqn for view in self.updater.views if view.member.segment.trains}
@@ -172,8 +175,8 @@ class TrainingState:
                 if number < len(self._configured):
                     began = before[number] if number < len(before) else configured([found])[0]
                     changed += changes(number, self._configured[number], began, found)
-        for change in changed:
-            apply(change, self.updater.optimizer, self.scheduler)
+        apply(changed, self.updater.optimizer)
+        apply_rates(changed, self.updater.optimizer, self.scheduler)
         if changed and not self.mesh.rank:
             warnings.warn(
                 f"engine.load: the optimizer is configured differently from the run that saved '{stored.folder}': "
@@ -181,7 +184,7 @@ class TrainingState:
                 "saved run was configured with",
                 stacklevel=2,
             )
-        return missing
+        return missing, changed
 
 
 def _digest(extra: dict[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """A training loop with accelerate's Accelerator on partita, compared with the plain one."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,12 @@ def parts_of(accelerator: Any, apart: bool = False) -> tuple[Any, ...]:
     return accelerator.prepare(model, optimizer, loader(), scheduler)  # type: ignore[no-any-return]
 
 
-def accumulated(stage: int | None, apart: bool = False) -> list[tuple[float, float, float]]:
+def accumulated(
+    stage: int | None, apart: bool = False, batch: dict[str, int] | None = None
+) -> list[tuple[float, float, float]]:
+    """Train with two micro-batches per update, as the argument or the config's ``batch`` says."""
     with alone():
-        accelerator = made(stage, gradient_accumulation_steps=2)
+        accelerator = made(stage, {"batch": batch}) if batch else made(stage, gradient_accumulation_steps=2)
         try:
             return loop(accelerator, parts_of(accelerator, apart))
         finally:
@@ -91,6 +95,16 @@ def test_a_loop_with_accumulation_and_clipping() -> None:
         assert [value for row in rows for value in row] == pytest.approx([v for row in plain for v in row], rel=1e-6)
     assert others[0] == others[1]
     assert others[2] == others[3] == others[4]
+
+
+def by_the_config() -> list[list[tuple[float, float, float]]]:
+    batches = ({}, {"accumulate": 2}, {"micro": 4, "total": 16})
+    return [accumulated(2, batch=batch) for batch in batches]
+
+
+def test_accumulation_of_the_config() -> None:
+    argument, accumulate, total = on_ranks(2, by_the_config)[0]
+    assert argument == accumulate == total
 
 
 def prepared_are_the_same() -> bool:
@@ -128,6 +142,45 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert all(on_ranks(2, prepared_are_the_same))
     after, again = on_ranks(2, saved_and_loaded, tmp_path)[0]
     assert again == after
+
+
+def constant(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def updates_at(rate: float, folder: Path, load: bool, registers: bool) -> list[float]:
+    """Save or load a state of a run at a learning rate; return the sizes of its next three updates.
+
+    Args:
+        registers: register the scheduler for checkpoints, in place of preparing it.
+    """
+    with alone():
+        accelerator = made(2)
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        if registers:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            scheduler = constant(optimizer)
+            accelerator.register_for_checkpointing(scheduler)
+        else:
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, constant(optimizer))
+        (accelerator.load_state if load else accelerator.save_state)(str(folder))
+        values = [model.weight.item()]
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            values.append(model.weight.item())
+        close(accelerator)
+    return [before - after for before, after in itertools.pairwise(values)]
+
+
+@pytest.mark.parametrize("registers", [False, True], ids=["prepared", "registered"])
+def test_a_changed_learning_rate_stays(registers: bool, tmp_path: Path) -> None:
+    on_ranks(2, updates_at, 1.0, tmp_path / "state", False, registers)
+    for updates in on_ranks(2, updates_at, 0.125, tmp_path / "state", True, registers):
+        assert updates == pytest.approx([0.125] * 3, abs=1e-5)
 
 
 def two_models(stage: int | None) -> list[float]:
@@ -186,7 +239,8 @@ def test_zero_grad_drops_a_batch() -> None:
 def refused(what: str) -> str:
     """Return the error for an unsupported combination."""
     with alone():
-        accelerator = made(2, {"schedule": {"warmup_steps": 5}} if what == "schedule" else {})
+        configs = {"schedule": {"schedule": {"warmup_steps": 5}}, "no accumulation": {"batch": {"accumulate": 2}}}
+        accelerator = made(2, configs.get(what))
         model = network()
         adam = torch.optim.AdamW(model.parameters())
         try:
@@ -224,6 +278,7 @@ def refused(what: str) -> str:
         ("schedule", "a LambdaLR, but the config also has a schedule (constant): leave one of the two out"),
         ("no optimizer", "the prepared Sequential has no optimizer yet"),
         ("not elementwise", "optimizer LBFGS evaluates the loss in its step"),
+        ("no accumulation", "the config has 2 micro-batches per step (batch.accumulate)"),
         ("part", "'2.weight' is missing"),
         ("value", "use clip_grad_norm_"),
         ("norm", "expected norm_type 2"),

@@ -59,6 +59,35 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
     assert on_ranks(2, trained, Run(at(1)), tmp_path / "copy", True, timeout=120)[0] == pytest.approx(whole, rel=1e-6)
 
 
+class Rates(TrainerCallback):
+    """A callback that records the learning rate of each update."""
+
+    def __init__(self) -> None:
+        self.found = list[float]()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any, **kwargs: Any) -> None:
+        self.found.append(optimizer.param_groups[0]["lr"])
+
+
+def rates_of(rate: float, folder: Path, resume: bool) -> tuple[list[float], list[float]]:
+    """Return the learning rate of each update, and those that are logged with the updates."""
+    run, rates = Run(at(2), SAVING | {"learning_rate": rate}), Rates()
+    with alone():
+        trainer = trainer_of(run, folder, callbacks=[rates])
+        try:
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+            return rates.found, [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        finally:
+            end(trainer)
+
+
+def test_a_changed_learning_rate_stays(tmp_path: Path) -> None:
+    whole, logged = on_ranks(2, rates_of, 1e-2, tmp_path, False)[0]
+    for updates, shown in on_ranks(2, rates_of, 1e-3, tmp_path, True):
+        assert updates == pytest.approx([rate / 10 for rate in whole[2:]])
+        assert shown[2:] == pytest.approx([rate / 10 for rate in logged[2:]])
+
+
 @pytest.mark.thorough
 def test_resumed_elsewhere(tmp_path: Path) -> None:
     """A run resumes at another stage, on another number of ranks with the same batches."""

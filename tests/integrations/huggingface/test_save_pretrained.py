@@ -28,14 +28,14 @@ def trained(accelerator: Accelerator, model: nn.Module) -> Any:
     return model
 
 
-def accelerator_of(compute: str = "fp32") -> Accelerator:
-    return Accelerator(cpu=True, partita_config={"zero": {"stage": 3}, "precision": {"compute": compute}})
+def accelerator_of(compute: str = "fp32", stage: int = 3) -> Accelerator:
+    return Accelerator(cpu=True, partita_config={"zero": {"stage": stage}, "precision": {"compute": compute}})
 
 
-def saved_at_the_end(folder: Path, compute: str) -> dict[str, torch.Tensor]:
+def saved_at_the_end(folder: Path, compute: str, stage: int) -> dict[str, torch.Tensor]:
     """Train and save as transformers' own scripts do; return the full state dict, which is empty except on rank 0."""
     with alone():
-        accelerator = accelerator_of(compute)
+        accelerator = accelerator_of(compute, stage)
         model = trained(accelerator, llama())
         whole = accelerator.get_state_dict(model)
         unwrapped = accelerator.unwrap_model(model)
@@ -49,9 +49,9 @@ def saved_at_the_end(folder: Path, compute: str) -> dict[str, torch.Tensor]:
         return whole
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_every_rank_saves_and_rank_0_writes(compute: str, tmp_path: Path) -> None:
-    whole, nothing = on_ranks(2, saved_at_the_end, tmp_path, compute, timeout=120)
+@pytest.mark.parametrize(("compute", "stage"), [("fp32", 3), ("bf16", 0), ("bf16", 2), ("bf16", 3)])
+def test_every_rank_saves_and_rank_0_writes(compute: str, stage: int, tmp_path: Path) -> None:
+    whole, nothing = on_ranks(2, saved_at_the_end, tmp_path, compute, stage, timeout=120)
     assert not nothing
     for name in ("end", "bare", "given"):
         found = LlamaForCausalLM.from_pretrained(tmp_path / name)
@@ -80,9 +80,9 @@ def test_adapters_are_saved(tmp_path: Path) -> None:
         assert torch.equal(value, whole[name.replace("weight", "default.weight")])
 
 
-def rank_0_saves(folder: Path) -> tuple[str, float]:
+def rank_0_saves(folder: Path, compute: str, stage: int) -> tuple[str, float]:
     with alone():
-        accelerator = accelerator_of()
+        accelerator = accelerator_of(compute, stage)
         model = trained(accelerator, llama())
         began, said = time.monotonic(), ""
         if accelerator.is_main_process:
@@ -96,8 +96,9 @@ def rank_0_saves(folder: Path) -> tuple[str, float]:
         return said, waited
 
 
-def test_one_rank_that_saves_alone_is_told_what_to_call(tmp_path: Path) -> None:
-    (said, waited), _ = on_ranks(2, rank_0_saves, tmp_path, timeout=120)
+@pytest.mark.parametrize(("compute", "stage"), [("fp32", 3), ("bf16", 1)])
+def test_one_rank_that_saves_alone_is_told_what_to_call(compute: str, stage: int, tmp_path: Path) -> None:
+    (said, waited), _ = on_ranks(2, rank_0_saves, tmp_path, compute, stage, timeout=120)
     assert waited < 15
     assert "call it outside 'if accelerator.is_main_process:'" in said
     assert "state_dict=accelerator.get_state_dict(model)" in said

@@ -36,10 +36,10 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
 class Loop:
     """A training loop with two micro-batches per step and gradient clipping."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, rate: float = 1e-2) -> None:
         self.fabric, self.losses, self.norms = fabric, list[float](), list[float]()
         model = Net()
-        self.model, self.optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+        self.model, self.optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-3))
         self.model.mark_forward_method("penalty")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.1 + 1 / (1 + step))
 

@@ -1,14 +1,19 @@
 """Checkpoints of Lightning's ModelCheckpoint: resumed, also on other ranks, and loaded without the strategy."""
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from partita import PartitaError
+from partita.checkpoint.format import backend
+from partita.checkpoint.format.folder import complete_checkpoints
 from partita.integrations.lightning import PartitaStrategy
 from tests.integrations.lightning.modules import (
     BATCH,
@@ -49,8 +54,8 @@ def fit(strategy: PartitaStrategy, folder: str, batch: int = BATCH, resumes: str
 
 @quietly()
 def saved_and_resumed(folder: str) -> dict[str, list[float]]:
-    """Return the losses of a full run, and of runs resumed after its first epoch: at stage 3 with background saves, and
-    at stage 1 with foreground saves.
+    """Return the losses of a full run, and of runs resumed after its first epoch: at stage 3 and at stage 1, without
+    and with ``checkpoint.background: false``.
     """
     strategy = on_partita(3)
     found = {"whole": fit(strategy, folder).losses}
@@ -120,6 +125,74 @@ def test_checkpoints_are_evaluated_by_a_trainer_of_their_own(tmp_path: Path, sta
     loaded = Regression.load_from_checkpoint(tmp_path / "weights.ckpt")
     losses = [loaded.loss(batch).item() * len(batch[0]) for batch in loader()]
     assert sum(losses) / 36 == pytest.approx(last, rel=1e-6)
+
+
+class Scaled(Regression):
+    """A regression whose learning rates are multiplied by ``factor``."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2 * self.factor)
+        parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 1 / (1 + step)) for _ in range(2)]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [7])
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@quietly()
+def rates_of(folder: str, factor: float, resumes: bool) -> list[float]:
+    """Return the learning rate after each batch of a run, or of its second epoch with changed rates."""
+    strategy, module = on_partita(2), Scaled(factor)
+    keep = callback(folder)
+    made = trainer(strategy, dist.get_world_size(), enable_checkpointing=True, callbacks=[keep])
+    made.fit(module, loader(), ckpt_path=f"{folder}/epoch=0.ckpt" if resumes else None)
+    strategy.engine.close()
+    return module.rates
+
+
+@pytest.mark.filterwarnings("ignore:engine.load. the optimizer is configured differently", "ignore:.*epoch parameter.*")
+def test_a_changed_learning_rate_stays(tmp_path: Path) -> None:
+    whole = on_ranks(2, rates_of, str(tmp_path), 1.0, False)[0]
+    for rates in on_ranks(2, rates_of, str(tmp_path), 0.125, True):
+        assert rates == pytest.approx([0.125 * rate for rate in whole[5:]])
+
+
+class Removing(PartitaStrategy):
+    """A strategy that records, when a checkpoint is removed, the names in the folders of the remaining ones."""
+
+    remaining: list[list[str]]
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        others = [path for path in Path(filepath).parent.iterdir() if path != Path(filepath)]
+        self.remaining.append([name.name for path in others for name in path.iterdir()])
+        super().remove_checkpoint(filepath)
+
+
+@quietly()
+def replaced(folder: str) -> list[list[str]]:
+    """Keep one checkpoint, while files become visible late; return the remaining names at each removal."""
+    publish = backend.publish
+
+    def late(*args: Any) -> Path:
+        threading.Event().wait(0.5)
+        return publish(*args)
+
+    strategy = Removing({"zero": {"stage": 2}}, cluster_environment=TorchElasticEnvironment())
+    strategy.remaining = []
+    keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=1)
+    made = trainer(strategy, dist.get_world_size(), max_epochs=EPOCHS, enable_checkpointing=True, callbacks=[keep])
+    with mock.patch.object(backend, "publish", late):
+        made.fit(Regression(), loader())
+    strategy.engine.close()
+    return strategy.remaining
+
+
+def test_a_checkpoint_is_complete_when_the_previous_one_is_removed(tmp_path: Path) -> None:
+    for remaining in on_ranks(2, replaced, str(tmp_path)):
+        assert remaining == [["step-10"], ["step-15"]]
+    assert [len(complete_checkpoints(path)) for path in tmp_path.iterdir()] == [1]
 
 
 @quietly()

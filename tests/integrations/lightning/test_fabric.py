@@ -47,6 +47,33 @@ def test_losses_norms_and_resumed_runs_are_those_of_ddp(tmp_path: Path, world: i
 
 
 @quietly()
+def rates_of(folder: str) -> tuple[list[float], list[float]]:
+    """Return the learning rates of three steps after a checkpoint, and of a run that loads it with a tenth of them."""
+    found = []
+    for factor in (1.0, 0.1):
+        strategy = on_partita(2)
+        loop = Loop(fabric(strategy, dist.get_world_size()), 1e-2 * factor)
+        if factor == 1.0:
+            loop.run(0, 3)
+            loop.save(Path(folder))
+        else:
+            loop.fabric.load(Path(folder), loop.state())
+        rates = []
+        for step in range(3, 6):
+            rates.append(loop.optimizer.param_groups[0]["lr"])
+            loop.run(step, step + 1)
+        found.append(rates)
+        strategy.teardown()
+    return found[0], found[1]
+
+
+@pytest.mark.filterwarnings("ignore:engine.load. the optimizer is configured differently")
+def test_a_changed_learning_rate_stays(tmp_path: Path) -> None:
+    for rates, tenth in on_ranks(2, rates_of, str(tmp_path)):
+        assert tenth == pytest.approx([rate / 10 for rate in rates])
+
+
+@quietly()
 def other_models() -> None:
     """Use one model that only evaluates and two that train in one loop."""
     strategy = on_partita(3)

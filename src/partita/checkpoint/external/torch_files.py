@@ -80,6 +80,8 @@ class TorchFiles(Stored):
         for number, group in enumerate(found["param_groups"]):
             for setting in group.keys() - {"params"}:
                 self.add(f"{GROUPS}{number}.{setting}", group[setting], file, "param_groups", number, setting)
+            grouped = [self._name(file, known, names) for known in group["params"]]
+            self.add_in_memory(f"{GROUPS}{number}.params", grouped)
 
     def _name(self, file: str, known: Any, names: Mapping[Any, str] | None) -> str:
         name = known if names is None else names.get(known)

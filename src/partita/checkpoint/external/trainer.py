@@ -12,7 +12,7 @@ from torch import Tensor
 from partita.checkpoint.external.companion_files import with_training_state
 from partita.checkpoint.external.source import ExternalCheckpoint
 from partita.checkpoint.external.torch_files import TorchFiles
-from partita.checkpoint.names import GROUPS, MODEL
+from partita.checkpoint.names import MODEL
 from partita.errors import PartitaError
 
 LIBRARY = "transformers"
@@ -53,8 +53,6 @@ def open_trainer(folder: Path, optimizer: str, read_model: Callable[[Path], Mode
     groups = _groups(folder / optimizer, found, model)
     stored.add_optimizer(optimizer, dict(enumerate(name for group in groups for name in group)))
     external = with_training_state(LIBRARY, stored, folder)
-    for number, names in enumerate(groups):
-        external.values[f"{GROUPS}{number}.params"] = list(names)
     external.aliases = {f"{MODEL}{name}": [MODEL + other for other in others] for name, others in model.aliases.items()}
     return external
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from partita.checkpoint.settings import apply_rates
 from partita.comm import world
 from partita.config.accelerate import read_parallelism
 from partita.config.launchers import launch_environment
@@ -43,7 +44,8 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         partita_config: a YAML or JSON file, a mapping, or a :class:`partita.Config`; None: the class's default, or all
-            defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation).
+            defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation), or omit the
+            arguments: ``gradient_accumulation_steps`` of 1 means ``batch.accumulate`` of the config.
         partita_values: additional configuration values, by key.
         trains_by_batch: the loop passes full batches to ``engine.train_batch``, as pipelines need them.
         **kwargs: accelerate's own arguments. The sizes of ``parallelism_config`` become ``parallel`` of the config.
@@ -69,6 +71,7 @@ class Accelerator(accelerate.Accelerator):
         if not args and device_type() == HOST.type:
             kwargs.setdefault("cpu", True)  # without it, accelerate does not recognize several processes on the CPU
         super().__init__(*args, **kwargs)
+        self.gradient_accumulation_steps: int
         self._models: list[nn.Module]
         self._optimizers: list[Optimizer]
         self._save_model_state_pre_hook: OrderedDict[int, Any]
@@ -85,7 +88,11 @@ class Accelerator(accelerate.Accelerator):
         self.scaler = None
         batch = {"batch.accumulate": steps} if steps > 1 else {}
         settings = merged(config, batch | dict(partita_values or {}))
-        mesh = resolve(settings, self.num_processes, self.device.type).mesh  # also checks the batch sizes
+        resolved = resolve(settings, self.num_processes, self.device.type)
+        mesh = resolved.mesh
+        if steps == 1 and "batch.accumulate" not in (partita_values or {}):
+            self.gradient_accumulation_steps = resolved.batch.accumulate
+        self._must_accumulate = self.gradient_accumulation_steps != steps
         self.num_stages = mesh.pipeline
         self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop", trains_by_batch=trains_by_batch)
         self._sharing = Sharing(self.data_rank)
@@ -177,8 +184,25 @@ class Accelerator(accelerate.Accelerator):
 
     # ------------------------------------------------------------------- training
 
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run a micro-batch inside: the optimizer steps with the last one of a batch."""
+        self._must_accumulate = False
+        with super().accumulate(*models):
+            yield
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, averaged over ranks and accumulation steps, and accumulate them."""
+        """Compute the gradients of a loss, averaged over ranks and accumulation steps, and accumulate them.
+
+        Raises:
+            PartitaError: there is no optimizer yet, or the config has an accumulation that the loop does not make.
+        """
+        if self._must_accumulate:
+            raise PartitaError(
+                f"accelerator.backward: the config has {self.gradient_accumulation_steps} micro-batches per step "
+                "(batch.accumulate), but the loop does not accumulate: run each one inside 'with "
+                "accelerator.accumulate(model):', or leave batch.accumulate out"
+            )
         for optimizer in self._of_engines:
             optimizer.gradients_added()
         prepared = self.engines.the_trained()
@@ -288,7 +312,14 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
         folder = Path(input_dir or _newest(Path(self.project_dir) / "checkpoints")).expanduser()
         for number, prepared in enumerate(self.engines):
-            prepared.engine.load(folder / _folder(number))
+            restored = prepared.engine.load(folder / _folder(number))
+            for scheduler in self._schedulers_of(prepared.engine.optimizer):
+                apply_rates(restored.changes, prepared.engine.optimizer, scheduler)
+
+    def _schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
+        """Return the schedulers of an optimizer that accelerate loads: prepared, or registered for checkpointing."""
+        found = [getattr(each, "scheduler", each) for each in (*self._schedulers, *self._custom_objects)]
+        return [each for each in found if isinstance(each, LRScheduler) and _optimizer_of(each) is optimizer]
 
     @contextmanager
     def _without_engines(self) -> Iterator[None]:
@@ -356,6 +387,11 @@ class Accelerator(accelerate.Accelerator):
         """Close all engines, the trackers and the process group."""
         self.engines.close()
         super().end_training()
+
+
+def _optimizer_of(scheduler: LRScheduler) -> Any:
+    """Return the optimizer of a scheduler, without accelerate's wrapper."""
+    return getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
 
 
 def _trains(model: nn.Module) -> bool:

@@ -17,6 +17,12 @@ class PreparedModel:
     trains: bool
     dtypes: Mapping[str, torch.dtype]
 
+    @property
+    def has_original_dtypes(self) -> bool:
+        """True if no parameter was cast to the compute dtype."""
+        named = self.engine.module.named_parameters(remove_duplicate=False)
+        return all(parameter.dtype == self.dtypes.get(name, parameter.dtype) for name, parameter in named)
+
     def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the model's full state dict in the original dtypes on rank 0; empty on other ranks.
 

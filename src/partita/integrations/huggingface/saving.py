@@ -21,12 +21,12 @@ _NAME = "save_pretrained"
 
 
 def hook_saving(prepared: PreparedModel) -> None:
-    """Make every ``save_pretrained`` in an engine's model write full weights, if parameters are sharded.
+    """Make every ``save_pretrained`` in an engine's model write full weights in their original dtypes.
 
-    It becomes a collective.
+    It becomes a collective, unless the model's parameters are these weights.
     """
     engine = prepared.engine
-    if all(unit.always_unsharded for unit in engine.units):
+    if all(unit.always_unsharded for unit in engine.units) and prepared.has_original_dtypes:
         return
     for module in engine.module.modules():
         if callable(getattr(type(module), _NAME, None)):
@@ -34,7 +34,7 @@ def hook_saving(prepared: PreparedModel) -> None:
 
 
 class SavePretrained:
-    """The ``save_pretrained`` of a sharded module: all ranks call it, and rank 0 writes.
+    """The ``save_pretrained`` of a module of an engine: all ranks call it, and rank 0 writes.
 
     With ``state_dict``, it writes these values and is not a collective.
     """
@@ -58,7 +58,7 @@ class SavePretrained:
             engine.check_synchronized(_NAME)
         except PartitaError as alone:
             raise PartitaError(
-                f"{_NAME} must be called on every rank, because each has a shard of the "
+                f"{_NAME} must be called on every rank, because all of them take part in gathering the weights of the "
                 f"{type(self._module).__name__}: call it outside 'if accelerator.is_main_process:' (only rank 0 "
                 f"writes), or pass state_dict=accelerator.get_state_dict(model), called on every rank\n{alone}"
             ) from alone

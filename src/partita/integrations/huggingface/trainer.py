@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from partita.checkpoint.settings import apply_rates
 from partita.config.load import load_config
 from partita.config.resolve import resolve
 from partita.config.schema import Config
@@ -222,8 +223,9 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self._engine.load(Path(checkpoint) / CHECKPOINT)
+        restored = self._engine.load(Path(checkpoint) / CHECKPOINT)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        apply_rates(restored.changes, self._engine.optimizer, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         self._engine.wait_for_checkpoint()

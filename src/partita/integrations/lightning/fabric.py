@@ -14,7 +14,9 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from partita.checkpoint.settings import apply_rates
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
@@ -235,11 +237,15 @@ class PartitaStrategy(DDPStrategy):
         if engine is None or Path(path).is_file():
             remaining: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return remaining
-        found = checkpoints.load(engine, Path(path), only_model=only_model, strict=strict, weights_only=weights_only)
+        found, changed = checkpoints.load(
+            engine, Path(path), only_model=only_model, strict=strict, weights_only=weights_only
+        )
         _validate_keys_for_strict_loading(others.keys(), found.keys(), strict=strict)
         for key, value in others.items():
             if key in found and hasattr(value, "load_state_dict"):
                 value.load_state_dict(found.pop(key))
+                if isinstance(value, LRScheduler) and _optimizer_of(value) is engine.optimizer:
+                    apply_rates(changed, engine.optimizer, value)
             elif key in found:
                 wanted[key] = found.pop(key)
         return dict(found)
@@ -304,6 +310,11 @@ class _BackwardSync(_BackwardSyncControl):
 
 def _model(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, EngineModule) else module
+
+
+def _optimizer_of(scheduler: LRScheduler) -> Any:
+    """Return the optimizer of a scheduler, without Fabric's wrapper."""
+    return getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
 
 
 def _belongs_to(value: Any, engine: Engine) -> bool:

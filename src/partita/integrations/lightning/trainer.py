@@ -17,6 +17,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from partita.checkpoint.settings import apply_rates
 from partita.config.schema import Config
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
@@ -232,9 +233,12 @@ class PartitaStrategy(DDPStrategy):
         path, fits = Path(checkpoint_path), self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if path.is_dir():
             strict = self.lightning_module.strict_loading
-            found: dict[str, Any] = checkpoints.load(
+            found: dict[str, Any]
+            found, changed = checkpoints.load(
                 self.engine, path, only_model=not fits, strict=strict, weights_only=weights_only
             )
+            for scheduler in found.get("lr_schedulers", ()):
+                apply_rates(changed, self.engine.optimizer, scheduler)
             return found
         if fits:
             raise PartitaError(

@@ -1,5 +1,6 @@
 """Replicas that train independently: the outer optimizer is DiLoCo's at every stage; checkpoints have one replica."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import partita
 from partita.config.resolve import resolve
@@ -19,6 +20,7 @@ from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, rank, whole_weights, world
 
 STEPS = 7
+BeforeStep = Callable[[nn.Module, int], None]
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
 LOCAL = {"every": 3, "replicas": 2, "outer_lr": 0.5, "outer_momentum": 0.8}
 
@@ -27,7 +29,15 @@ def config(plan: str, **communication: Any) -> dict[str, Any]:
     return {"zero": ZERO[plan], "optimizer": ADAMW, "communication": LOCAL | communication, "clip_grad_norm": 0.5}
 
 
-def reference(asked: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
+def always_trains(model: nn.Module, step: int) -> None:
+    pass
+
+
+def thaws_in_the_second_step(model: nn.Module, step: int) -> None:
+    model.get_submodule("last").requires_grad_(step > 0)
+
+
+def reference(asked: dict[str, Any], num_ranks: int, before_step: BeforeStep) -> dict[str, Tensor]:
     """Train plain PyTorch: AdamW in each replica on its ranks' samples, and torch's SGD on the mean of their deltas."""
     per_replica = num_ranks // asked["replicas"]
     shared = Recipe(lambda: Stack(2)).built()
@@ -41,6 +51,7 @@ def reference(asked: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
     inner = [torch.optim.AdamW(replica.parameters(), **ADAMW) for replica in replicas]
     for step in range(STEPS):
         for number, (replica, optimizer) in enumerate(zip(replicas, inner, strict=True)):
+            before_step(replica, step)
             own = range(number * per_replica, (number + 1) * per_replica)
             torch.stack([replica(inputs(other, step)).square().mean() for other in own]).mean().backward()
             torch.nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
@@ -56,19 +67,22 @@ def reference(asked: dict[str, Any], num_ranks: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in replicas[rank() // per_replica].named_parameters()}
 
 
-def go(engine: partita.Engine, first: int, stop: int) -> None:
+def go(engine: partita.Engine, first: int, stop: int, before_step: BeforeStep = always_trains) -> None:
     for step in range(first, stop):
+        before_step(engine.module, step)
         engine.backward(square_loss(engine, rank(), step))
         assert engine.step().stepped
 
 
-def follows(plans: tuple[str, ...], **asked: Any) -> None:
+def follows(plans: tuple[str, ...], before_step: BeforeStep = always_trains, **asked: Any) -> None:
     """Check each replica's weights in the middle of a round; they have the same bits at every stage."""
     first = dict[str, Tensor]()
-    expected = reference(LOCAL | asked, world())
+    expected = reference(LOCAL | asked, world(), before_step)
     for plan in plans:
-        with partita.initialize(Recipe(lambda: Stack(2)).built(), config(plan, **asked)) as engine:
-            go(engine, 0, STEPS)
+        model = Recipe(lambda: Stack(2)).built()
+        before_step(model, 0)
+        with partita.initialize(model, config(plan, **asked)) as engine:
+            go(engine, 0, STEPS, before_step)
             weights = whole_weights(engine)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=f"{name}, plan {plan}")
@@ -196,6 +210,10 @@ def test_without_looking_ahead() -> None:
 
 def follows_plain() -> None:
     follows(("3",), outer_nesterov=False)
+
+
+def test_a_layer_that_is_unfrozen_inside_a_round() -> None:
+    on_ranks(2, follows, ("0", "1", "3"), thaws_in_the_second_step)
 
 
 def test_of_every_step_it_is_the_mean_of_the_parameters() -> None:

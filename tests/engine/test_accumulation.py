@@ -1,21 +1,24 @@
 """Gradient accumulation: by batch.accumulate, by several backwards per step, and with no_sync."""
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import partita
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
-from tests.kit.plans import ZERO, matrix
+from tests.kit.plans import TIERS, ZERO, matrix
 from tests.kit.ranks import on_ranks
 from tests.kit.state import assert_idle
 from tests.kit.training import ADAMW, rank, small_buckets, train_module, whole_weights, world
 
 NUM_STEPS, NUM_PARTS = 2, 4
+STILL = {"name": "sgd", "lr": 0.0}
 
 
 def plain_training() -> tuple[list[float], dict[str, Tensor]]:
@@ -158,6 +161,44 @@ def zeroed() -> None:
                 assert torch.equal(engine.gradient("first.weight"), first)
 
 
+class Branches(nn.Module):
+    """Two stacks, of which forward runs the one that ``chosen`` names, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Stack(1), Stack(1)
+        self.chosen = "both"
+
+    def forward(self, x: Tensor) -> Tensor:
+        other: Tensor = self.other(x)
+        return other + self.one(x) if self.chosen == "both" else other
+
+
+def norms_of_one_branch(zero: Mapping[str, Any], factor: float, in_no_sync: bool) -> list[float | None]:
+    """Return the norms of a step with both branches, whose loss is multiplied by ``factor``, and of one with one."""
+    seeds.start()
+    norms = []
+    with small_buckets(), partita.initialize(Branches(), {"optimizer": STILL, "zero": zero}) as engine:
+        engine.backward(factor * square_loss(engine, rank(), 0))
+        norms.append(engine.step().grad_norm)
+        engine.module.chosen = "other"
+        with engine.no_sync() if in_no_sync else nullcontext():
+            engine.backward(square_loss(engine, rank(), 1))
+        norms.append(engine.step().grad_norm)
+    return norms
+
+
+def no_earlier_sum() -> None:
+    """Check that the norm of a batch without reduce passes has no sums of the batch before, even non-finite ones."""
+    for name, zero in {**ZERO, "3-host": TIERS["3-host"]}.items():
+        _, expected = norms_of_one_branch(zero, 100.0, in_no_sync=False)
+        _, norm = norms_of_one_branch(zero, 100.0, in_no_sync=True)
+        assert norm == pytest.approx(expected, rel=1e-6), name
+        with pytest.warns(UserWarning, match="is not finite"):
+            _, norm = norms_of_one_branch(zero, math.inf, in_no_sync=True)
+        assert norm == pytest.approx(expected, rel=1e-6), name
+
+
 @matrix(how=HOW, world=[1, 2, 4])
 def test_one_global_batch_in_any_parts(how: str, world: int) -> None:
     on_ranks(world, compare, how)
@@ -165,6 +206,10 @@ def test_one_global_batch_in_any_parts(how: str, world: int) -> None:
 
 def test_step_inside_no_sync() -> None:
     on_ranks(2, everything_in_no_sync)
+
+
+def test_the_norm_in_no_sync_is_that_of_this_batch() -> None:
+    on_ranks(2, no_earlier_sum)
 
 
 def test_no_sync_saves_reductions() -> None:

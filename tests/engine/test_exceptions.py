@@ -126,6 +126,33 @@ def survive(where: str, plan: str, plain: bool) -> None:
     assert all(torch.equal(weights[key], expected_weights[key]) for key in weights)
 
 
+def interrupted(zero: Mapping[str, Any], ends: str) -> None:
+    """Check that forwards after a KeyboardInterrupt (a notebook's stop button) find changes of the model."""
+    seeds.start()
+    model: Any = Stack(2)
+    model.first.requires_grad_(False)
+    with partita.initialize(model, {"optimizer": ADAMW, "zero": zero}) as engine:
+        handle = model.blocks[1].up.register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine(inputs(rank(), 0))
+        handle.remove()
+        if ends == "zero_grad":
+            engine.zero_grad()
+        else:
+            engine.backward(square_loss(engine, rank(), 0))
+            engine.step()
+        before = whole_weights(engine)["first.weight"]
+        model.first.requires_grad_(True)
+        engine.backward(square_loss(engine, rank(), 1))
+        engine.step()
+        assert not torch.equal(whole_weights(engine)["first.weight"], before)
+        assert_idle(engine)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def batches_over(zero: Mapping[str, Any], fails: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Train two batches; if ``fails``, a batch that raises in its third micro-batch comes before the second."""
     seeds.start()
@@ -213,6 +240,11 @@ def graph_that_is_dropped() -> None:
 @matrix(where=WHERE, plan=ZERO, plain=[False, True])
 def test_next_step_is_as_if_it_had_not_happened(where: str, plan: str, plain: bool) -> None:
     on_ranks(2, survive, where, plan, plain)
+
+
+@matrix(plan=["1", "3"], ends=["zero_grad", "step"])
+def test_forwards_after_an_interrupt_find_changes(plan: str, ends: str) -> None:
+    on_ranks(2, interrupted, ZERO[plan], ends)
 
 
 def test_next_batch_is_as_if_none_had_failed() -> None:

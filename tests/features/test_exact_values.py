@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import partita
+from tests.compression.test_wires import on_nodes_of
 from tests.kit import seeds
 from tests.kit.plans import TIERS, ZERO, matrix
 from tests.kit.ranks import on_ranks
@@ -106,6 +107,20 @@ def test_fp32_values_arrive_unrounded(world: int, plan: str, master: str, tmp_pa
     on_ranks(world, arrives_exactly, plan, master, WAYS, tmp_path)
 
 
+def secondary_is_loaded() -> None:
+    """Check that loaded values replace the secondary shards of an earlier forward without a step."""
+    zero = {"stage": 3, "hierarchical": True}
+    with on_nodes_of(2), partita.initialize(built(0), {"zero": zero, "precision": {"compute": "bf16"}}) as engine:
+        x = torch.randn(3, 19)
+        assert engine(x).abs().sum() > 0
+        engine.module.load_state_dict({name: torch.zeros_like(value) for name, value in built(0).state_dict().items()})
+        assert engine(x).abs().sum() == 0
+
+
+def test_secondary_shards_are_loaded() -> None:
+    on_ranks(4, secondary_is_loaded)
+
+
 def rounds_frozen() -> None:
     for frozen, dtype in (("fp32", torch.float32), ("compute", torch.bfloat16)):
         config = {"precision": {"compute": "bf16", "frozen": frozen}}
@@ -122,20 +137,30 @@ def test_frozen_parameters_can_be_rounded_for_good() -> None:
     on_ranks(2, rounds_frozen)
 
 
-def warns_of_writes() -> None:
+def warns_of_writes(zero: Mapping[str, Any], master: str, message: str) -> None:
     model = nn.Linear(8, 8)
-    with partita.initialize(model, {"precision": {"compute": "bf16"}, "zero": {"stage": 1}}) as engine:
+    config = {"precision": {"compute": "bf16", "master": master}, "zero": zero}
+    with partita.initialize(model, config) as engine:
         with torch.no_grad():
             model.weight.mul_(0.9999)
         if rank() == 0:
-            with pytest.warns(UserWarning, match=r"'weight' was written in place in bfloat16.*modify=True"):
+            with pytest.warns(UserWarning, match=rf"'weight' was written in place in bfloat16: {message}"):
                 engine.state_dict()
         else:
             engine.state_dict()
 
 
-def test_a_write_that_is_rounded_is_reported() -> None:
-    on_ranks(2, warns_of_writes)
+ROUNDED = r"the written values are rounded.*modify=True.*keep_fp32$"
+ALL_ROUNDED = r"all values of the parameter are rounded.*modify=True.*precision.master: fp32"
+
+
+@pytest.mark.parametrize(
+    ("stage", "master", "message"),
+    [(1, "fp32", ROUNDED), (1, "split", ALL_ROUNDED), (3, "split", ROUNDED)],
+    ids=["fp32", "split", "sharded"],
+)
+def test_a_write_that_is_rounded_is_reported(stage: int, master: str, message: str) -> None:
+    on_ranks(2, warns_of_writes, {"stage": stage}, master, message)
 
 
 def halfway() -> Frozen:

@@ -1,6 +1,8 @@
 """Lean states: split masters equal fp32 masters bit by bit, and 8-bit moments have equal values on every tier."""
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ import partita
 from partita import ConfigError
 from partita.layout.state_bytes import model_state_bytes
 from partita.memory.ledger import STATES
+from partita.memory.tiers import Lease, StateMemory
 from partita.optim.fused import FusedAdam, FusedLion, FusedSGD
 from tests.kit import seeds
-from tests.kit.models import Stack, square_loss
+from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ON_DISK, ON_HOST, ZERO, matrix
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights
@@ -73,6 +76,91 @@ def every_optimizer() -> None:
 
 def test_every_optimizer_of_the_config() -> None:
     on_ranks(2, every_optimizer)
+
+
+# ----------------------------------------------------------------------------------------- parameters without an update
+
+
+class TwoLayers(nn.Module):
+    """A block of two layers; the second one is used in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = x + self.text(x)
+        return x + self.image(x) if step % 2 == 0 else x
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoLayers() for _ in range(3)])
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x, step)
+        return x
+
+
+def loss_of_branches(model: Any, rank: int, step: int) -> Tensor:
+    return model(inputs(rank, step), step).square().mean()
+
+
+SKIPPING = Recipe(TwoBranches, loss_of_branches, config={"optimizer": {"lr": 1e-2}}, plain=False)
+
+
+def ones_in_scratch_memory() -> Any:
+    """Fill the memory that updates write 16-bit parameters to, whose content is undefined, with ones."""
+    scratch = StateMemory.scratch
+
+    def filled(*args: Any) -> Lease:
+        lease = scratch(*args)
+        lease.tensor.fill_(1)
+        return lease
+
+    return mock.patch.object(StateMemory, "scratch", filled)
+
+
+def skipped_layers_keep_their_weights(stages: list[str], offload: dict[str, str], precision: dict[str, Any]) -> None:
+    recipe = replace(SKIPPING, config={**SKIPPING.config, "precision": precision})
+    expected = train_recipe(recipe, ZERO["0"])
+    for stage in stages:
+        with ones_in_scratch_memory():
+            found = train_recipe(recipe, {**ZERO[stage], "offload": offload})
+        assert_same_bits(found, expected, f"stage {stage}, {offload}, {precision}")
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_layers_that_a_step_skips_keep_their_weights(compute: str, offload: dict[str, str]) -> None:
+    precision = {"compute": compute, **({"loss_scale": 8.0} if compute == "fp16" else {})}
+    on_ranks(2, skipped_layers_keep_their_weights, ["1", "2", "3"], offload, precision)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_layers_that_a_step_skips_keep_their_weights_in_one_process(master: str) -> None:
+    precision = {"compute": "bf16", "master": master}
+    on_ranks(1, skipped_layers_keep_their_weights, ["1", "3", "3-kept"], ON_DISK, precision)
+
+
+def a_parameter_out_of_its_group(offload: dict[str, str]) -> None:
+    config = {"precision": {"compute": "bf16"}, "optimizer": {"lr": 1e-2}, "zero": {"stage": 3, "offload": offload}}
+    seeds.start()
+    with ones_in_scratch_memory(), partita.initialize(Stack(2), config) as engine:
+        before = whole_weights(engine)
+        engine.optimizer.param_groups[0]["params"].pop()  # the model's last parameter
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            assert engine.step().stepped
+            after = whole_weights(engine)
+            assert [name for name, value in after.items() if torch.equal(value, before[name])] == ["last.bias"]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_parameter_that_is_removed_from_its_group_keeps_its_weights(offload: dict[str, str]) -> None:
+    on_ranks(1, a_parameter_out_of_its_group, offload)
 
 
 # ------------------------------------------------------------------------------------------------------ reading states

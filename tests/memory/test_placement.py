@@ -170,6 +170,31 @@ def test_an_optimizer_that_counts_in_its_groups(hooked: bool) -> None:
     assert [name for name in plain if not torch.equal(plain[name], placed[name])] == []
 
 
+def hooked_on(ranks: tuple[int, ...]) -> dict[str, Tensor]:
+    """Train with some units updated on the device and some on the host, and with a hook on the optimizer's step."""
+    seeds.start()
+    with having(mixed_budgets("1")[-1]):
+        engine = partita.initialize(Stack(5), {"zero": {"stage": 1, "offload": AUTO}}, optimizer=torch.optim.AdamW)
+    with engine:
+        assert {unit.planned.row.updates_on_device for unit in engine._parts.runtime.units} == {True, False}
+        calls = list[int]()
+        if rank() in ranks:
+            engine.optimizer.register_step_post_hook(lambda *_: calls.append(len(calls)))
+        for step in range(3):
+            engine.backward(square_loss(engine, rank(), step))
+            engine.step()
+        assert len(calls) == (3 if rank() in ranks else 0)
+        weights = whole_weights(engine)
+        assert {int(state["step"]) for state in engine.optimizer.state.values()} == {3}
+        return weights
+
+
+def test_a_hook_on_the_step_of_one_rank() -> None:
+    """Gathers of updates on the device and on the host have the same order on all ranks."""
+    for expected, found in zip(on_ranks(2, hooked_on, ()), on_ranks(2, hooked_on, (1,), timeout=30), strict=True):
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
 def as_the_table_says(stage: str, offload: dict[str, str]) -> list[str]:
     said = []
     for budget in mixed_budgets(stage):

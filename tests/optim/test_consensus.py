@@ -90,7 +90,8 @@ def test_what_one_rank_used_all_update(num: int) -> None:
     used = {id(member) for member in MEMBERS if member.fqn in ("cd" if num == 1 else "abcd")}
     scales = (NO_SCALE,) * num
     assert (
-        agreed(ranks, before) == [Agreed(1 if num == 1 else 2, [False, True], used, set(), scales, False, False)] * num
+        agreed(ranks, before)
+        == [Agreed(1 if num == 1 else 2, [False, True], used, set(), scales, False, False, False)] * num
     )
 
 

@@ -196,8 +196,8 @@ def test_what_needs_gradients_is_refused(stage: int) -> None:
     on_ranks(2, refuses_what_needs_gradients, stage)
 
 
-def leaves_out_one_unit(stage: int) -> None:
-    with engine_of(stage) as engine:
+def leaves_out_one_unit(zero: dict[str, Any], precision: dict[str, str]) -> None:
+    with engine_of(zero=zero, precision={**precision, "gradients": "in_backward"}, optimizer={"lr": 1e-2}) as engine:
         engine.backward(square_loss(engine, rank(), 0))
         engine.step()
         before = whole_weights(engine)
@@ -217,9 +217,11 @@ def leaves_out_one_unit(stage: int) -> None:
         assert {"blocks.0", "blocks.2"} <= {name[:8] for name in changed}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_gradient_that_is_not_finite_leaves_out_its_unit(stage: int) -> None:
-    on_ranks(2, leaves_out_one_unit, stage)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("stage", "offload"), [(1, "device"), (3, "device"), (3, "disk"), (2, "optimizer on disk")])
+def test_a_gradient_that_is_not_finite_leaves_out_its_unit(stage: int, offload: str, precision: str) -> None:
+    zero = {"stage": stage, "offload": OFFLOADS[offload]}
+    on_ranks(2, leaves_out_one_unit, zero, PRECISIONS[precision])
 
 
 def steps_without_a_loss() -> None:

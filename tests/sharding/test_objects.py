@@ -307,6 +307,44 @@ class Leaks(nn.Module):
         return self.last(self.inner(x)), self.inner.kept.h
 
 
+class NoRoot(nn.Module):
+    """Returns and keeps views of its first block's weight. The model has no parameters outside its blocks."""
+
+    kept: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weight: Any = self.blocks[0].up.weight
+        self.kept = [weight[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x, {"row": weight[0]}
+
+
+def without_a_root(zero: dict[str, Any]) -> None:
+    """Check that returned and kept views have the values of their forward after a step, and pass gradients on."""
+    seeds.start()
+    model = NoRoot()
+    rows = model.blocks[0].up.weight[:2].detach().clone()  # type: ignore[union-attr, index]
+    with partita.initialize(model, {"zero": zero}) as engine, warnings.catch_warnings(action="ignore"):
+        output, held = engine(inputs(rank(), 0))
+        engine.backward(output.sum() * 0 + held["row"].sum())
+        grad = engine.gradient("blocks.0.up.weight")
+        assert grad is not None
+        assert torch.equal(grad[:2], torch.stack([torch.ones(WIDTH), torch.zeros(WIDTH)]))
+        engine.step()
+        assert torch.equal(torch.stack([held["row"], *model.kept]), rows)
+        with torch.no_grad():
+            _, held = engine(inputs(rank(), 0))
+        engine.backward(engine(inputs(rank(), 1))[0].sum())
+        engine.step()
+        assert not torch.equal(held["row"], rows[0])  # that of the first update
+        assert_idle(engine)
+
+
 class OwnLinear(torch.autograd.Function):
     """A matrix product that keeps a view of the weight for backward, as an attribute of ``ctx``."""
 
@@ -337,6 +375,11 @@ def leaked() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_trains_as_stage_0_and_as_plain_pytorch(name: str) -> None:
     on_ranks(2, trains, name)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 3}, {"stage": 3, "units": ["Block"], "keep_gathered": True}])
+def test_views_without_a_root_unit(zero: dict[str, Any]) -> None:
+    on_ranks(2, without_a_root, zero)
 
 
 def test_an_output_outlives_a_step() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
+from partita.sharding.structure import checksum
 from tests.kit import seeds
 from tests.kit.models import Stack, inputs, square_loss
 from tests.kit.plans import matrix
@@ -275,6 +276,32 @@ def _vector(param: nn.Parameter) -> None:
     nn.utils.vector_to_parameters(torch.ones(param.numel(), dtype=param.dtype), [param])
 
 
+def _permuted_data(param: nn.Parameter, permuted: Tensor) -> None:
+    param.data = permuted
+
+
+def _permuted_in_data(param: nn.Parameter, permuted: Tensor) -> None:
+    param.data.copy_(permuted)
+
+
+def lasts_permuted(write: Callable[[nn.Parameter, Tensor], None], plan: str) -> None:
+    """Check that a permutation of a parameter's values lasts, which does not change the sum of their bits."""
+    seeds.start()
+    model = Stack(1)
+    expected = fresh_values(model)
+    model.load_state_dict(expected)
+    with partita.initialize(model, {**PLANS[plan], "optimizer": STILL}) as engine:
+        param: Any = engine.module.first.weight
+        for step in range(2):
+            train_step(engine, step)
+            permuted = param.data.clone().flip(0)
+            write(param, permuted)
+            expected["first.weight"] = expected["first.weight"].flip(0)
+            holds(engine, expected)
+            train_step(engine, step)
+            holds(engine, expected)
+
+
 class Halving(nn.Module):
     """Multiplies its weight by ``factor`` in every forward."""
 
@@ -471,6 +498,26 @@ def test_new_memory_is_told(precision: Mapping[str, Any]) -> None:
 @matrix(plan=PLANS, assign=[_data, _vector])
 def test_new_data_lasts(plan: str, assign: Any) -> None:
     on_ranks(2, assigned, plan, assign)
+
+
+@matrix(plan=["stage 2", "split", "host", "stage 3 on host"], write=[_permuted_data, _permuted_in_data])
+def test_permuted_data_lasts(plan: str, write: Any) -> None:
+    on_ranks(2, lasts_permuted, write, plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("num", [8, 3 * (1 << 18) + 5])
+def test_checksums_depend_on_the_order(dtype: torch.dtype, num: int) -> None:
+    values = torch.arange(num).remainder(251).to(dtype)
+    assert torch.equal(checksum(values), checksum(values.clone()))
+    for permuted in (values.flip(0), values.roll(1), values.roll(1 << 18) if num > 8 else values.roll(2)):
+        assert not torch.equal(checksum(values), checksum(permuted))
+    pattern = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1]).to(dtype)  # with linear weights, its complement has the same sum
+    assert not torch.equal(checksum(pattern), checksum(1 - pattern))
+
+
+def test_the_checksum_of_no_values() -> None:
+    assert int(checksum(torch.zeros(0))) == 0
 
 
 @pytest.mark.parametrize("plan", ["stage 2", "stage 3"])

@@ -167,6 +167,22 @@ def test_sums_in_rank_order(num_ranks: int) -> None:
         assert all(same(trained[name], expected[rank][name]) for name in names), f"rank {rank}"
 
 
+def of_two_dtypes(gradients: str) -> dict[str, Any]:
+    """Return a config with two segments in each block, updated on the host. ``gradients``: the tier of gradients."""
+    return {
+        **on(0, optimizer="host", gradients=gradients),
+        "precision": {"compute": "bf16", "keep_fp32": ["blocks.*.down"]},
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_units_of_two_dtypes_that_the_host_updates_from_gradients_on_the_device(num_ranks: int) -> None:
+    plans = {tier: of_two_dtypes(tier) for tier in ("none", "host")}
+    for rank, (trained, races) in enumerate(on_ranks(num_ranks, simulated, train_all, plans, with_group=False)):
+        assert races == [], f"rank {rank}"
+        assert same(trained["none"], trained["host"]), f"rank {rank}"
+
+
 def gradients_before_the_step(config: Mapping[str, Any]) -> list[Tensor]:
     """Return the gradient of one parameter, read before each step, as soon as it is reduced."""
     found = []
@@ -232,6 +248,28 @@ def test_a_checkpoint_is_what_was_trained(plan: str, tmp_path: Path) -> None:
         first, again = trained.losses[1:]
         assert first == again
         assert trained.norms[1] == trained.norms[2]
+
+
+def devices_of_step_counters(config: Mapping[str, Any], folder: str) -> list[set[str]]:
+    """Return the devices of Muon's step counters before a checkpoint, and in the run that resumes from it."""
+    found = []
+    with open_engine({**config, "optimizer": {"name": "muon", "lr": 1e-2}}) as engine:
+        for step in range(2):
+            train_step(engine, step, None)
+            engine.save(folder)  # waits for the update
+            engine.wait_for_checkpoint()
+            found.append({str(s["step"].device) for s in engine.optimizer.state.values() if "step" in s})
+            engine.load(folder)
+    return found
+
+
+@pytest.mark.parametrize(("name", "device"), [("stage 3", "sim:0"), ("optimizer on host", "cpu")])
+def test_step_counters_of_muon_are_with_the_parameters_after_a_checkpoint(
+    name: str, device: str, tmp_path: Path
+) -> None:
+    ((found, races),) = on_ranks(1, simulated, devices_of_step_counters, PLANS[name], str(tmp_path), with_group=False)
+    assert races == []
+    assert found == [{device}, {device}]
 
 
 def with_little_memory() -> str:

@@ -106,6 +106,7 @@ class DilocoState:
             return runtime.memory.keep("outer", num_elements, torch.float32, tier).lease().tensor
 
         self.begin = kept(segment.layout.shard_elements)
+        self.start_round()  # also of a segment that begins to train in a round: its weights are equal on all replicas
         self.momentum = kept(segment.layout.shard_elements)
         sums = transfers_of(segment, is_warming_up=False)[0].operations
         form = next(op.format for op in sums if isinstance(op, ReduceScatter))
@@ -114,6 +115,11 @@ class DilocoState:
     @property
     def residual(self) -> Tensor | None:
         return self.residuals[0] if self.residuals else None
+
+    def start_round(self) -> None:
+        """Save the weights at the start of a round."""
+        assert self._segment.master is not None
+        self.begin.copy_(self.shard_of(self._segment.master.lease().wait()))
 
     def shard_of(self, master: Tensor) -> Tensor:
         """Return this rank's shard of master weights, which may be unsharded."""
@@ -188,12 +194,11 @@ class DilocoListener(UpdateListener):
     # ---------------------------------------------------------------------- rounds
 
     def before_update(self, coming: ComingUpdate) -> None:
-        """Save the weights at the start of a round."""
-        if not self.differs_between_replicas:
-            for segment in self._segments():
-                assert segment.master is not None
-                state = self._state_of(segment)
-                state.begin.copy_(state.shard_of(segment.master.lease().wait()))
+        """Save the weights at the start of a round, and those of segments that begin to train in it."""
+        for segment in self._segments():
+            state = self._state_of(segment)
+            if not self.differs_between_replicas:
+                state.start_round()
 
     def after_update(self, step: int, *, is_warming_up: bool) -> None:
         """Count a local step. End the round after its last step."""

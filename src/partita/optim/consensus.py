@@ -123,10 +123,11 @@ HEADER = "<qqd"
 ARRIVED, DROPPED = 1, 2
 # The number of batches that were dropped is in the upper bits of the number of reduce passes.
 DROPS = 1 << 32
-# Changes of values are the digest of values written into parameters, with this bit set if buffers changed, and above it
-# the checksum of the batch.
+# Changes of values are the digest of values written into parameters, with bits set if buffers changed and if the
+# optimizer's step has hooks, and above them the checksum of the batch.
 NEWS = 1 << 32
-BATCH = NEWS << 1
+HOOKS = NEWS << 1
+BATCH = HOOKS << 1
 NO_SCALE, MANY_SCALES = 0.0, math.nan
 
 
@@ -142,6 +143,7 @@ class Agreed:
         scales: the loss scales of the ranks' gradients.
         has_written: True if a rank has written into parameters.
         has_news: True if a rank has changed a buffer that is not broadcast.
+        has_hooks: True if a rank's user has hooks on the optimizer's step.
     """
 
     num_passes: int
@@ -151,6 +153,7 @@ class Agreed:
     scales: tuple[float, ...]
     has_written: bool
     has_news: bool
+    has_hooks: bool
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,13 @@ class Consensus:
         """The parameters that train, in one order."""
         return [member for bucket in self._reducer.buckets for member in bucket.members]
 
-    def before_update(self, call: str) -> Agreed:
+    def before_update(self, call: str, *, has_hooks: bool = False) -> Agreed:
         """Exchange in one small message which parameters were used and which buckets are still to be reduced.
 
         It is exchanged among the ranks that reduce together; ranks with copies of a parameter also exchange its use.
+
+        Args:
+            has_hooks: True if this rank's user has hooks on the optimizer's step.
 
         Raises:
             PartitaError: some ranks have dropped gradients that others have not.
@@ -219,7 +225,8 @@ class Consensus:
             for bucket in reducer.buckets
             for member in bucket.members
         ]
-        changes = self._written.digest | (NEWS if self._buffers.has_news() else 0) | self._arguments.checksum * BATCH
+        changes = self._written.digest | self._arguments.checksum * BATCH
+        changes |= (NEWS if self._buffers.has_news() else 0) | (HOOKS if has_hooks else 0)
         header = struct.pack(HEADER, self.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
         message = header + bytes([*reducer.leftovers(), *used])
         every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
@@ -238,10 +245,11 @@ class Consensus:
                 f"{call}: some ranks have dropped {what} (.grad = None, zero_grad()), and others have not: drop the "
                 "same gradients on all ranks"
             )
-        has_written, has_news = any(number % NEWS for number in changed), any(number & NEWS for number in changed)
+        has_written = any(number % NEWS for number in changed)
+        has_news, has_hooks = (any(number & flag for number in changed) for flag in (NEWS, HOOKS))
         num_passes = max(number % DROPS for number in passes)
         is_left_over = [any(column) for column in leftovers]
-        return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news)
+        return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news, has_hooks)
 
     def _compare_batches(self, checksums: Sequence[int]) -> None:
         """Warn, once, if all ranks have got the same batches from the start."""

@@ -41,7 +41,8 @@ class FusedOptimizer(Optimizer):
 
     The ``settings`` of groups have the same names as in torch's optimizers.
 
-    Attributes: ``operands`` by parameter, ``threads`` that a kernel may use on the CPU.
+    Attributes: ``operands`` by parameter, which a step removes as it uses them, and ``threads`` that a kernel may use
+    on the CPU.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
@@ -55,7 +56,7 @@ class FusedOptimizer(Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
-                operands = self.operands.get(param) or _own_operands(param)
+                operands = self.operands.pop(param, None) or _own_operands(param)
                 if operands is not None:
                     self._update(operands, self._state(param, group), group)
         return loss
@@ -149,6 +150,9 @@ class KernelRule(UpdateRule[FusedOptimizer]):
         own = weights.of(view)
         flat_grad = view.member.flat(grad) if view.member.segment.has_full_master else grad
         self.optimizer.operands[view.tensor] = Operands(own, flat_grad.to(own.like.device), factor)
+
+    def has_updated(self, view: View) -> bool:
+        return view.tensor not in self.optimizer.operands
 
     def disconnect(self) -> None:
         self.optimizer.operands.clear()

@@ -195,6 +195,7 @@ class Muon(CollectiveOptimizer):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["step"] = state["step"].to(param.device)  # a loaded state has it on the host
             operands["param"].append(param)
             operands["grad"].append(param.grad)
             for key in ("exp_avg", "exp_avg_sq", "step"):

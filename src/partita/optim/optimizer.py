@@ -77,6 +77,13 @@ class UpdateRule(ABC, Generic[OptimizerT]):
     def connect(self, view: View, grad: Tensor, factor: float, weights: LeasedWeights) -> None:
         """Pass one parameter's gradient, to be multiplied by ``factor``, and its weights to the optimizer."""
 
+    def has_updated(self, view: View) -> bool:
+        """Return whether the optimizer's step has updated a connected view of a segment whose parameters it writes.
+
+        A view that the user has removed from its group is not updated.
+        """
+        return True
+
     @abstractmethod
     def disconnect(self) -> None:
         """Forget gradients and weights after the optimizer's step."""

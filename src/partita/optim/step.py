@@ -28,12 +28,13 @@ from partita.table.residence import Tier
 @dataclass(frozen=True)
 class Measured:
     """The gradients of a complete batch: ids of the members that got one on any rank (``used``), the global ``norm``,
-    and the loss ``scale``.
+    the loss ``scale``, and ``has_hooks``, which is True if any rank's user had hooks on the optimizer's step.
     """
 
     used: set[int]
     norm: float
     scale: float
+    has_hooks: bool
 
 
 class StepUpdater(Updater):
@@ -105,7 +106,7 @@ class StepUpdater(Updater):
             return result
         for listener in self._listeners:
             listener.before_update(ComingUpdate(self.steps, measured.used, is_warming_up))
-        self._run(measured.used, factor_of(norm, measured.scale, max_norm))
+        self._run(measured, factor_of(norm, measured.scale, max_norm))
         if is_warming_up and not self.is_warming_up:
             self.loaded()
         self._reducer.zero()
@@ -192,7 +193,7 @@ class StepUpdater(Updater):
         self.wait_for_updates()
         self._runtime.store_written()
         self.views.attach(self.optimizer)
-        agreed = self._consensus.before_update(call)
+        agreed = self._consensus.before_update(call, has_hooks=self._guard.watched)
         self._check_backward(agreed, call)
         while self._reducer.num_passes < agreed.num_passes:
             self._reducer.end_pass()
@@ -204,13 +205,13 @@ class StepUpdater(Updater):
         self._reducer.add_copies()
         for bucket in self._reducer.buckets if agreed.dropped else ():
             bucket.drop(agreed.dropped)
-        measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured]
+        measured = [bucket for bucket in self._reducer.buckets if bucket.is_measured and not bucket.has_earlier_sum()]
         norms = [each for bucket in measured for each in _squared_norms(bucket, agreed.used)]
         norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
         if not math.isfinite(norm):  # on all ranks: the squares of finite gradients may be too large for fp32
             norms = [each for bucket in measured for each in _squared_norms_in_fp64(bucket, agreed.used)]
             norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
-        return Measured(agreed.used, norm / scale, scale)
+        return Measured(agreed.used, norm / scale, scale, agreed.has_hooks)
 
     def loaded(self) -> None:
         """Use the strategies of the next step, after the warm-up or after loading. A collective."""
@@ -225,7 +226,8 @@ class StepUpdater(Updater):
         own = None if view is None else self.optimizer.state.get(view.tensor, {}).get(name)
         return member.flat(own) if own is not None and member.segment.has_full_master else own
 
-    def _run(self, used: set[int], factor: float) -> None:
+    def _run(self, measured: Measured, factor: float) -> None:
+        used = measured.used
         # Error-feedback residuals are of gradients as the optimizer gets them.
         scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
@@ -236,7 +238,7 @@ class StepUpdater(Updater):
         if scales_all:
             factor = 1.0
         self._reducer.sync_states.commit(used)
-        self._updates.run(used, factor, self._guard)
+        self._updates.run(used, factor, self._guard, has_hooks=measured.has_hooks)
 
     def _skip(self, scale: float) -> None:
         """Skip an update: find the parameter, lower the loss scale, and drop the gradients.
@@ -272,6 +274,9 @@ class StepUpdater(Updater):
         """Return the index of the first member with such a gradient on this rank; the number of members if none has."""
         number = 0
         for bucket in self._reducer.buckets:
+            if bucket.has_earlier_sum():
+                number += len(bucket.members)
+                continue
             shard = None if bucket.shard is None else bucket.shard.load()
             for member in bucket.members:
                 grad = bucket.owned_slice(member, shard)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from partita.kernels.chunks import chunks
 from partita.memory import accelerator
 from partita.memory.step_events import in_span, span
 from partita.memory.streams import Event, Stream, record_for_host
@@ -29,7 +30,7 @@ from partita.optim.extension import CollectiveOptimizer
 from partita.optim.full_updates import FullUpdates
 from partita.optim.fused import FusedOptimizer
 from partita.optim.optimizer import Guard, LeasedWeights, Snapshot, UpdateRule
-from partita.optim.states import Leases, OptimizerStates, View, Views
+from partita.optim.states import Leases, OptimizerStates, View, Views, flat
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.publish import Publisher
@@ -55,12 +56,20 @@ class Context:
         """Return the device that updates states of a tier."""
         return self.device if tier is Tier.DEVICE else accelerator.host_of(self.device)
 
+    def on_host(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of gradients in pinned memory, complete on return; valid until the next call."""
+        device, copied = self.device, self.memory.on_host_like(grads)
+        for grad, copy in zip(grads, copied, strict=True):
+            copy.copy_(grad, non_blocking=True)
+        record_for_host(device).wait()
+        return copied
+
 
 class SegmentUpdate:
     """One update of one segment with the gradients of its bucket.
 
-    Call :meth:`choose` and :meth:`open`, in any order, then :meth:`connect`, the optimizer's step, :meth:`close`, and
-    :meth:`deliver`.
+    Call :meth:`choose` and :meth:`open`, in any order, then :meth:`scaled_grads`, :meth:`connect`, the optimizer's
+    step, :meth:`fill`, :meth:`close`, and :meth:`deliver`.
 
     Attributes: ``coming``: the parameters to update, on whichever rank; ``changing``: this rank's views of them, each
     with its gradient if that is in ``.grad``.
@@ -135,8 +144,19 @@ class SegmentUpdate:
         if self._writes_stored:
             self._param = self.segment.stored.lease(read=self._splits)
 
-    def connect(self) -> None:
-        """Point the optimizer at the states and the gradients."""
+    def scaled_grads(self) -> list[Tensor]:
+        """Return the gradients of ``changing``, multiplied by their factor unless the update does it."""
+        grads = [self._reduced(view) if in_place is None else in_place for view, in_place in self.changing]
+        self._factor = self._context.rule.scale(grads, self._factor)
+        return grads
+
+    def is_copied(self, grad: Tensor) -> bool:
+        """Return whether a gradient is copied to the host, which updates the states."""
+        device, host = self._context.device, self._context.device_of(self._result.tier)
+        return grad.device == device != host and grad.layout is torch.strided
+
+    def connect(self, grads: Sequence[Tensor]) -> None:
+        """Point the optimizer at the states and the gradients of ``changing``."""
         master = self._master.wait()
         param = self._param_values()
         for view in self._views:
@@ -144,14 +164,12 @@ class SegmentUpdate:
                 view.connect(master if param is None or not self._splits else param)
         if self._disk is not None:
             self._disk.connect(self._leases)
-        weights, rule = LeasedWeights(master, param, self._splits), self._context.rule
-        grads = [self._reduced(view) if in_place is None else in_place for view, in_place in self.changing]
-        factor = rule.scale(grads, self._factor)
-        for (view, _), grad in zip(self.changing, self._with_states(grads), strict=True):
-            rule.connect(view, grad, factor, weights)
+        weights = LeasedWeights(master, param, self._splits)
+        for (view, _), grad in zip(self.changing, grads, strict=True):
+            self._context.rule.connect(view, grad, self._factor, weights)
 
     def _param_values(self) -> Tensor | None:
-        """Return this rank's 16-bit parameters: the stored ones, or scratch memory, with values if they are read."""
+        """Return memory for this rank's 16-bit parameters: the stored ones or scratch, with values if they are read."""
         if not self._writes_param:
             return None
         if self._param is not None:
@@ -172,18 +190,17 @@ class SegmentUpdate:
         assert grad is not None
         return grad
 
-    def _with_states(self, grads: list[Tensor]) -> list[Tensor]:
-        """Return gradients in the memory of the states: copies in pinned memory, if the host updates them."""
-        device, host = self._context.device, self._context.device_of(self._result.tier)
-        moved = [grad for grad in grads if grad.device == device != host and grad.layout is torch.strided]
-        if not moved:
-            return grads
-        copied = self._context.memory.on_host_like(moved)
-        for grad, copy in zip(moved, copied, strict=True):
-            copy.copy_(grad, non_blocking=True)
-        record_for_host(device).wait()
-        by_id = {id(grad): copy for grad, copy in zip(moved, copied, strict=True)}
-        return [by_id.get(id(grad), grad) for grad in grads]
+    def fill(self) -> None:
+        """Round the master weights that the step has not updated to 16-bit parameters, if only the step wrote these."""
+        has_values = self._splits or (self._writes_stored and self.segment.stored.tier is not Tier.DISK)
+        if self._param is None or has_values:
+            return
+        updated = {id(view) for view, _ in self.changing if self._context.rule.has_updated(view)}
+        for view in self._views:
+            if id(view) not in updated:
+                param, master = flat(view.over(self._param.tensor)), flat(view.over(self._master.tensor))
+                for at in chunks(master):
+                    param[at] = self.segment.rounded(master[at])
 
     def close(self) -> None:
         """Remove states and gradients from the optimizer after its step."""
@@ -223,6 +240,7 @@ class Update:
 
     units: Sequence[Unit]
     segments: list[SegmentUpdate]
+    context: Context
     done: Event = field(default_factory=Event)
     stepped: Any = None
     _is_open: bool = False
@@ -244,12 +262,27 @@ class Update:
         updated on any rank.
         """
         self.open()
-        for segment in self.segments:
-            segment.connect()
+        for segment, grads in zip(self.segments, self._grads(), strict=True):
+            segment.connect(grads)
         chosen = {id(view.tensor) for segment in self.segments for view, _ in segment.changing}
         self.stepped = step(chosen, [member for segment in self.segments for member in segment.coming])
         for segment in self.segments:
+            segment.fill()
+        for segment in self.segments:
             segment.close()
+
+    def _grads(self) -> list[list[Tensor]]:
+        """Return each segment's gradients in the memory of the states: copies in pinned memory, if the host updates
+        them.
+        """
+        grads = [segment.scaled_grads() for segment in self.segments]
+        pairs = zip(self.segments, grads, strict=True)
+        moved = [grad for segment, found in pairs for grad in found if segment.is_copied(grad)]
+        if not moved:
+            return grads
+        # in one call for all segments, because the next call reuses the memory
+        copies = {id(grad): copy for grad, copy in zip(moved, self.context.on_host(moved), strict=True)}
+        return [[copies.get(id(grad), grad) for grad in found] for found in grads]
 
     def deliver(self) -> None:
         """Publish the results to the stored parameters."""
@@ -320,7 +353,7 @@ class Updates:
                 assert view.tensor.grad is not None
                 found[view.tensor] = view.tensor.grad.clone()
 
-        Update(self._inline, segments).run(copy)
+        Update(self._inline, segments, self._context).run(copy)
         return found
 
     def note_settings(self) -> None:
@@ -330,15 +363,18 @@ class Updates:
 
     # ------------------------------------------------------------------ at the step
 
-    def run(self, used: AbstractSet[int], factor: float, guard: Guard) -> None:
+    def run(self, used: AbstractSet[int], factor: float, guard: Guard, *, has_hooks: bool) -> None:
         """Update every unit; overlapped updates are still running on return.
 
         Args:
             used: ids of the members that got a gradient on any rank.
             factor: the factor that gradients of overlapped updates are multiplied by.
+            has_hooks: True if any rank's user has hooks on the optimizer's step. If there are both kinds of updates,
+                it decides their order, because ranks must start gathers in the same order.
         """
         self.note_settings()
-        if guard.watched:  # hooks find everything updated, and the step that calls them does the counting
+        inline_last = has_hooks if self._inline else guard.watched
+        if inline_last:  # hooks find everything updated, and the inline step, which calls them, does the counting
             self._start(used, factor)
             self.wait(takes_up=False)
             self._run_inline(used, guard)
@@ -352,7 +388,7 @@ class Updates:
         """Run one step on all units that are not overlapped."""
         segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
         with span("update"):
-            Update(self._inline, segments).run(partial(self._step_inline, guard))
+            Update(self._inline, segments, self._context).run(partial(self._step_inline, guard))
         publisher, later = self._context.publisher, self._gathered_later
         publisher.publish([unit for unit in self._inline if unit not in later])
         publisher.publish([unit for unit in later if unit.trained], ahead=True)
@@ -389,7 +425,7 @@ class Updates:
             segments = [SegmentUpdate(segment, bucket_of[id(segment)], self._context) for segment in unit.trained]
             for segment in segments:
                 segment.choose(unit.members, used, factor)
-            updates.append(Update([unit], segments))
+            updates.append(Update([unit], segments, self._context))
         return updates
 
     def _place(self, update: Update) -> int:
@@ -409,7 +445,7 @@ class Updates:
     def of_bucket(self, bucket: Bucket) -> list[Update]:
         """Return an update of each unit for its segments in the bucket; parameters are not chosen yet."""
         return [
-            Update([unit], [SegmentUpdate(segment, bucket, self._context) for segment in segments])
+            Update([unit], [SegmentUpdate(segment, bucket, self._context) for segment in segments], self._context)
             for unit, segments in groupby(bucket.segments, self.unit_of)
         ]
 

@@ -193,7 +193,7 @@ class Bucket:
 
     @property
     def shard(self) -> StoredState | None:
-        """This rank's shard of the reduced gradients."""
+        """This rank's shard of the reduced gradients. :meth:`clear` leaves its values (see :meth:`has_earlier_sum`)."""
         return self.buffer.shard
 
     @property
@@ -204,6 +204,10 @@ class Bucket:
     def warm_up(self, is_warming_up: bool) -> None:
         """Select the sync: the one for the warm-up, or the one for later steps."""
         self._is_warming_up = is_warming_up
+
+    def has_earlier_sum(self) -> bool:
+        """Return whether :attr:`shard` has the sum of an earlier batch: in this one no gradients were reduced."""
+        return self.moves and self._state is BucketState.OPEN
 
     @property
     def is_left_over(self) -> bool:

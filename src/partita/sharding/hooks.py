@@ -160,6 +160,69 @@ class EarlyOutput:
         return self.values if output is None and self.values is not None else output
 
 
+class ParameterViews:
+    """Views of sharded parameters in the values that modules return or keep: forward gives their memory back.
+
+    Args:
+        units: the units whose memory it is, by their storages.
+    """
+
+    def __init__(self, units: Mapping[int, Unit]) -> None:
+        self._units = units
+
+    def among(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of the tensors that are such views, or unsharded parameters."""
+        if not self._units:
+            return []
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_sharded(tensor))
+        return [tensor for tensor in strided if _storage_of(tensor) in self._units]
+
+    def replace(self, output: Any) -> tuple[Any, Sequence[Tensor], list[Tensor]]:
+        """Replace views in a module's output by copies. Return the output, its tensors, and the views that remain."""
+        held = held_tensors(output)
+        if views := self.among(held):
+            copied = {id(view): view.clone() for view in views if self._has_data(view)}
+            output = replace_held(output, lambda tensor: copied.get(id(tensor), tensor))
+            held = held_tensors(output)
+            views = self.among(held)
+        return output, held, views
+
+    def replace_kept(self, modules: Iterable[nn.Module]) -> None:
+        """Replace views that these modules keep as attributes, or in lists and dicts, by copies."""
+        if not self._units:
+            return
+        copies = dict[int, Tensor]()  # by the ids of the views
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                loses_data = type(tensor) is Tensor and bool(self.among([tensor])) and self._has_data(tensor)
+                copies[id(tensor)] = tensor.clone() if loses_data else tensor
+            return copies[id(tensor)]
+
+        for attributes in map(vars, modules):
+            kept = {name: value for name, value in attributes.items() if name not in _OWN_ATTRIBUTES}
+            values = dict(kept)
+            replace_in_containers(values, copied)
+            attributes.update((name, value) for name, value in values.items() if value is not kept[name])
+
+    def _has_data(self, view: Tensor) -> bool:
+        return self._units[_storage_of(view)].state is UnitState.UNSHARDED
+
+
+def _check_replaced(views: Iterable[Tensor], output: object, title: str) -> None:
+    """Check the views that remain in a module's output.
+
+    Raises:
+        PartitaError: one of them is no parameter.
+    """
+    if not all(isinstance(tensor, nn.Parameter) for tensor in views):
+        raise PartitaError(
+            f"'{title}' returned a {type(output).__name__} that holds a view of a parameter, whose data "
+            "is sharded after this forward, where it cannot be replaced by a copy: return a tensor, or make the "
+            "view a copy (view.clone())"
+        )
+
+
 class UnitHooks:
     """All visits of one unit; hooks are put on modules only as its subscribers need them.
 
@@ -174,7 +237,7 @@ class UnitHooks:
         self._unit = unit
         self._early_output = early_output
         own = unit.storage._cdata
-        self._units = sharded if not unit.name else {own: unit} if own in sharded else {}
+        self._views = ParameterViews(sharded if not unit.name else {own: unit} if own in sharded else {})
         self._has_warned = False
         self._followed = FollowedUnit(unit, backwards)
         self._follows = False
@@ -202,6 +265,15 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
 
+    def reset(self) -> None:
+        """Forget running forwards (see :meth:`UnitEvents.reset`)."""
+        self._stack.clear()
+
+    @property
+    def are_of_root(self) -> bool:
+        """True if these are the root unit's, whose outputs are the model's."""
+        return not self._unit.name
+
     @eager
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit = UnitCall(self._followed)
@@ -217,13 +289,8 @@ class UnitHooks:
         if not self._stack:
             return None
         visit, has_graph, output = self._stack.pop(), False, self._early_output.of(output)
-        self._copy_views_on([module, *self._keep_values])
-        held = held_tensors(output)
-        if views := self._views(held):
-            copied = {id(view): view.clone() for view in views if self._unit_of(view).state is UnitState.UNSHARDED}
-            output = replace_held(output, lambda tensor: copied.get(id(tensor), tensor))
-            held = held_tensors(output)
-            views = self._views(held)
+        self._views.replace_kept([module, *self._keep_values])
+        output, held, views = self._views.replace(output)
         if torch.is_grad_enabled():
             for tensor in held:
                 has_graph |= on_gradient(tensor, visit.open_backward, visit.inputs)
@@ -233,46 +300,8 @@ class UnitHooks:
             self._keep_whole(output)
         for subscriber in reversed(visit.subscribers):
             subscriber.closed(visit, has_graph)
-        if not all(isinstance(tensor, nn.Parameter) for tensor in views):
-            raise PartitaError(
-                f"'{self._unit.title}' returned a {type(output).__name__} that holds a view of a parameter, whose data "
-                "is sharded after this forward, where it cannot be replaced by a copy: return a tensor, or make the "
-                "view a copy (view.clone())"
-            )
+        _check_replaced(views, output, self._unit.title)
         return output
-
-    def _views(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those that read memory which the unit (or, of the model's output, any unit) gives back after forward."""
-        if not self._units:
-            return []
-        strided = (tensor for tensor in tensors if tensor.layout is torch.strided and not is_sharded(tensor))
-        return [tensor for tensor in strided if _storage_of(tensor) in self._units]
-
-    def _copy_views_on(self, modules: Iterable[nn.Module]) -> None:
-        """Replace views of the unit's parameters that these modules keep as attributes, or in lists and dicts, by
-        copies.
-        """
-        if not self._units:
-            return
-        copies = dict[int, Tensor]()  # by the ids of the views
-
-        def copied(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                loses_data = type(tensor) is Tensor and self._is_whole_view(tensor)
-                copies[id(tensor)] = tensor.clone() if loses_data else tensor
-            return copies[id(tensor)]
-
-        for attributes in map(vars, modules):
-            kept = {name: value for name, value in attributes.items() if name not in _OWN_ATTRIBUTES}
-            values = dict(kept)
-            replace_in_containers(values, copied)
-            attributes.update((name, value) for name, value in values.items() if value is not kept[name])
-
-    def _is_whole_view(self, tensor: Tensor) -> bool:
-        return bool(self._views([tensor])) and self._unit_of(tensor).state is UnitState.UNSHARDED
-
-    def _unit_of(self, view: Tensor) -> Unit:
-        return self._units[_storage_of(view)]
 
     def _keep_whole(self, output: object) -> None:
         """Have the unit's parameters stay whole until the step ends: an object that is returned holds one of them."""
@@ -301,10 +330,11 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 class UnitEvents:
-    """Subscriptions to the visits of units. A unit that nobody subscribed to has no hooks."""
+    """Subscriptions to the visits of units, and hooks on the model. A unit that nobody subscribed to has no hooks."""
 
     def __init__(self) -> None:
         self._hooks = dict[int, UnitHooks]()
+        self._of_model: ForwardHooks | None = None
         self._sharded = dict[int, Unit]()  # units that do not rest whole, by their storages
         self.backwards = Backwards()
         self.early_output = EarlyOutput()
@@ -318,10 +348,32 @@ class UnitEvents:
                 self._hooks[id(unit)] = UnitHooks(unit, self.backwards, self._sharded, self.early_output)
             self._hooks[id(unit)].subscribe(subscriber)
 
+    def follow(
+        self,
+        model: nn.Module,
+        prepare: Callable[[Any, Any], tuple[Any, Any]],
+        depth_changed: Callable[[int], None],
+        graph_ended: Callable[[], Callable[[], None]],
+    ) -> None:
+        """Follow the model's forwards (see :class:`ForwardHooks`). Its sharded units have subscribers already."""
+        has_root = any(hooks.are_of_root for hooks in self._hooks.values())
+        views = ParameterViews(self._sharded) if self._sharded and not has_root else None
+        self._of_model = ForwardHooks(model, prepare, depth_changed, graph_ended, self.early_output, views)
+
+    def reset(self) -> None:
+        """Forget running forwards: an interrupt has ended them, after which torch calls no hooks (it does after an
+        ``Exception``). Called when no forward is running.
+        """
+        for hooks in self._all_hooks():
+            hooks.reset()
+
     def remove(self) -> None:
         """Take all hooks off."""
-        for hooks in self._hooks.values():
+        for hooks in self._all_hooks():
             hooks.remove()
+
+    def _all_hooks(self) -> "list[UnitHooks | ForwardHooks]":
+        return [*self._hooks.values(), *([] if self._of_model is None else [self._of_model])]
 
 
 class ForwardHooks:
@@ -329,7 +381,7 @@ class ForwardHooks:
 
     ``prepare(args, kwargs)`` returns the arguments to use; ``depth_changed`` is told how many forwards are under way (a
     model may call itself); ``graph_ended`` is called at the end of the outermost and returns what to call when a
-    gradient reaches its output.
+    gradient reaches its output. ``views`` in the output are replaced by copies, if no root unit does so (then None).
     """
 
     def __init__(
@@ -339,11 +391,13 @@ class ForwardHooks:
         depth_changed: Callable[[int], None],
         graph_ended: Callable[[], Callable[[], None]],
         early_output: EarlyOutput,
+        views: ParameterViews | None,
     ) -> None:
         self._prepare = prepare
         self._depth_changed = depth_changed
         self._graph_ended = graph_ended
         self._early_output = early_output
+        self._views = views
         self._depth = 0
         self._handles = [
             model.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
@@ -354,6 +408,11 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
 
+    def reset(self) -> None:
+        """Forget running forwards (see :meth:`UnitEvents.reset`)."""
+        self._depth = 0
+        self._depth_changed(0)
+
     @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
@@ -361,10 +420,16 @@ class ForwardHooks:
         return self._prepare(args, kwargs) if self._depth == 1 else (args, kwargs)
 
     @eager
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth = max(self._depth - 1, 0)
         self._depth_changed(self._depth)
+        output, views = self._early_output.of(output), list[Tensor]()
+        if self._views is not None:
+            self._views.replace_kept([module])
+            output, _, views = self._views.replace(output)
         if torch.is_grad_enabled() and self._depth == 0:
             began = self._graph_ended()
-            for tensor in held_tensors(self._early_output.of(output)):
+            for tensor in held_tensors(output):
                 on_gradient(tensor, lambda _: began(), Inputs())
+        _check_replaced(views, output, f"{type(module).__name__} (root)")
+        return output

@@ -27,7 +27,7 @@ from partita.sharding.buckets import Bucket
 from partita.sharding.buffers import BufferSync
 from partita.sharding.finite import Arguments
 from partita.sharding.gradient_buffer import BucketLayout
-from partita.sharding.hooks import ForwardHooks, LastHook, UnitEvents, announce
+from partita.sharding.hooks import LastHook, UnitEvents, announce
 from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member
 from partita.sharding.placeholder import ShardedValues, claim, disclaim, leave_share, restore_class
@@ -35,7 +35,7 @@ from partita.sharding.precision import ExactLoads, cast_buffers, forward_precisi
 from partita.sharding.publish import Publisher
 from partita.sharding.reducer import GradientReducer
 from partita.sharding.segment import Segment
-from partita.sharding.structure import Structure, Written, store_shards
+from partita.sharding.structure import Structure, Written, store_secondary, store_shards
 from partita.sharding.unit import Unit, UnitResources, UnitState
 from partita.sharding.unit_events import Subscriber
 from partita.sharding.unshard import Unsharder
@@ -131,9 +131,8 @@ class Runtime:
                 precision.widen(model, (member for _, member in self.members()))
             self.events = UnitEvents()
             self.events.subscribe(sharded, self.unsharder.subscriber)
-            count = self.unsharder.forwards_under_way
-            early_output = self.events.early_output
-            self._hooks += [self.events, ForwardHooks(model, self._prepare, count, self._graph_of_now, early_output)]
+            self._hooks.append(self.events)
+            self.events.follow(model, self._prepare, self.unsharder.forwards_under_way, self._graph_of_now)
             rounding = [member for _, member in self.members() if member.segment.keeps_digits]
             self._hooks.append(ExactLoads(rounding, self._store_exactly))
             self._members.update({id(member.param): (unit, member) for unit, member in self.members()})
@@ -334,6 +333,7 @@ class Runtime:
                 member.values.copy_(segment.rounded(flat[member.fqn]))
             if not unit.always_unsharded:
                 store_shards(segment, flat.keys())
+                store_secondary(unit)
             segment.set_master(flat)
             unit.updated = record(self.device)
         self.written.stored([member for member, _ in loaded])
@@ -343,6 +343,7 @@ class Runtime:
         self.collectives.mesh.log.num_micro_batches += 1
         self.reducer.end_micro_batch()
         self.events.backwards.forget()
+        self.events.reset()
         self.unsharder.end_micro_batch()
         self.buffers.end_micro_batch()
 

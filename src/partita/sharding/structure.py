@@ -2,7 +2,7 @@
 
 Examples of writes are ``load_state_dict``, a clamp, a copy of averages, a momentum encoder that is updated in forward,
 and weights that forward normalizes. Written values are kept, as in one process. A write is found by the parameter's
-version counter.
+version counter, or, through its ``data``, by a checksum.
 """
 
 import sys
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from partita.errors import PartitaError
-from partita.kernels.chunks import chunks
 from partita.layout.parameters import find_all_parameters, find_quantized_params
 from partita.memory import accelerator
 from partita.memory.streams import record
@@ -27,6 +26,9 @@ from partita.sharding.parameter import Member
 from partita.sharding.placeholder import ShardedParameter, ShardedValues
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit, UnitState
+
+_SUMMED = 1 << 18  # elements that a checksum multiplies at a time; the same on all ranks, which compare checksums
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, as a signed number: its multiples are spread evenly
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Written:
                 segment = members[0].segment
                 self._warn_of_rounding(members[0])
                 if segment.master is not None and not segment.master_is_parameter:
-                    names = {member.fqn for member in members}
+                    names = {member.fqn for member in members}  # earlier values are unknown: split masters are rounded
                     segment.master.set(segment.part(segment.full, segment.plan.master), names)
             self.forget(written)
             self._add_checksums(written)
@@ -176,21 +178,25 @@ class Written:
             self._warn_of_rounding(members[0])
             store_shards(members[0].segment, {member.fqn for member in members})
         unit.updated = record(unit.storage.device)
-        if unit.has_secondary:
-            _store_secondary(unit)
+        store_secondary(unit)
         self._add_checksums(written)
 
     def _warn_of_rounding(self, member: Member) -> None:
-        """Warn, once, that values written into a 16-bit parameter are rounded."""
-        if self._warns and member.segment.keeps_digits:
-            self._warns = False
-            warnings.warn(
-                f"parameter '{member.fqn}' was written in place in {str(member.segment.dtype).removeprefix('torch.')}: "
-                "the written values are rounded, and changes below that precision are lost; write it inside `with "
-                "engine.gathered(..., modify=True)`, which provides fp32 values, or list its module in "
-                "precision.keep_fp32",
-                stacklevel=2,
-            )
+        """Warn, once, that values written into a 16-bit parameter are rounded, or all its values."""
+        segment = member.segment
+        if not (self._warns and segment.keeps_digits):
+            return
+        self._warns = False
+        lost, remedy = "the written values are rounded, and changes below that precision are lost", ""
+        if segment.planned.always_unsharded and segment.master is not None and segment.master.splits:
+            lost = "all values of the parameter are rounded, also those that were not changed"
+            remedy = ", or set precision.master: fp32, which rounds the changed values alone"
+        warnings.warn(
+            f"parameter '{member.fqn}' was written in place in {str(segment.dtype).removeprefix('torch.')}: {lost}; "
+            "write it inside `with engine.gathered(..., modify=True)`, which provides fp32 values, or list its module "
+            f"in precision.keep_fp32{remedy}",
+            stacklevel=2,
+        )
 
     def _found(self, members: Sequence[Member]) -> list[Member]:
         versions = self._versions
@@ -230,10 +236,21 @@ def _checksums(unit: Unit) -> Tensor:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """Return the sum of the bits of a dense tensor as integers; a scalar on its device."""
-    bits = values.view({2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.uint8))
-    sums = [bits[chunk].sum(dtype=torch.int64) for chunk in chunks(bits)]
-    return torch.stack(sums).sum() if sums else bits.new_zeros((), dtype=torch.int64)
+    """Return the sum of the bits of a flat tensor as integers, multiplied by weights of their positions; a scalar on
+    its device. The order of the values changes it.
+    """
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.itemsize, torch.uint8))
+    if not bits.numel():
+        return bits.new_zeros((), dtype=torch.int64)
+    weights = _weights(min(bits.numel(), _SUMMED), bits.device)
+    sums = torch.stack([(block * weights[: block.numel()]).sum() for block in bits.split(_SUMMED)])
+    return (sums * _weights(sums.numel(), bits.device)).sum()
+
+
+def _weights(num: int, device: torch.device) -> Tensor:
+    """Return different odd numbers, ``[num]``: a product with them keeps each bit of a difference, modulo 2**64."""
+    mixed = torch.arange(num, dtype=torch.int64, device=device).mul_(_GOLDEN)
+    return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)  # without the shift, sums of some permutations are equal
 
 
 def _has_owner(segment: Segment) -> bool:
@@ -279,8 +296,10 @@ def store_shards(segment: Segment, names: AbstractSet[str]) -> None:
     lease.end(changed=True)
 
 
-def _store_secondary(unit: Unit) -> None:
-    """Store written values in the secondary shards, from which backward gathers."""
+def store_secondary(unit: Unit) -> None:
+    """Store the values of an unsharded unit in its secondary shards, if the next unshard gathers those."""
+    if not unit.has_secondary:
+        return
     for segment in unit.segments:
         if segment.secondary is not None:
             segment.secondary.store(segment.part(segment.full, segment.plan.param_between))

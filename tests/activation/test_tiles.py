@@ -48,7 +48,7 @@ def trained(config: dict[str, Any], *shape: int) -> tuple[Tensor, dict[str, Tens
         return output.detach(), {name: engine.gradient(name) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [(1, 50), (3, 50), (50,), (40, 3), (2, 2, 13), (1, 1)])
+@pytest.mark.parametrize("shape", [(1, 50), (3, 50), (50,), (40, 3), (2, 2, 13), (1, 1), (0, 50), (2, 0)])
 def test_outputs_and_gradients(shape: tuple[int, ...]) -> None:
     plain, tiled = trained({}, *shape), trained(TILED, *shape)
     torch.testing.assert_close(tiled[0], plain[0], rtol=1e-6, atol=1e-6)

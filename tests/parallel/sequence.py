@@ -217,6 +217,25 @@ def attention_alone(way: str, heads: int, key_heads: int, mask: str) -> Alone:
     return Alone(max(off), (forward, backward), formula)
 
 
+def saved_by_causal_attention(heads: int, key_heads: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that causal attention on slices saves for backward."""
+    shapes, generator = list[tuple[int, ...]](), seeds.generator(3)
+
+    def keep(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with connected() as collectives, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        slices = Slices.even(LENGTH, collectives.group(("sequence",)), collectives.mesh)
+        own = [
+            torch.randn((2, count, slices.num_own, 8), generator=generator, requires_grad=True)
+            for count in (heads, key_heads, key_heads)
+        ]
+        with attention.on_slices(slices, intercept=True):
+            F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=heads != key_heads).sum().backward()
+    return shapes
+
+
 def _mask(kind: str, generator: torch.Generator) -> Tensor | None:
     """Return a mask that broadcasts to [batch, heads, positions, positions]; every query sees at least one key."""
     if kind == "padding":

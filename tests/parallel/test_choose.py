@@ -51,6 +51,17 @@ def test_the_way_that_sends_less() -> None:
         assert sum(found.sent_bytes(choose(found))) == sum(found.sent_bytes(least))
 
 
+def test_causal_attention_takes_the_way_without_a_mask() -> None:
+    many, few = sizes(8, 1, (16, 16, 16, 16)), sizes(2, 2, (16, 16, 15))
+    assert choose(many, causal=True) == ALL_TO_ALL
+    assert choose(few, causal=True) == choose(many, causal=True, needs_all_heads=True) == GATHER_KEYS
+    assert few.mask_bytes == 16 * 47 * 4
+    kept = few.gathered_bytes + few.mask_bytes
+    assert choose(few, causal=True, max_gathered_bytes=kept) == GATHER_KEYS
+    assert choose(few, causal=True, max_gathered_bytes=kept - 1) == RING
+    assert choose(few, causal=True, max_gathered_bytes=kept - 1, ring=False) == GATHER_KEYS
+
+
 def test_the_way_that_fits() -> None:
     few = sizes(2, 2, (16, 16, 16))
     assert choose(few) == GATHER_KEYS

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import partita
+from partita import ConfigError
 from partita.table.place import even
 from tests.compression.lossless import lossless
 from tests.compression.test_wires import on_nodes_of
@@ -24,7 +25,7 @@ CODED = {"gradients": "ternary", "parameters": "ternary"}
 STAGES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, TIERS["3-host"]]
 
 
-def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
+def course(name: str, parallel: dict[str, Any], zero: dict[str, Any], num_steps: int, **sections: Any) -> Trained:
     """Train with ``train_batch``. The models have no dropout, so the loss of ``eval_batch`` must be the same."""
     config = {
         "parallel": parallel,
@@ -48,13 +49,21 @@ def course(name: str, parallel: dict[str, int], zero: dict[str, Any], num_steps:
     return found
 
 
-def check(name: str, parallel: dict[str, int], rows: list[dict[str, Any]], num_steps: int, num_data: int = 1) -> None:
+def check(
+    name: str,
+    parallel: dict[str, int],
+    rows: list[dict[str, Any]],
+    num_steps: int,
+    num_data: int = 1,
+    tensor_rules: dict[str, str] | None = None,
+) -> None:
     """Compare with one process, and bit for bit between stages 0 and 1 (which reduce once per batch), and 2 and 3."""
     world = num_data * math.prod(parallel.values())
     (alone,) = on_ranks(1, training.train_alone, name, num_data * MICROS, num_steps, timeout=TIMEOUT_S)
+    axes = {**parallel, "tensor_rules": tensor_rules or {}}
     before = dict[bool, Trained]()
     for zero in rows:
-        first, *others = on_ranks(world, course, name, parallel, zero, num_steps, timeout=TIMEOUT_S)
+        first, *others = on_ranks(world, course, name, axes, zero, num_steps, timeout=TIMEOUT_S)
         assert first.losses == pytest.approx(alone.losses, abs=1e-5)
         assert first.norms == pytest.approx(alone.norms, rel=1e-5)
         reference = before.setdefault(zero["stage"] < 2, first)
@@ -93,6 +102,20 @@ def test_blocks_of_gathered_in_one_another(axis: str, stage: int) -> None:
 @matrix(parallel=PAIRS, name=("llama", "decoder", "gpt2", "balanced"))
 def test_two_axes(parallel: dict[str, int], name: str) -> None:
     check(name, parallel, [{"stage": 0}, {"stage": 3}], num_steps=3)
+
+
+@pytest.mark.parametrize(("name", "rules"), [("t5", {}), ("t5-decoder", {"T5Attention": "whole"})])
+def test_position_biases_that_no_stage_receives_by_heads(name: str, rules: dict[str, str]) -> None:
+    check(name, {"pipeline": 2, "tensor": 2}, [{"stage": 1}], num_steps=2, tensor_rules=rules)
+
+
+def split_biases() -> None:
+    with pytest.raises(ConfigError, match=r"'decoder\.block\.0\.layer\.0\.SelfAttention'.*\{T5Attention: whole\}"):
+        partita.initialize(zoo.build("t5-decoder"), {"parallel": {"pipeline": 2, "tensor": 2}})
+
+
+def test_position_biases_that_a_stage_would_receive_by_heads_are_refused() -> None:
+    on_ranks(4, split_biases)
 
 
 @pytest.mark.thorough

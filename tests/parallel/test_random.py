@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import partita
 from partita import PartitaError
-from partita.activation.recompute import Recomputation
+from partita.activation.recompute import Recomputation, Recomputed
 from partita.parallel.random import RandomStreams
 from partita.transforms.modules import ModuleTransforms, Order
 from tests.kit import seeds
@@ -193,3 +193,121 @@ def test_a_resumed_run_goes_on_with_the_masks_of_its_steps(tmp_path: Path) -> No
     with partita.initialize(stack(), config, loss_fn=square) as engine:
         assert found == [engine.train_batch([x]).item() for _ in range(4)]
     assert len(set(found)) == 4
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class MlpBlock(nn.Module):
+    """Block that calls its MLP ``calls`` times."""
+
+    calls = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            x = x + self.mlp(x)
+        return x
+
+
+class MlpStack(nn.Module):
+    def __init__(self, block: type[nn.Module] = MlpBlock) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+COMPILED = {"modules": ["MlpBlock"], "backend": "aot_eager"}
+
+
+def trained_gradients(config: dict[str, Any], block: type[nn.Module] = MlpBlock) -> list[Tensor]:
+    """Return the gradients of inputs [2, 50, WIDTH], which have several tiles."""
+    seeds.start()
+    model = MlpStack(block)
+    x = torch.randn(2, 50, WIDTH, requires_grad=True)
+    with partita.initialize(model, {"seed": 7, **config}, loss_fn=square) as engine:
+        if not getattr(block, "reentrant", False):  # torch warns of a reentrant checkpoint without gradients
+            with torch.no_grad():
+                engine(x)
+        engine.backward(engine(x).square().mean())
+        return [engine.gradient(name) for name, _ in model.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tiled": {"mlp": ["Mlp"]}},
+        {"activations": {"checkpoint": ["Mlp"]}},
+        {"activations": {"checkpoint": ["MlpBlock", "Mlp"]}},
+        {"activations": {"checkpoint": ["MlpStack", "MlpBlock", "Mlp"]}},
+        {"activations": {"checkpoint": ["MlpBlock"]}, "tiled": {"mlp": ["Mlp"]}},
+        {"activations": {"checkpoint": ["MlpBlock", "Mlp"]}, "compile": COMPILED},
+        {"tiled": {"mlp": ["Mlp"]}, "compile": COMPILED},
+    ],
+)
+def test_recomputed_parts_of_a_block_draw_the_same(config: dict[str, Any]) -> None:
+    """Expected: the gradients of the same model, whose recomputed modules keep their results."""
+    reference = {"tiled": config["tiled"]} if "tiled" in config else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recomputed, "__call__", lambda self, own, *args, **kwargs: own(*args, **kwargs))
+        expected = trained_gradients(reference)
+    for gradient, wanted in zip(trained_gradients(config), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-6)
+
+
+class OwnCheckpoint(MlpBlock):
+    """Block that checkpoints the calls of its MLP, one by one or together."""
+
+    together = reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = super().forward if self.together else self.mlp
+        for _ in range(1 if self.together else self.calls):
+            x = x + torch.utils.checkpoint.checkpoint(run, x, use_reentrant=self.reentrant)
+        return x
+
+
+class OneCall(OwnCheckpoint):
+    calls = 1
+
+
+class CallsTogether(OwnCheckpoint):
+    together = True
+
+
+class Reentrant(OwnCheckpoint):
+    reentrant = True
+
+
+class OneReentrantCall(OneCall):
+    reentrant = True
+
+
+@pytest.mark.parametrize("block", [OwnCheckpoint, Reentrant])
+def test_a_module_that_a_block_itself_repeats_is_refused(block: type[nn.Module]) -> None:
+    with pytest.raises(PartitaError, match="'blocks.1.mlp.dropout' is called several times in one forward, and the"):
+        trained_gradients({}, block)
+
+
+@pytest.mark.parametrize("block", [OneCall, CallsTogether, OneReentrantCall])
+def test_a_block_may_checkpoint_all_calls_of_a_module(block: type[nn.Module]) -> None:
+    found = trained_gradients({}, block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.checkpoint, "checkpoint", lambda run, x, use_reentrant: run(x))
+        expected = trained_gradients({}, block)
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert torch.equal(gradient, wanted)

@@ -28,6 +28,12 @@ def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int
         assert found.counted == found.formula
 
 
+def test_causal_attention_with_few_key_heads_saves_no_mask() -> None:
+    for shapes in on_ranks(3, sequence.saved_by_causal_attention, 8, 1):
+        assert shapes
+        assert not [shape for shape in shapes if shape[-2:] in ((7, sequence.LENGTH), (8, sequence.LENGTH))]
+
+
 @pytest.mark.parametrize(
     ("name", "by"),
     [

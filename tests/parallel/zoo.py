@@ -74,6 +74,8 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "bloom": _causal("Bloom", hidden_size=WIDTH, n_layer=2, n_head=6, vocab_size=VOCAB, **_NO_DROPOUT, use_cache=False),
     # GELU: ReLU amplifies rounding where an input is close to 0.
     "t5": _tiny("t5", **_T5, num_heads=6, num_decoder_layers=2, use_cache=True, feed_forward_proj="gelu"),
+    # Two stages of a pipeline are cut inside its decoder.
+    "t5-decoder": _tiny("t5", **_T5, num_heads=6, num_layers=1, num_decoder_layers=3, feed_forward_proj="gelu"),
     "vit": Family("ViT", "ViTForImageClassification", _VIT),
     "decoder": lambda: Decoder(DecoderShape(layers=2, width=WIDTH, heads=6, kv_heads=2, ffn_width=96, vocab=VOCAB)),
     "neox": _causal("GPTNeoX", **_DECODER, **_NO_DROPOUT),
@@ -110,7 +112,7 @@ def batch(name: str, step: int, num_samples: int = 2) -> Batch:
     tokens = torch.randint(3, VOCAB, (num_samples, length), generator=generator)
     if name == "decoder":
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    if name == "t5":
+    if name.startswith("t5"):
         return {"input_ids": tokens, "labels": torch.randint(3, VOCAB, (num_samples, 7), generator=generator)}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0

@@ -20,6 +20,7 @@ from partita.config.schema import Activations as ActivationsSection
 from partita.config.schema import Config
 from partita.memory import accelerator
 from partita.memory.tiers import StateMemory
+from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE
 from partita.parallel.tensor.splitter import TENSOR
 from partita.sharding.hooks import Hook
@@ -62,7 +63,7 @@ class Activations:
         self._all_ranks = collectives.all_ranks
         self.inputs: StoredInputs | None = None
         self.kept: RecomputeBudget | None = None
-        self.warns = collectives.mesh.rank == 0 and not config.attention.packed and not accelerator.is_simulated(device)
+        self.warns = collectives.mesh.rank == 0 and not accelerator.is_simulated(device)
         tier = inputs_tier(settings, device)
         if tier is not Tier.DEVICE or settings.partition:
             split = collectives.group((TENSOR,) if settings.partition else ())
@@ -94,11 +95,13 @@ def keep_less(
     config: Config,
     transforms: ModuleTransforms,
     stored: Activations | None = None,
+    streams: RandomStreams | None = None,
 ) -> Recomputation:
     """Make the selected modules keep less for backward.
 
     Args:
         stored: where inputs of recomputed modules are stored, and which calls are not recomputed.
+        streams: the random numbers that recomputed forwards draw again.
     """
     changes = transforms.at(Order.RECOMPUTE)
     inputs, kept = (None, None) if stored is None else (stored.inputs, stored.kept)
@@ -107,10 +110,18 @@ def keep_less(
     for each in (inputs, kept):
         if each is not None:
             changes.on_undo(model.register_forward_pre_hook(Hook(partial(_begin, each))).remove)
-    changes.on_undo(NoCaches(model, warns=stored is not None and stored.warns).remove)
+    is_intercepted = config.attention.packed or config.attention.pattern != "dense"
+    warns = stored is not None and stored.warns
+    changes.on_undo(NoCaches(model, warns=warns, is_intercepted=is_intercepted).remove)
     selective = config.activations.checkpoint == "selective"
     recomputation = Recomputation(
-        chosen.recomputed, changes, selective=selective, tiled=chosen.tiled, inputs=inputs, kept=kept
+        chosen.recomputed,
+        changes,
+        selective=selective,
+        tiled=chosen.tiled,
+        inputs=inputs,
+        kept=kept,
+        streams=streams,
     )
     tile_heads(chosen.heads, config.loss, transforms.at(Order.LOSS))
     return recomputation

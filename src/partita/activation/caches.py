@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from partita.sharding.hooks import Hook
+
+# The warning about packed documents of a running forward, until its attention shows whether it separates them itself.
+_pending_warning: ContextVar[str | None] = ContextVar("_pending_warning", default=None)
 
 
 class NoCaches:
@@ -22,11 +26,13 @@ class NoCaches:
 
     Args:
         warns: warn if the first batch with ``position_ids`` has packed documents that are not separated.
+        is_intercepted: partita computes the model's attention, which calls :func:`end_packing_warning`.
     """
 
-    def __init__(self, model: nn.Module, *, warns: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, warns: bool = False, is_intercepted: bool = False) -> None:
         self._handles = list[RemovableHandle]()
         self._warns = warns
+        self._is_intercepted = is_intercepted
         for module in (module for module in model.modules() if hasattr(module, "config")):
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             if "use_cache" in names:
@@ -61,11 +67,20 @@ class NoCaches:
         if (has_mask or has_cache) and arguments.get("cu_seq_lens_q") is None and _restarts(positions, mask):
             named = "an attention_mask [samples, positions]" if has_mask else "a cache (use_cache=True)"
             remedy = "pass no attention_mask, or one of 4 dims" if has_mask else "pass use_cache=False"
-            warnings.warn(
+            _pending_warning.set(
                 f"position_ids restart inside a sample, as in packed documents, but with {named} transformers does not "
-                f"separate the documents, and they attend to each other; {remedy}",
-                stacklevel=2,
+                f"separate the documents, and they attend to each other; {remedy}"
             )
+            if not self._is_intercepted:
+                end_packing_warning(is_separated=False)
+
+
+def end_packing_warning(is_separated: bool) -> None:
+    """Emit the pending warning about packed documents, unless the attention itself separates them."""
+    if (message := _pending_warning.get()) is not None:
+        _pending_warning.set(None)
+        if not is_separated:
+            warnings.warn(message, stacklevel=2)
 
 
 def _restarts(positions: Tensor, mask: Tensor | None) -> bool:

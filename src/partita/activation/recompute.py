@@ -28,8 +28,9 @@ from partita.activation.recompute_budget import RecomputeBudget
 from partita.activation.tiles import TiledForward
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import modules_like
+from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.exchange import is_checking
-from partita.sharding.compiler import constant
+from partita.sharding.compiler import constant, eager_itself
 from partita.sharding.pytree import tensors_in
 from partita.transforms.modules import Level
 
@@ -88,6 +89,7 @@ class Recomputation:
         tiled: modules that are recomputed for a tile of positions at a time.
         inputs: offloads or shards the inputs of the other modules.
         kept: decides which calls of the other modules are not recomputed.
+        streams: the random numbers that recomputed forwards draw again; None: those of torch's generators.
     """
 
     def __init__(
@@ -99,12 +101,13 @@ class Recomputation:
         tiled: Mapping[str, nn.Module],
         inputs: StoredInputs | None = None,
         kept: RecomputeBudget | None = None,
+        streams: RandomStreams | None = None,
     ) -> None:
         self._recomputed_name = ""
         for name, module in tiled.items():
-            changes.wrap_forward(module, TiledForward(name, Recomputed(name, module, self._note)))
+            changes.wrap_forward(module, TiledForward(name, Recomputed(name, module, self._note, streams=streams)))
         for name, module in modules.items():
-            changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept))
+            changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept, streams))
 
     def _note(self, name: str) -> None:
         self._recomputed_name = name
@@ -147,6 +150,7 @@ class Recomputed:
         selective: bool = False,
         inputs: StoredInputs | None = None,
         kept: RecomputeBudget | None = None,
+        streams: RandomStreams | None = None,
     ) -> None:
         self._name = name
         self._module = module
@@ -154,6 +158,8 @@ class Recomputed:
         self._selective = selective
         self._inputs = inputs
         self._kept = kept
+        self._streams = streams
+        self._draws = streams is not None and streams.has_seeds(module)  # by hooks, which are not compiled
         self._state = ForwardState(name, module)
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +176,7 @@ class Recomputed:
         if self._inputs is not None and self._is_first():
             return self._recomputed_with_moved_inputs(self._inputs, own, args, kwargs)
         forward = partial(own, **kwargs)  # some keywords could be arguments of `checkpoint`
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers after its recomputed part
+        if torch.compiler.is_compiling() and not self._draws:  # a compiled graph changes buffers after recomputed parts
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
             return checkpoint(forward, *args, use_reentrant=False)
@@ -201,11 +207,13 @@ class Recomputed:
         keeping: Contexts = selecting() if self._selective else (nullcontext(), nullcontext())
         call = ForwardCall(self._state)
         measured = nullcontext() if self._kept is None else self._kept.measured()
+        random = nullcontext if self._streams is None else self._streams.recomputation()
         return _enter_all(call, keeping[0], measured), RecomputeContext(
-            call, keeping[1], (self._on_recompute, *on_begin)
+            call, keeping[1], (self._on_recompute, *on_begin), random
         )
 
 
+@eager_itself
 def _checkpoint(contexts: Callable[[], Contexts], function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``, and recompute it in backward, in the two ``contexts``."""
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
@@ -224,21 +232,27 @@ class RecomputeContext:
     """The context of each recomputation of a module's forward (several with ``retain_graph=True``).
 
     Inside it, buffers are copies with the values that the first forward read. It may have changed them (the running
-    mean of a batch norm).
+    mean of a batch norm). Modules draw the random numbers of the first forward (``random``).
     """
 
     def __init__(
-        self, call: ForwardCall, keeping: AbstractContextManager[Any], on_begin: Sequence[Callable[[], None]]
+        self,
+        call: ForwardCall,
+        keeping: AbstractContextManager[Any],
+        on_begin: Sequence[Callable[[], None]],
+        random: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._call = call
         self._keeping = keeping
         self._on_begin = on_begin
+        self._random = random
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
         for on_begin in self._on_begin:
             on_begin()
         self._entered.enter_context(self._call.repeated())
+        self._entered.enter_context(self._random())
         self._entered.enter_context(self._keeping)
 
     def __exit__(self, *raised: Any) -> None:

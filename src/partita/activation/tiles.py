@@ -42,7 +42,7 @@ class TiledForward:
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
             raise self._unsupported(f"it was called with {_described(inputs)}")
         (whole,) = inputs
-        num_positions = max(1, whole.shape[-1] // math.prod(whole.shape[:-2]))
+        num_positions = max(1, whole.shape[-1] // max(1, math.prod(whole.shape[:-2])))
         outputs = []
         for piece in whole.split(num_positions, dim=-2):
             tile = piece.contiguous()  # like the full input: the module may use `view`

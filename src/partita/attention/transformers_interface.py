@@ -6,10 +6,12 @@ Modules without a layout use transformers' implementation ``sdpa``.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from partita.activation.caches import end_packing_warning
 from partita.attention.intercept import Interception, current
 from partita.attention.segments import documents_by_position
 from partita.errors import ConfigError
@@ -20,10 +22,13 @@ from partita.parallel.sequence.slices import Slices
 IMPLEMENTATION = "partita"
 # Arguments of the interface that change the scores.
 _OTHERS = ("softcap", "s_aux", "position_bias", "cache")
+_OWN_RULE = "adds a rule of its own to the mask"
 
 
 class MaskArguments:
-    """Replacement for a dense mask that stores the arguments of the mask: padding, the queries' offset, a window."""
+    """Replacement for a dense mask that stores the arguments of the mask: padding, the queries' offset, a window, and
+    the rule for a query and a key, which separates packed documents.
+    """
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
@@ -33,6 +38,7 @@ class MaskArguments:
         start, length = int(given.get("kv_offset", 0)), int(given["kv_length"])
         self._seen: Tensor | None = None
         self._paddings: dict[int, Tensor | None] = {}
+        self._documents_by_rule: dict[int, Tensor | None] = {}
         if padding is not None:
             padding = padding[:, start : start + length].bool()
             if padding.shape[1] == length and not bool(padding.all()):
@@ -57,15 +63,11 @@ class MaskArguments:
             self._paddings[num_keys] = None if self._seen is None else self._seen[:, :num_keys]
         return self._paddings[num_keys]
 
-    def documents(
-        self, positions: Tensor | None, num_samples: int, length: int, slices: Slices | None
-    ) -> Tensor | None:
+    def documents(self, positions: Tensor, num_samples: int, length: int, slices: Slices | None) -> Tensor | None:
         """Return the documents [samples, length] of ``positions`` [samples or 1, length]; None: one per sample.
 
         Slices of the positions are gathered from the ranks. The result is computed once for all layers.
         """
-        if positions is None or positions.ndim != 2:
-            return None
         for known, found in self._documents:
             if known is positions:
                 return found
@@ -77,6 +79,30 @@ class MaskArguments:
         found = None if found is None else found.expand(num_samples, length)
         self._documents.append((positions, found))
         return found
+
+    def documents_by_rule(self, num_samples: int, length: int) -> Tensor | None:
+        """Return the documents [samples, length] that the mask's rule separates; None: one per sample.
+
+        A document begins where a query does not see the previous key. The result is computed once for all layers.
+        """
+        if length not in self._documents_by_rule:
+            self._documents_by_rule[length] = self._find_documents(num_samples, length)
+        return self._documents_by_rule[length]
+
+    def _find_documents(self, num_samples: int, length: int) -> Tensor | None:
+        rule = self._given.get("mask_function")
+        if rule in (None, causal_mask_function, bidirectional_mask_function) or self.offset:
+            return None
+        at = torch.arange(1, length, device=self._given.get("device"))[None] + int(self._given.get("kv_offset", 0))
+        sample = torch.arange(num_samples, device=at.device)[:, None]
+        sees_previous = rule(sample, torch.zeros_like(sample), at, at - 1).expand(num_samples, length - 1)
+        if sees_previous.is_meta:
+            return None
+        begins = torch.zeros(num_samples, length, dtype=torch.long, device=at.device)
+        begins[:, 1:] = ~sees_previous
+        if (seen := self.padding(length)) is not None:
+            begins[:, 1:] *= seen[:, 1:] & seen[:, :-1]
+        return begins.cumsum(1) if bool(begins.any()) else None
 
 
 def mask(**given: Any) -> MaskArguments:
@@ -98,7 +124,8 @@ def attention(
 
     The tensors are [samples, heads, positions, width]; the result is [samples, positions, heads, width].
     """
-    interception, slices = current(), current_slices()
+    interception, slices, positions = current(), current_slices(), options.get("position_ids")
+    end_packing_warning(is_separated=interception is not None and positions is not None)
     num_queries, num_keys = (x.shape[2] if slices is None else slices.length for x in (query, key))
     if interception is None:
         dense = (
@@ -120,7 +147,7 @@ def attention(
             key, value = (x[:, :, :num_keys] for x in (key, value))
         seen = attention_mask.padding(num_keys)
         if num_queries == num_keys:
-            documents = attention_mask.documents(options.get("position_ids"), query.shape[0], num_keys, slices)
+            documents = _documents(attention_mask, interception, positions, query.shape[0], num_keys)
     elif attention_mask is not None:
         raise interception.unsupported("is given a mask of the caller's own")
     given = {"seen": seen, "documents": documents, "dropout": dropout, "scale": scaling}
@@ -128,9 +155,21 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _documents(
+    given: MaskArguments, interception: Interception, positions: Tensor | None, num_samples: int, length: int
+) -> Tensor | None:
+    """Return the packed documents by positions, or else by the mask's rule."""
+    if positions is not None and positions.ndim == 2:
+        return given.documents(positions, num_samples, length, current_slices())
+    try:
+        return given.documents_by_rule(num_samples, length)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise interception.unsupported(_OWN_RULE) from error
+
+
 def _check(given: MaskArguments, interception: Interception, causal: bool) -> None:
     if given.is_special:
-        raise interception.unsupported("adds a rule of its own to the mask")
+        raise interception.unsupported(_OWN_RULE)
     layout = interception.layout(causal)
     if given.window is not None and (layout.pattern != "sliding" or max(layout.windows) > given.window):
         raise interception.unsupported(f"has a window of its own, of {given.window} positions")

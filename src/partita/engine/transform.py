@@ -19,7 +19,7 @@ from partita.config.schema import Config
 from partita.memory.accelerator import is_simulated
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.block_outputs import BlockOutputs
-from partita.parallel.pipeline.apply import cut_model, remove_from_other_stages
+from partita.parallel.pipeline.apply import check_passed_biases, cut_model, remove_from_other_stages
 from partita.parallel.pipeline.deferred_gradients import WeightGradients, defer_weight_gradients
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.apply import SEQUENCE, SequenceParallel
@@ -57,6 +57,7 @@ def apply_axes(
         split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         parallel.lines += splitter.lines()
         if parallel.cut is not None:
+            check_passed_biases(model, parallel)
             remove_from_other_stages(model, transforms)
     if mesh.size(SEQUENCE) > 1:
         group, alone = collectives.group((SEQUENCE,)), collectives.group(())
@@ -133,4 +134,4 @@ def apply_to_forwards(
     if attention is not None:
         attention.apply(transforms.at(Order.ATTENTION))
         parallel.lines += attention.lines
-    return Transformed(keep_less(model, chosen, settings, transforms, activations), weights)
+    return Transformed(keep_less(model, chosen, settings, transforms, activations, parallel.streams), weights)

@@ -8,12 +8,15 @@ also has its own seed: the numbers that attention draws for a rank's heads do no
 Ranks that compute the same values draw the same numbers. Where each rank has a slice of a tensor (of the sequence,
 inside the blocks), the rank's slice is part of the key, and each slice has its own masks. After each module, the states
 of torch's generators are restored.
+
+A forward that is recomputed in backward draws its numbers again, in any order of recomputations.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,12 +50,15 @@ class RandomStreams:
         self._data = data
         self._device = device
         self._step = self._micro_batch = self._forwards = 0
-        self._calls = Counter[tuple[int, str]]()  # by the enclosing module's seed and the module's name
+        self._calls = defaultdict[int, Counter[str]](Counter)  # by the enclosing module's seed and the module's name
         self._task = -1  # the backward whose recomputed calls are counted; -1: a forward
-        self._root = 0  # the seed of the running forward
-        self._repeated = set[str]()  # names of modules that a forward calls several times
+        self._has_gradients = False  # of the running forward
+        self._regions = dict[tuple[int, str], Callable[[], object]]()  # of each module's first call in the forward
+        self._repeated = set[str]()  # names of modules that a forward calls in several checkpointed regions
+        self._counted = list[int]()  # seeds of the running modules, whose calls are counted from the right number
         self._active = list[tuple[nn.Module, States]]()  # the running modules, and the states to restore
         self._handles = list[RemovableHandle]()
+        self._registered = set[int]()  # modules with a seed of their own, by id
         blocks = dict(find_blocks(model))
         for name, module in _with_streams(model, blocks):
             inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
@@ -65,12 +71,36 @@ class RandomStreams:
             self._micro_batch = number
             self._forwards = 0
 
+    def has_seeds(self, module: nn.Module) -> bool:
+        """Return whether a module contains modules with a seed of their own."""
+        return any(id(each) in self._registered for each in module.modules() if each is not module)
+
+    def recomputation(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context of each recomputation of the code that runs next: modules have the same seeds in it."""
+        self._follow_task()
+        enclosing = torch.initial_seed()
+        return partial(self._recount, enclosing, self._calls[enclosing].copy())
+
+    @contextmanager
+    def _recount(self, enclosing: int, calls: Counter[str]) -> Iterator[None]:
+        """Count the calls in the module with the seed ``enclosing`` from ``calls`` in the ``with`` block."""
+        self._follow_task()
+        before = self._calls[enclosing]
+        self._calls[enclosing] = calls.copy()
+        self._counted.append(enclosing)
+        try:
+            yield
+        finally:
+            self._counted.pop()
+            self._calls[enclosing] = before
+
     def remove(self) -> None:
         """Remove the hooks: modules draw from torch's generators as they are."""
         for handle in self._handles:
             handle.remove()
 
     def _register(self, name: str, module: nn.Module, slice_key: str) -> None:
+        self._registered.add(id(module))
         self._handles.append(module.register_forward_pre_hook(Hook(partial(self._begin, name, slice_key))))
         self._handles.append(module.register_forward_hook(Hook(self._end), always_call=True))
 
@@ -78,10 +108,12 @@ class RandomStreams:
     def _begin(self, name: str, slice_key: str, module: nn.Module, args: Any) -> None:
         if module.training and (number := self._number(name, slice_key)) is not None:
             self._active.append((module, _start(number, self._device)))
+            self._counted.append(number)
 
     @eager
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._active and self._active[-1][0] is module:
+            self._counted.pop()
             _restore(self._active.pop()[1], self._device)
 
     def _number(self, name: str, slice_key: str) -> int | None:
@@ -91,30 +123,59 @@ class RandomStreams:
         seed is again that of the enclosing module.
 
         Raises:
-            PartitaError: a checkpoint recomputes a module that one forward calls several times.
+            PartitaError: the model's own checkpoint recomputes a module that one forward calls several times.
         """
-        enclosing, task = torch.initial_seed(), torch._C._current_graph_task_id()
-        if not name and task == -1:
+        enclosing, is_forward = torch.initial_seed(), torch._C._current_graph_task_id() == -1
+        if not name and is_forward:
             self._calls.clear()
+            self._regions.clear()
+            self._has_gradients = torch.is_grad_enabled()
             self._forwards += 1
-            self._root = _hash(self._seed, self._step, self._micro_batch, self._forwards, self._data)
-            return self._root
+            return _hash(self._seed, self._step, self._micro_batch, self._forwards, self._data)
         if enclosing >> _MARK_AT != _MARK:
             return None
-        if task != self._task:
-            self._task = task
-            self._calls.clear()
-        call = self._calls[enclosing, name]
-        if task == -1 and call and enclosing == self._root:
-            self._repeated.add(name)
-        if task != -1 and name in self._repeated:
+        self._follow_task()
+        if is_forward and self._has_gradients:
+            self._note_region(enclosing, name)
+        if not is_forward and name in self._repeated and self._counted[-1:] != [enclosing]:
             raise PartitaError(
                 f"seed: '{name}' is called several times in one forward, and the model's own activation checkpointing "
                 "recomputes one of these calls in backward, whose random numbers are unknown: switch that "
                 "checkpointing off (gradient_checkpointing_disable) and set activations.checkpoint"
             )
-        self._calls[enclosing, name] += 1
-        return _hash(enclosing, name, call, slice_key)
+        call = self._calls[enclosing][name]
+        self._calls[enclosing][name] += 1
+        number = _hash(enclosing, name, call, slice_key)
+        self._calls.pop(number, None)  # counted by an earlier recomputation
+        return number
+
+    def _follow_task(self) -> None:
+        """Count calls from 0 if another backward runs than at the last call."""
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._calls.clear()
+
+    def _note_region(self, enclosing: int, name: str) -> None:
+        """Note a module whose calls in one forward are not all in the same checkpointed region."""
+        region, key = _checkpointed_region(), (enclosing, name)
+        if key in self._regions and self._regions[key]() is not region():
+            self._repeated.add(name)
+        self._regions.setdefault(key, region)
+
+
+def _checkpointed_region() -> Callable[[], object]:
+    """Return a weak reference to the innermost checkpoint that runs: to its hook on saved tensors.
+
+    A reentrant checkpoint has no hook; the forward in it runs without gradients.
+    """
+    if not torch.is_grad_enabled():
+        return object  # differs from every region
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _outside if hooks is None else weakref.ref(hooks[0])
+
+
+def _outside() -> None:
+    pass
 
 
 # The states of the CPU generator, and of the device's generator if it has one.

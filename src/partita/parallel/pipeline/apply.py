@@ -7,15 +7,17 @@ from torch import nn
 
 from partita.comm.mesh import Mesh
 from partita.config.resolve import Resolved
+from partita.errors import ConfigError
 from partita.layout.blueprint import compute_encoding
 from partita.layout.dtypes import dtype_of
 from partita.layout.full_precision import find_full_precision
 from partita.layout.off_stage import is_off_stage
 from partita.layout.parameters import find_all_parameters
 from partita.parallel.applied import AppliedParallelism
-from partita.parallel.pipeline.cut import cut
+from partita.parallel.pipeline.cut import StageCut, cut
 from partita.parallel.pipeline.off_stage import discard, mark_off_stage, restore
 from partita.parallel.pipeline.schedule import Schedule, Shape, make_schedule
+from partita.parallel.tensor.attention import BIAS_BY_HEAD
 from partita.table.place import Place
 from partita.table.residence import BF16, FP16
 from partita.table.share import Share
@@ -63,6 +65,47 @@ def _restore_all(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if not param.is_meta:
             restore(param)
+
+
+def check_passed_biases(model: nn.Module, parallel: AppliedParallelism) -> None:
+    """Check that no stage receives a position bias that is split by heads: it expects the shapes of unsplit blocks.
+
+    In T5 the first block of a stack computes the bias, and passes it on to the other blocks.
+
+    Raises:
+        ConfigError: a stage receives one.
+    """
+    assert parallel.cut is not None
+    for name, module in model.named_modules():
+        sharding = parallel.parts.get(id(_head_bias(module)))
+        if sharding is None or sharding.places is None:
+            continue
+        stages = _stages_of_bias(model, parallel.cut, name)
+        if len(stages) > 1:
+            kind = type(module).__name__
+            raise ConfigError(
+                f"parallel.pipeline x parallel.tensor: '{name}' ({kind}) computes the position bias of the blocks of "
+                f"stages {stages[0]} to {stages[-1]}, and is split by heads: expected a bias of all heads between "
+                f"stages; set parallel.tensor_rules: {{{kind}: whole}}, or use parallel.tensor or parallel.pipeline "
+                "alone"
+            )
+
+
+def _head_bias(module: nn.Module) -> object:
+    return getattr(getattr(module, BIAS_BY_HEAD, None), "weight", None)
+
+
+def _stages_of_bias(model: nn.Module, found: StageCut, attention: str) -> list[int]:
+    """Return the stages of an attention module's block, and of the blocks next to it without a bias of their own."""
+
+    def reads_bias(block: str) -> bool:
+        if attention.startswith(f"{block}."):
+            return True
+        has_own = any(_head_bias(module) is not None for module in model.get_submodule(block).modules())
+        return not has_own and attention.startswith(f"{block.rpartition('.')[0]}.")
+
+    num_stages = len(found.block_bounds) - 1
+    return [stage for stage in range(num_stages) if any(map(reads_bias, found.blocks_of(stage)))]
 
 
 def remove_from_other_stages(model: nn.Module, transforms: ModuleTransforms) -> None:

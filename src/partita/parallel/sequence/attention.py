@@ -97,7 +97,8 @@ def sequence_attention(
         return own(call)
     value_dim, itemsize = call.value.shape[3], call.query.itemsize
     sizes = Sizes(heads, call.key.shape[1], head_dim, value_dim, positions, batch, itemsize)
-    method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None)
+    causal = call.causal and call.mask is None
+    method = choose(sizes, needs_all_heads=needs_all_heads, ring=scale is not None, causal=causal)
     if method == ALL_TO_ALL:
         return attention_by_heads(call, slices, own, sizes)
     if method == GATHER_KEYS:

@@ -94,6 +94,11 @@ class Sizes:
         per_position = self.key_heads * (self.head_dim + self.value_dim)
         return max(map(sum, self._read)) * per_position * self.itemsize
 
+    @property
+    def mask_bytes(self) -> int:
+        """The bytes of a mask of a rank's queries over all keys; the maximum over the ranks."""
+        return max(self.positions) * sum(self.positions) * self.itemsize
+
 
 def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
     counts = {used.count(head) for head in used}
@@ -101,7 +106,12 @@ def _shared_evenly(used: Sequence[int]) -> tuple[int, ...]:
 
 
 def choose(
-    sizes: Sizes, *, needs_all_heads: bool = False, ring: bool = True, max_gathered_bytes: int = MAX_GATHERED_BYTES
+    sizes: Sizes,
+    *,
+    needs_all_heads: bool = False,
+    ring: bool = True,
+    causal: bool = False,
+    max_gathered_bytes: int = MAX_GATHERED_BYTES,
 ) -> str:
     """Return the method that fits and sends fewer bytes.
 
@@ -112,10 +122,13 @@ def choose(
         needs_all_heads: each rank needs all heads, because the attention reads other tensors by head.
         ring: attention can be accumulated over pieces of the keys. If not, and the heads cannot be split, keys are
             gathered at any size.
+        causal: the attention is causal without a mask. Over gathered keys it would need a mask of positions x
+            positions, which each layer keeps for backward. All-to-all needs none, and is chosen if the heads fit.
     """
     heads_fit = sizes.heads >= len(sizes.positions) and not needs_all_heads
-    keys_fit = sizes.gathered_bytes <= max_gathered_bytes or not (ring or heads_fit)
+    kept_bytes = sizes.gathered_bytes + (sizes.mask_bytes if causal else 0)
+    keys_fit = kept_bytes <= max_gathered_bytes or not (ring or heads_fit)
     keys = GATHER_KEYS if sizes.reads is None else GATHER_BLOCKS
-    if heads_fit and keys_fit:
+    if heads_fit and keys_fit and not causal:
         return keys if sum(sizes.sent_bytes(keys)) < sum(sizes.sent_bytes(ALL_TO_ALL)) else ALL_TO_ALL
     return ALL_TO_ALL if heads_fit else keys if keys_fit else RING

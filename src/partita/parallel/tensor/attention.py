@@ -27,7 +27,7 @@ SEPARATE = (
 _QUERIES = ("num_heads", "n_heads", "num_attention_heads", "heads")
 _KEYS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 _WIDTH = ("head_dim", "head_size", "key_value_proj_dim", "attention_head_size")
-_BIAS_BY_HEAD = "relative_attention_bias"
+BIAS_BY_HEAD = "relative_attention_bias"
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _check(
     for name, child in module.named_modules():
         if child in projections or not any(True for _ in child.parameters(recurse=False)):
             continue
-        if name == _BIAS_BY_HEAD or all(param.shape == (width,) for param in child.parameters(recurse=False)):
+        if name == BIAS_BY_HEAD or all(param.shape == (width,) for param in child.parameters(recurse=False)):
             continue
         return NotSplit(f"its '{name or 'own'}' parameters do not have the size of one head")
     return None
@@ -193,7 +193,7 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, rule_name:
         if isinstance(getattr(module, name, None), int):
             changes.set_attribute(module, name, number)
     for name, child in module.named_children():
-        if name == _BIAS_BY_HEAD:
+        if name == BIAS_BY_HEAD:
             splitter.shard(child.get_parameter("weight"), 1, [heads.queries_of(each) for each in range(heads.size)])
             changes.wrap_forward(child, splitter.use_local_shards(child))
             splitter.record(child, f"heads {queries} of {heads.queries}", rule_name)

@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +229,20 @@ def moved(precision: Mapping[str, Any]) -> None:
             train_step(engine, 0)
 
 
-def assigned(plan: str, assign: Callable[[nn.Parameter], None]) -> None:
-    """Check that values assigned to ``data`` are copied into the parameter's own memory."""
+@contextmanager
+def still(plan: str) -> Iterator[tuple[partita.Engine, dict[str, Tensor]]]:
+    """Yield an engine whose steps change no value, and the model's values."""
     seeds.start()
     model = Stack(1)
     expected = fresh_values(model)
     model.load_state_dict(expected)
     with partita.initialize(model, {**PLANS[plan], "optimizer": STILL}) as engine:
+        yield engine, expected
+
+
+def assigned(plan: str, assign: Callable[[nn.Parameter], None]) -> None:
+    """Check that values assigned to ``data`` are copied into the parameter's own memory."""
+    with still(plan) as (engine, expected):
         param: Any = engine.module.first.weight
         for step in range(2):
             param.data = param.data.clone()
@@ -286,11 +294,7 @@ def _permuted_in_data(param: nn.Parameter, permuted: Tensor) -> None:
 
 def lasts_permuted(write: Callable[[nn.Parameter, Tensor], None], plan: str) -> None:
     """Check that a permutation of a parameter's values lasts, which does not change the sum of their bits."""
-    seeds.start()
-    model = Stack(1)
-    expected = fresh_values(model)
-    model.load_state_dict(expected)
-    with partita.initialize(model, {**PLANS[plan], "optimizer": STILL}) as engine:
+    with still(plan) as (engine, expected):
         param: Any = engine.module.first.weight
         for step in range(2):
             train_step(engine, step)

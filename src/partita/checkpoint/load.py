@@ -5,7 +5,6 @@ Each intersecting chunk is read in full, checked, and copied into place. The onl
 states is for the chunks in flight, and for the optimizer states of one unit if they are stored on disk.
 """
 
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,10 @@ from torch import Tensor
 from partita.checkpoint.backend import Backend, Chunk, Stored
 from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
 from partita.checkpoint.names import AVERAGES, DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
+from partita.checkpoint.open_on_ranks import open_on_ranks
 from partita.checkpoint.settings import Change
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
-from partita.comm.group import Group
 from partita.errors import PartitaError
 from partita.inspection.modules import extra_states, persistent_buffers
 from partita.kernels.quantize import split
@@ -90,7 +89,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     """
     content.forget()
     all_ranks = content.runtime.collectives.all_ranks
-    stored = _open(backend, folder, all_ranks)
+    stored = open_on_ranks(backend, folder, all_ranks)
     with shared_errors(all_ranks):
         loading = Loading(content, training, stored, options)
         loading.check()
@@ -107,34 +106,6 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
     content.runtime.updated()
     trim()
     return restored
-
-
-def _open(backend: Backend, folder: Path, all_ranks: Group) -> Stored:
-    """Open on every rank the checkpoint that rank 0 finds: a network file system may list other ones on other nodes.
-
-    A collective. The ranks may have different paths to the folder.
-
-    Raises:
-        PartitaError: on all ranks: one of them cannot open it.
-    """
-    with shared_errors(all_ranks):
-        found = None if all_ranks.index else backend.open(folder)
-    relative = None if found is None else os.path.relpath(found.folder, folder)
-    relative = all_ranks.broadcast_object(relative, "engine.load")
-    with shared_errors(all_ranks):
-        return found if found is not None else _open_same(backend, folder, relative)
-
-
-def _open_same(backend: Backend, folder: Path, relative: str) -> Stored:
-    """Open the checkpoint that rank 0 found at the path ``relative`` to the folder: in it, or next to it."""
-    path = folder.parent / Path(relative).name if relative.startswith(os.pardir) else folder / relative
-    stored = backend.open(path)
-    if stored.folder != path:
-        raise PartitaError(
-            f"checkpoint: rank 0 loads '{path}', and this rank finds '{stored.folder}' in its place: load again when "
-            "all nodes see the same files"
-        )
-    return stored
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "partial(after, awaited, run)", "partial(after, [], run)", "stage 0"),
     Mutation("sharding/reducer.py", "                gathered.wait()\n", "                pass\n", "stage 0"),
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),
-    Mutation("optim/updates.py", "        record_for_host(device).wait()\n", "", "optimizer on host, stage 1"),
+    Mutation("optim/segment_update.py", "        record_for_host(device).wait()\n", "", "optimizer on host, stage 1"),
     Mutation("checkpoint/format/file.py", "        finish(self._device)\n", "", "stage 3", saves=True),
     Mutation("checkpoint/format/file.py", "            finish(device)\n", "", "saved while training waits", saves=True),
     Mutation(

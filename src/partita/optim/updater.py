@@ -19,8 +19,9 @@ from partita.optim.extension import CollectiveOptimizer, UpdateListener
 from partita.optim.full_updates import FullUpdates
 from partita.optim.fused import rule_for
 from partita.optim.optimizer import Guard, carry_overrides, copies
+from partita.optim.segment_update import Context
 from partita.optim.states import OptimizerStates, Views
-from partita.optim.updates import Context, Updates
+from partita.optim.updates import Updates
 from partita.sharding.buckets import Bucket
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment

@@ -47,16 +47,28 @@ GUIDES = {
 PYTHON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Training": {
         "partita.initialize": (),
-        "partita.Engine": (),
+        "partita.Engine": (
+            "partita.checkpoint.load.Restored",
+            "partita.engine.profile.Profile",
+            "partita.memory.ledger.MemoryReport",
+            "partita.table.traffic.TrafficReport",
+        ),
+        "partita.comm.mesh.Mesh": (),
         "partita.StepResult": (),
         "partita.engine.averages.Ema": (),
+        "partita.checkpoint.settings.apply_rates": (),
         "partita.Config": (),
         "partita.elementwise": (),
         "partita.PartitaError": (),
         "partita.ConfigError": (),
     },
     "Planning": {
-        "partita.plan": ("partita.prediction.plan.Plan",),
+        "partita.plan": (
+            "partita.prediction.plan.Plan",
+            "partita.prediction.machine.machine_named",
+            "partita.prediction.model_source.read_source",
+            "partita.prediction.given_config.estimate_config",
+        ),
         "partita.tune": (
             "partita.prediction.tune.tune.Tuned",
             "partita.prediction.tune.tune.Trial",
@@ -83,13 +95,16 @@ PYTHON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "partita.integrations.huggingface.Accelerator": (),
         "partita.integrations.huggingface.Trainer": ("partita.integrations.huggingface.on_partita",),
         "partita.integrations.huggingface.activate": (),
-        "partita.integrations.lightning.PartitaStrategy": (),
+        "partita.integrations.lightning.PartitaStrategy": ("partita.integrations.lightning.fabric.PartitaStrategy",),
         "partita.integrations.ray.PartitaTorchConfig": (
             "partita.integrations.ray.report",
             "partita.integrations.ray.resume",
         ),
     },
 }
+
+# The members of a class that scripts use, if it has others.
+MEMBERS = {"partita.comm.mesh.Mesh": ("size", "coordinate", "num_ranks", "device_mesh")}
 
 # The headings under which the messages of packages are listed.
 AREAS = {
@@ -331,6 +346,8 @@ def _python_page(name: str, others: tuple[str, ...]) -> Iterator[str]:
         if shown_name == "partita.Config":  # its sections have pages of their own
             yield from ("      members: false", "")
             yield "The keys are in the [reference of the configuration](../../configuration.md)."
+        elif shown_name in MEMBERS:
+            yield f"      members: [{', '.join(MEMBERS[shown_name])}]"
         elif _package()[shown_name.removeprefix("partita.")].is_class:
             yield "      summary: {attributes: false, functions: true}"
         yield ""

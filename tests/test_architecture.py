@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from partita.cli.main import Commands
+
 SOURCE = Path(__file__).parents[1] / "src" / "partita"
 
 # A file imports only from its own layer and from earlier layers. "" is the package root, which re-exports names.
@@ -34,6 +36,7 @@ LAYERS = (
 # The core works without these packages: tests/test_hidden.py.
 OPTIONAL = ("compression", "attention", "prediction", "integrations")
 MAX_PARAMETERS = 8
+COMMANDS = {command.place for command in Commands.known.values()}
 # Limits for classes in these layers. A class that exceeds them should be split.
 CORE = ("table", "layout", "memory", "comm", "sharding", "optim")
 MAX_ATTRIBUTES, MAX_PROPERTIES = 20, 15
@@ -178,9 +181,10 @@ def parameter_budget(source: Source) -> Iterator[str]:
         if in_class and named and named[0].arg in ("self", "cls"):
             named = named[1:]
         count = len(named) + sum(rest is not None for rest in (arguments.vararg, arguments.kwarg))
-        # Triton kernels take pointers and sizes one by one.
+        # Triton kernels take pointers and sizes one by one; parameters of commands are their options.
         is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
-        if count > MAX_PARAMETERS and not is_kernel:
+        is_command = f"partita.{'.'.join(source.module)}:{node.name}" in COMMANDS
+        if count > MAX_PARAMETERS and not is_kernel and not is_command:
             yield source.at(node, f"{node.name} has {count} parameters, at most {MAX_PARAMETERS}")
 
 
@@ -454,6 +458,7 @@ BAD = [
     (optional_packages, "sharding/a.py", "from partita.compression.quantized import Quantized"),
     (optional_packages, "engine/a.py", "def late():\n    import partita.attention.apply"),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}, i): ..."),
+    (parameter_budget, "cli/plan.py", f"def show({MANY_PARAMETERS}, i): ..."),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}, **i): ..."),
     (parameter_budget, "engine.py", f"def f(self, {MANY_PARAMETERS}): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}, i): ..."),
@@ -519,6 +524,7 @@ GOOD = [
     (optional_packages, "compression/a.py", "from partita.compression.quantized import Quantized"),
     (optional_packages, "cli/a.py", "from partita.prediction.plan import plan"),
     (parameter_budget, "engine.py", f"def f({MANY_PARAMETERS}): ..."),
+    (parameter_budget, "cli/plan.py", f"def plan({MANY_PARAMETERS}, i): ..."),
     (parameter_budget, "engine.py", f"class A:\n    def f(self, {MANY_PARAMETERS}): ..."),
     (one_attribute_a_line, "engine.py", "a.b, a.c = a.c, a.b"),
     (class_budget, "prediction/a.py", MANY_ATTRIBUTES),

@@ -46,6 +46,15 @@ FOREIGN = {
     *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "zero_to_fp32.py", "ds_to_universal.py"),
     *("checkpoint_wrapper", "loss_parallel", "reduce_dtype", "summon_full_params"),  # FSDP
     *("set_modules_to_forward_prefetch", "set_requires_gradient_sync"),
+    "torch_compile",  # transformers
+    *(f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "pipeline", "context", "expert")),  # torchtitan
+    *("parallelism.pipeline_parallel_schedule", "parallelism.data_parallel_shard_degree"),
+    *("parallelism.data_parallel_replicate_degree", "training.local_batch_size", "training.global_batch_size"),
+    *("activation_checkpoint.mode", "training.mixed_precision_reduce", "training.enable_cpu_offload"),
+    "training.max_norm",
+    *("--num-layers-per-virtual-pipeline-stage", "--num-distributed-optimizer-instances"),  # Megatron-LM
+    *("--recompute-granularity", "--cross-entropy-loss-fusion", "--lr-warmup-iters", "--lr-decay-iters"),
+    *("--save-interval", "--fp8-format"),
 }
 
 PATH = re.compile(r"\.?[\w*-]+(\.[\w*-]+)*(/[\w.*-]*)+|[\w*]+\.(py|md|hpp|cpp|toml)")

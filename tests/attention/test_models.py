@@ -190,6 +190,16 @@ def test_documents_by_position_cost_what_they_are(monkeypatch: pytest.MonkeyPatc
     assert [len(each.row) for each in found] == [(2 * 3 + 3 * 4 + 3 * 4) // 2]
 
 
+def test_packed_documents_in_inference_mode() -> None:
+    positions = torch.cat([torch.arange(blocks * BLOCK) for blocks in (2, 3, 3)])[None]
+    with partita.initialize(built(llama), {"attention": {"packed": True, "block": BLOCK}}) as engine:
+        ids, outputs = tokens(1, 8 * BLOCK), list[Tensor]()
+        for without_graph in (torch.no_grad(), torch.inference_mode()):
+            with without_graph:
+                outputs.append(engine(input_ids=ids, position_ids=positions.clone()).logits)
+    assert torch.equal(*outputs)
+
+
 def test_layers_that_are_not_named_stay_dense() -> None:
     given = {"input_ids": tokens(), "use_cache": False}
     narrow = {"pattern": "sliding", "block": BLOCK, "window": 4}

@@ -8,6 +8,10 @@ import os
 import random
 import shutil
 import signal
+import sys
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +33,7 @@ from partita.checkpoint.format import file as checkpoint_file
 from partita.checkpoint.format.backend import FileDraft
 from partita.checkpoint.format.folder import complete_checkpoints
 from partita.checkpoint.format.stored import open_stored
+from partita.checkpoint.offline import verify
 from partita.huggingface.export import export_checkpoint
 from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, square_loss
@@ -160,6 +165,36 @@ def recoded(folder: str) -> dict[str, Tensor]:
         return states_of(engine, weights=False)
 
 
+def moments_of_images(folder: str, channels_last: bool, moments: str, saves: bool) -> dict[str, Tensor]:
+    """Return the moments of a convolution, in three steps that end in a checkpoint or loaded from it."""
+    seeds.start()
+    layer = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    with partita.initialize(layer, {"precision": {"moments": moments}, "optimizer": ADAMW}) as engine:
+        scales = torch.logspace(-2, 0, 16).view(16, 1, 1)
+        for step in range(3) if saves else ():
+            engine.backward(engine(scales * torch.randn(2, 16, 5, 5, generator=seeds.generator(step))).square().mean())
+            engine.step()
+        if saves:
+            engine.save(folder)
+        else:
+            engine.load(folder)
+        return {key: value for key, value in engine.optimizer_state("weight").items() if key != "step"}
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
+def test_8_bit_moments_in_another_memory_format(before: bool, after: bool, tmp_path: Path) -> None:
+    """Blocks of channels-last weights have other elements than those of contiguous ones."""
+    coded = on_ranks(2, moments_of_images, str(tmp_path), before, "int8", True)[0]
+    assert coded.keys() == {"exp_avg", "exp_avg_sq"}
+    for num_ranks in (1, 2):
+        exact = on_ranks(num_ranks, moments_of_images, str(tmp_path), after, "fp32", False)[0]
+        again = on_ranks(num_ranks, moments_of_images, str(tmp_path), after, "int8", False)[0]
+        for key, value in coded.items():
+            assert torch.equal(exact[key], value), key
+            rtol, atol = (0.07, float(value.abs().max()) / 3900) if before != after else (0.0, 0.0)
+            torch.testing.assert_close(again[key], value, rtol=rtol, atol=atol, msg=key)
+
+
 # --------------------------------------------------------------------------------------------------------- exact resume
 
 
@@ -238,6 +273,38 @@ SECTIONS: dict[str, dict[str, Any]] = {
 @matrix(ranks=[1, 2], name=SECTIONS)
 def test_resumed_as_if_never_stopped(name: str, ranks: int, tmp_path: Path) -> None:
     on_ranks(ranks, resumes, str(tmp_path), SECTIONS[name])
+
+
+def scale_after(folder: str, before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Return the loss scale of the first step with the precision ``after``, from a checkpoint of ``before``."""
+    with partita.initialize(Stack(1), {"precision": before}) as engine:
+        losses_of(engine, 0, 2)
+        engine.save(folder)
+    with partita.initialize(Stack(1), {"precision": after}) as engine:
+        engine.load(folder)
+        engine.backward(square_loss(engine, rank(), 0))
+        return engine.step().loss_scale
+
+
+FP16 = {"compute": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"compute": "bf16"}, FP16, 2.0**16),
+        ({"compute": "bf16"}, FP16 | {"initial_loss_scale": 2.0**7}, 2.0**7),
+        (FP16 | {"loss_scale": 8.0}, FP16, 2.0**16),
+        (FP16 | {"initial_loss_scale": 1.0, "loss_scale_window": 100}, FP16, 1.0),
+        (FP16 | {"initial_loss_scale": 2.0**9, "loss_scale_window": 2}, FP16, 2.0**10),
+        (FP16, {"compute": "bf16"}, 1.0),
+    ],
+    ids=str,
+)
+def test_only_dynamic_loss_scales_are_restored(
+    before: dict[str, Any], after: dict[str, Any], expected: float, tmp_path: Path
+) -> None:
+    assert on_ranks(1, scale_after, str(tmp_path), before, after) == [expected]
 
 
 def configured_anew(folder: str) -> None:
@@ -594,6 +661,88 @@ def disk_fails(folder: str, background: bool, call: str) -> None:
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
 def test_a_full_disk_is_an_error_on_every_rank(background: bool, call: str, tmp_path: Path) -> None:
     on_ranks(2, disk_fails, str(tmp_path), background, call)
+
+
+def main_thread_is_in(function: str) -> bool:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(caller.f_code.co_name == function for caller, _ in traceback.walk_stack(frame))
+
+
+def when(condition: Callable[[], bool], act: Callable[[], Any]) -> threading.Thread:
+    """Start a thread that calls ``act`` when ``condition`` holds, or after a minute."""
+
+    def wait() -> None:
+        end = time.monotonic() + 60
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_in_a_save_that_waits_for_the_last_one(tmp_path: Path) -> None:
+    """The checkpoint that is being written in the background stays that of its step."""
+    may_write, is_saved, real = threading.Event(), threading.Event(), os.pwrite
+    main = threading.main_thread().ident or 0
+
+    def write_later(*arguments: Any) -> int:
+        may_write.wait()
+        return real(*arguments)
+
+    def train(engine: partita.Engine, step: int) -> dict[str, Tensor]:
+        losses_of(engine, step, 1)
+        return {name: value.clone() for name, value in engine.state_dict().items()}
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with (
+            mock.patch.object(checkpoint_file.os, "pwrite", write_later),
+            partita.initialize(Stack(1), {"optimizer": ADAMW, "checkpoint": {"background": True}}) as engine,
+        ):
+            weights = {1: train(engine, 0)}
+            engine.save(tmp_path)
+            train(engine, 1)
+            pressing = when(lambda: main_thread_is_in("_join"), lambda: signal.pthread_kill(main, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                engine.save(tmp_path)
+            pressing.join()
+            weights[3] = train(engine, 2)
+            releasing = when(lambda: main_thread_is_in("_join") or is_saved.is_set(), may_write.set)
+            engine.save(tmp_path)
+            is_saved.set()
+            releasing.join()
+    finally:
+        is_saved.set()
+        may_write.set()
+        signal.signal(signal.SIGINT, before)
+    assert list(complete_checkpoints(tmp_path)) == [1, 3]
+    for step, expected in weights.items():
+        folder = tmp_path / f"step-{step}"
+        assert not list(verify(open_stored(folder)))
+        with partita.initialize(Stack(1), {"optimizer": ADAMW}) as engine:
+            engine.load(folder)
+            found = engine.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not all(torch.equal(weights[1][name], value) for name, value in weights[3].items())
+
+
+def saves_into_a_folder_of_its_own(folder: str) -> None:
+    own = Path(folder, str(rank()))
+    with partita.initialize(Stack(1), {"zero": {"stage": 3}}) as engine:
+        losses_of(engine, 0, 1)
+        with pytest.raises(PartitaError, match=r"rank 1 does not see the folder '.*\.partial', .* all nodes share"):
+            engine.save(own)
+        dist.barrier()
+        assert rank() or names(own) == []
+        engine.save(folder)
+    assert list(complete_checkpoints(Path(folder))) == [1]
+
+
+def test_folders_that_the_nodes_do_not_share(tmp_path: Path) -> None:
+    on_ranks(2, saves_into_a_folder_of_its_own, str(tmp_path))
 
 
 def dies_while_it_writes(folder: str) -> None:

@@ -1,4 +1,6 @@
-"""Optimizer states of layers that are frozen while a run is resumed are saved, and used again after unfreezing."""
+"""Optimizer states and averages of layers that are frozen while a run is resumed are saved, and used again after
+unfreezing.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 import partita
+from partita.engine.averages import Ema
 from tests.kit import seeds
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import matrix
@@ -81,3 +84,43 @@ def test_states_of_frozen_layers_are_loaded_and_saved(
 def test_8_bit_moments_of_frozen_layers_are_loaded_and_saved(stage: int, tmp_path: Path) -> None:
     config = {"zero": {"stage": stage}, "optimizer": ADAMW, "precision": {"moments": "int8"}}
     assert all(on_ranks(2, resumed, str(tmp_path), config))
+
+
+def averaged(engine: partita.Engine, ema: Ema) -> dict[str, Tensor]:
+    with ema.applied():
+        return engine.state_dict()
+
+
+def averages_resumed(folder: str, config: dict[str, Any]) -> None:
+    """Unfreeze a layer at step 1, and save at step 3. Resume with the layer frozen before ``initialize``, and unfreeze
+    it before the load, after it, or after another save and load.
+    """
+    with opened(config, frozen=True) as engine:
+        ema = engine.ema(0.5)
+        steps(engine, 1, 0)
+        engine.module.requires_grad_(True)
+        steps(engine, 2, 1)
+        engine.save(f"{folder}/first")
+        steps(engine, 1, 3)
+        expected, weights = averaged(engine, ema), engine.state_dict()
+    assert engine.mesh.rank or not torch.equal(expected["first.weight"], weights["first.weight"])
+    for source, when in (("first", "before"), ("first", "after"), ("second", "after")):
+        with opened(config, frozen=True) as engine:
+            ema = engine.ema(0.5)
+            engine.module.requires_grad_(when == "before")
+            engine.module.blocks.requires_grad_(True)
+            engine.module.last.requires_grad_(True)
+            engine.load(f"{folder}/{source}")
+            engine.save(f"{folder}/second")
+            engine.module.requires_grad_(True)
+            steps(engine, 1, 3)
+            found = averaged(engine, ema)
+        assert found.keys() == expected.keys()
+        differ = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+        assert not differ, (source, when, differ)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, {}), (1, {}), (3, {}), (3, HOST), (3, DISK)])
+def test_averages_of_frozen_layers_are_loaded_and_saved(stage: int, offload: dict[str, str], tmp_path: Path) -> None:
+    config = {"zero": {"stage": stage, "offload": offload}, "optimizer": ADAMW}
+    on_ranks(2, averages_resumed, str(tmp_path), config)

@@ -43,7 +43,8 @@ def from_accelerate(folder: str, kind: str) -> None:
         torch.manual_seed(1)
         config = {"zero": {"stage": 3}, "optimizer": ADAMW}
         with partita.initialize(Stack(2), config, mesh=starts_the_group.mesh) as engine:
-            restored = engine.load(folder)
+            restored = engine.resume(folder)
+            assert restored is not None
             assert (restored.missing, restored.unexpected) == ((), ())
             assert str(restored).startswith("restored model and optimizer states of step 0 from")
             got = whole_weights(engine)
@@ -76,8 +77,9 @@ def refuses(folder: str) -> None:
             ("numbered", "numbers the optimizer's parameters, and the name of number 0 is unknown"),
             ("shards", "is one rank's shard.*SHARDED_STATE_DICT or FULL_STATE_DICT"),
         ):
-            with pytest.raises(PartitaError, match=said):
-                engine.load(f"{folder}/{name}")
+            for call in (engine.load, engine.resume):
+                with pytest.raises(PartitaError, match=said):
+                    call(f"{folder}/{name}")
 
 
 def test_files_that_are_not_loaded(tmp_path: Path) -> None:

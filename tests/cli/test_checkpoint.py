@@ -91,7 +91,7 @@ def test_export_replaces_no_other_model_unasked(saved: tuple[Path, dict[str, tor
 def test_export_of_one_of_several_copies(tmp_path: Path) -> None:
     dcp.save({name: {"a.weight": torch.ones(size)} for size, name in enumerate(("ema", "net"))}, checkpoint_id=tmp_path)
     shown = run("export", tmp_path, tmp_path / "out")
-    assert shown.exit_code == 2
+    assert shown.exit_code == 1
     assert "holds 2 copies of the weights, under 'ema', 'net': choose one" in " ".join(shown.output.split())
     assert not (tmp_path / "out").exists()
     for size, prefix in enumerate(("ema", "net")):
@@ -110,7 +110,7 @@ def test_diff(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for command in ("inspect", "verify"):
         shown = run(command, tmp_path)
-        assert shown.exit_code == 2
+        assert shown.exit_code == 1
         assert f"'{tmp_path}' is not a checkpoint, and has no complete one" in " ".join(shown.output.split())
     shown = run("export", tmp_path, tmp_path, "--dtype", "int4")
     assert "--dtype: expected stored, fp32, bf16, fp16; got int4" in shown.output

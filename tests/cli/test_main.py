@@ -75,7 +75,7 @@ def test_processes_are_not_started_under_a_launcher(tmp_path: Path, monkeypatch:
 
 def test_limits_of_the_system_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = invoke("plan", "x" * 300)
-    assert (code, len(output.splitlines())) == (2, 1)
+    assert (code, len(output.splitlines())) == (1, 1)
     assert output.startswith("error: File name too long")
     assert output.endswith("choose a shorter name\n")
 
@@ -167,6 +167,22 @@ def test_a_run_is_evaluated_and_continues_a_prompt(tmp_path: Path) -> None:
     assert output.startswith("to be")
     assert len(output.rstrip("\n").encode()) >= 9
     assert invoke("sample", tmp_path, "to be")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "prompt: expected non-empty text; got ''"),
+        (["a", "--temperature", "inf"], "--temperature: expected a number of at least 0; got inf"),
+        (["a", "--tokens", str(2**31)], f"--tokens: expected a whole number .*at most {2**31 - 1}; got {2**31}"),
+        (["a", "--seed", str(2**31)], f"--seed: expected a whole number .*at most {2**31 - 1}; got {2**31}"),
+        (["", "--seed", str(2**31)], "prompt: .*; got ''; --seed: expected .*"),
+    ],
+)
+def test_values_of_a_sample_that_are_not_valid_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
+    code, output = invoke("sample", tmp_path, *arguments)
+    assert code == 2
+    assert re.fullmatch(f"error: {message}\n", output)
 
 
 def test_a_profile_has_the_predicted_step_beside_the_measured_ones(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_accelerates_file_is_known_by_its_keys(tmp_path: Path) -> None:
             [],
             "7 is not a multiple of train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 = 4",
         ),
-        ("{}", ["-o", "/proc/here"], "-o /proc/here: cannot be written"),
+        ("{}", ["-o", "/proc/here"], "'/proc/here' cannot be written"),
     ],
 )
 def test_what_cannot_be_converted(tmp_path: Path, content: str, more: list[str], message: str) -> None:

@@ -231,7 +231,7 @@ def closed() -> None:
     with pytest.raises(PartitaError, match="no process group over node, tensor"):
         collectives.mesh.transport(("node", "tensor"))
     collectives.mesh.close()
-    with pytest.raises(PartitaError, match="no process group over data: the engine that owns this mesh is closed"):
+    with pytest.raises(PartitaError, match="no process group over data: the mesh is closed"):
         group.all_reduce(torch.ones(1))
     with pytest.raises(PartitaError, match="the mesh is closed"):
         collectives.open([TENSOR])

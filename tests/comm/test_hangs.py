@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import partita
 from partita import PartitaError
-from partita.comm import stall, synchronization_check
+from partita.comm import group, stall, synchronization_check
 from partita.comm.watchdog import STORE_TIMEOUT_S, Position
+from partita.memory.streams import Event
 from partita.sharding import runtime, unshard_order
 from tests.kit.models import Stack, square_loss
 from tests.kit.plans import sampled
@@ -113,6 +114,34 @@ def leaves(stage: int, way: str) -> str:
 def test_a_rank_that_leaves_with_an_error(stage: int, way: str) -> None:
     said = on_ranks(2, leaves, stage, way)[0]
     assert "rank 1 ended with ValueError: the data of step 1" in said
+
+
+def waits_for_its_device(call: str) -> str:
+    """End rank 1 with an error while rank 0's device, on which a number is computed, waits for it. Return rank 0's
+    error.
+    """
+    never = Event(query=lambda: False)
+    agreed: Any = mock.Mock(scales=(), has_written=False, has_changed_buffers=False)
+    try:
+        with engine_of(1, "memory", 60) as engine:
+            step_of(engine, 0)
+            if rank() == 1:
+                raise ValueError("the data of step 1\nis missing")
+            with mock.patch.multiple(group, record=lambda device: never, LOOK_S=0.1):
+                if call == "norm":
+                    engine._parts.updater._consensus.norm([torch.ones(())], agreed, 2)
+                else:
+                    engine.mean(1.0)
+    except (ValueError, PartitaError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("call", "name"), [("norm", "the norm of engine.step"), ("mean", "a number of every rank")])
+def test_a_rank_that_leaves_while_a_device_waits_for_it(call: str, name: str) -> None:
+    said = on_ranks(2, waits_for_its_device, call, timeout=30)[0]
+    assert said.startswith(f"rank 0: {name} over data failed: rank 1 ended with ValueError: the data of step 1. ")
+    assert "the accelerator has not completed earlier collectives" in said
 
 
 def ends_when_asked() -> str:

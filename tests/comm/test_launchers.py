@@ -2,16 +2,19 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 import partita
-from partita import ConfigError
+from partita import ConfigError, PartitaError
+from partita.comm import world
 from partita.config.launchers import launch_environment
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks
@@ -82,6 +85,50 @@ def test_ranks_find_each_other(launcher: str) -> None:
     base = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR")}
     loopback = {"GLOO_SOCKET_IFNAME": "lo"}
     assert on_ranks(RANKS, under, base | loopback | variables(), rank_in, with_group=False) == [(0, 2), (1, 2)]
+
+
+def restarted(counts: Sequence[int]) -> tuple[int, int]:
+    rank = int(os.environ["RANK"])
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": str(counts[rank])}):
+        return trained(rank)
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1)])
+def test_nodes_that_count_different_numbers_of_restarts(counts: Sequence[int]) -> None:
+    """torchrun counts a restart only on the node whose processes failed, and from 0 on a node that joins."""
+    assert on_ranks(RANKS, restarted, counts, with_group=False) == [(0, 2), (1, 2)]
+
+
+def trained_after_a_failed_round() -> tuple[int, int]:
+    """Train in a second round on the same store. In the first, rank 0 is missing, and rank 1 leaves a request."""
+    rank = int(os.environ["RANK"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30))
+    if rank == 1:
+        with pytest.raises(PartitaError, match="rank 1 of 2 did not reach the others"):
+            partita.initialize(Stack(1), {"communication": {"timeout_s": 0.5}})
+        left = store.get("partita/request/1").decode()
+        store.set("failed", "")
+        store.wait([f"partita/answer/{left}"])  # rank 0 has seen the request of the first round
+    else:
+        store.wait(["failed"])
+    with mock.patch.object(world, "_here", world._Started()):  # as in a new process
+        return trained(rank)
+
+
+def test_a_round_after_one_that_failed() -> None:
+    assert on_ranks(RANKS, trained_after_a_failed_round, with_group=False) == [(0, 2), (1, 2)]
+
+
+def trained_in_rounds() -> tuple[int, int]:
+    """Train in rounds on one store, as after restarts in which all processes were replaced."""
+    for _ in range(3):
+        with mock.patch.object(world, "_here", world._Started()):
+            found = trained(int(os.environ["RANK"]))
+    return found
+
+
+def test_rounds_on_one_store() -> None:
+    assert on_ranks(RANKS, trained_in_rounds, with_group=False) == [(0, 2), (1, 2)]
 
 
 def own_group() -> tuple[int, int]:

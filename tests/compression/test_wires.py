@@ -1,6 +1,7 @@
 """Quantized collectives: a lossless codec changes no bit, and all ranks decode the same values."""
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -17,10 +18,11 @@ import partita
 from partita.kernels import codec as kernels
 from partita.kernels.codecs import CODECS, Codec
 from partita.table.residence import BLOCK
-from tests.kit.models import CASES, Stack, parts, square_loss
+from tests.kit.models import CASES, Stack, inputs, parts, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Recipe, Trained, assert_same_bits, rank, train_recipe, whole_weights, world
+from tests.sharding.test_visits import OtherMethod
 
 IDENTITY = Codec("int8", BLOCK * 4)
 GRADIENTS = {"communication": {"gradients": "int8"}}
@@ -176,6 +178,31 @@ def exact_where_looked_at() -> None:
         hook.remove()
 
 
+def exact_after_evaluation() -> None:
+    """Check that exact values can be read after a forward without a graph, which has read a unit outside of its own
+    forward; and not after one with a graph, which needs the quantized values in backward.
+    """
+    config = {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}, **BOTH}
+    with warnings.catch_warnings(action="ignore"), partita.initialize(OtherMethod(), config) as engine:
+        for step in range(2):
+            expected, state = whole_weights(engine), engine.state_dict()
+            for without_graph in (torch.no_grad(), torch.inference_mode()):
+                with without_graph:
+                    engine(inputs(rank(), step))
+                again = whole_weights(engine)
+                assert all(torch.equal(again[name], weight) for name, weight in expected.items())
+            with torch.no_grad():
+                engine(inputs(rank(), step))
+            again = engine.state_dict()
+            assert all(torch.equal(again[name], weight) for name, weight in state.items())
+            loss = square_loss(engine, rank(), step)
+            with pytest.raises(partita.PartitaError, match=r"is in use with quantized parameters.*after engine\.step"):
+                whole_weights(engine)
+            engine.backward(loss)
+            assert engine.step().stepped
+            assert not torch.equal(whole_weights(engine)["first.weight"], expected["first.weight"])
+
+
 def resumed(folder: Path, plan: str) -> None:
     """Check that continued and resumed runs use the same random numbers for rounding."""
     config = {"zero": ZERO[plan], "optimizer": {"lr": 1e-2}, **wires_of(plan)}
@@ -257,6 +284,10 @@ def test_ranks_decode_the_same_bits(zero: dict[str, Any]) -> None:
 
 def test_looking_shows_what_rests() -> None:
     on_ranks(2, exact_where_looked_at)
+
+
+def test_exact_values_after_an_evaluation() -> None:
+    on_ranks(2, exact_after_evaluation)
 
 
 @pytest.mark.parametrize("plan", ["1", "3"])

@@ -299,7 +299,10 @@ CROSS_FIELD = [
     ),
     Wrong(
         {"optimizer": {"name": "lion", "eps": 0.1}},
-        ("optimizer.eps requires adam, adamw or muon; lion does not use it", "Fix: leave optimizer.eps out"),
+        (
+            "optimizer.eps requires adam, adamw, onebit_adam or muon; lion does not use it",
+            "Fix: leave optimizer.eps out",
+        ),
     ),
     Wrong(
         {"batch": {"micro": 4, "accumulate": 2, "total": 48}},
@@ -368,11 +371,14 @@ CROSS_FIELD = [
     Wrong(
         {"optimizer": {"name": "sgd", "betas": [0.8, 0.9]}},
         (
-            "optimizer.betas requires adam or adamw",
+            "optimizer.betas has no effect with sgd",
             "Fix: write optimizer.momentum: 0.8 in place of optimizer.betas.",
         ),
     ),
-    Wrong({"optimizer": {"name": "sgd", "eps": 1e-6}}, ("optimizer.eps requires adam, adamw or muon", "Fix: leave")),
+    Wrong(
+        {"optimizer": {"name": "sgd", "eps": 1e-6}},
+        ("optimizer.eps requires adam, adamw, onebit_adam or muon", "Fix: leave"),
+    ),
     Wrong(
         {"optimizer": {"momentum": 0.9}},
         ("optimizer.momentum requires sgd; adamw has betas", "adamw  default", "Fix: leave"),

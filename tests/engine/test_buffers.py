@@ -1,6 +1,8 @@
 """Buffers start as rank 0's. Those that a training forward changes are broadcast from rank 0, or stay local."""
 
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -280,6 +282,31 @@ def grown_alike() -> None:
             module.mask.copy_(torch.ones(length, length).tril())
 
 
+def local_in_checkpoints(folder: str, num_ranks: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[str]]:
+    """Return the buffers that ``num_ranks`` ranks saved, those that this rank has loaded, and the warnings."""
+    saved = []
+    with partita.initialize(Normalized(), {"communication": {"buffers": "local"}}) as engine:
+        module: Any = engine.module
+        if dist.get_world_size() == num_ranks:
+            square_loss(engine, rank(), 0)
+            module.constant = torch.full((3 + rank(),), float(rank()))
+            engine.save(folder)
+            saved = [{name: buffer.clone() for name, buffer in module.named_buffers()}]
+            for buffer in module.buffers():
+                buffer.zero_()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.load(folder)
+        found = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        return saved, found, [str(warning.message) for warning in caught]
+
+
+def broadcast_after_local(folder: str) -> list[float]:
+    with partita.initialize(Normalized(), {"zero": {"stage": 1}}) as engine:
+        engine.load(folder)
+        return engine.module.norm.running_mean.tolist()
+
+
 def half_precision() -> None:
     """Check that batch norms stay in fp32 under bf16 compute."""
     for zero in ZERO.values():
@@ -327,6 +354,20 @@ def test_broadcast_or_local() -> None:
     assert one == other
     one, other = on_ranks(2, follow, "local")
     assert one != other
+
+
+def test_local_buffers_in_checkpoints(tmp_path: Path) -> None:
+    (((first,), loaded, said), ((second,), other, more)) = on_ranks(2, local_in_checkpoints, str(tmp_path), 2)
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+    assert first["constant"].shape != second["constant"].shape
+    for saved, found in ((first, loaded), (second, other)):
+        assert all(torch.equal(found[name], buffer) for name, buffer in saved.items())
+    assert (said, more) == ([], [])
+    for number, (_, found, lines) in enumerate(on_ranks(3, local_in_checkpoints, str(tmp_path), 2)):
+        assert all(torch.equal(found[name], buffer) for name, buffer in first.items())
+        told = [line for line in lines if "buffers differed between the 2 ranks that saved" in line]
+        assert len(told) == (number == 0)
+    assert on_ranks(2, broadcast_after_local, str(tmp_path)) == [first["norm.running_mean"].tolist()] * 2
 
 
 def test_constant_buffers_do_not_travel() -> None:

@@ -184,6 +184,25 @@ def ordinary_after_close(config: Config[str, Any]) -> None:
         assert again.step().stepped
 
 
+def exact_after_close(config: Config[str, Any]) -> dict[str, Tensor]:
+    """Train in 16 bits, and close the engine with the original dtypes. Return the parameters.
+
+    On rank 0, check that they are the master weights.
+    """
+    model = Stack(2)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    engine = partita.initialize(model, config)
+    for step in range(2):
+        engine.backward(square_loss(engine, engine.mesh.coordinate("data"), step).float())
+        engine.step()
+    expected = engine.state_dict()
+    engine.close(whole=True, dtypes=dtypes)
+    found = {name: param.detach() for name, param in model.named_parameters()}
+    assert {name: value.dtype for name, value in found.items()} == dtypes
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return found
+
+
 class Buffered(Stack):
     def __init__(self) -> None:
         super().__init__(2)
@@ -206,6 +225,15 @@ def no_room_for_the_whole(config: Config[str, Any]) -> str:
     assert engine.step().stepped
     engine.close()
     return str(raised.value)
+
+
+def no_room_for_original_dtypes() -> str:
+    model = Stack(2)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    with partita.initialize(model, {"precision": {"compute": "bf16"}}) as engine:
+        with mock.patch("partita.inspection.full_tensors.free_now", return_value=100), pytest.raises(PartitaError) as e:
+            engine.close(whole=True, dtypes=dtypes)
+        return str(e.value)
 
 
 def saved_by_its_own(name: str, folder: Path) -> Tensor:
@@ -300,13 +328,36 @@ def test_an_ordinary_model_again(world: int, name: str, tmp_path: Path) -> None:
     on_ranks(world, ordinary_after_close, _settings(name, tmp_path))
 
 
+IN_16_BITS: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero": {"stage": 1}, "precision": {"compute": "bf16"}},
+    "host": {"zero": {"stage": 3, "offload": HOST}, "precision": {"compute": "bf16"}},
+    "lean": SETTINGS["lean"],
+    "tensor": {"parallel": {"tensor": 2}, "zero": {"stage": 3}, "precision": {"compute": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_an_ordinary_model_in_its_original_dtypes(name: str) -> None:
+    one, other = on_ranks(2, exact_after_close, IN_16_BITS[name])
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in one.values())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_room_for_an_ordinary_model(stage: int) -> None:
     one, other = on_ranks(2, no_room_for_the_whole, {"zero": {"stage": stage}})
     assert one == other
     num_bytes = sum(param.nbytes for param in Stack(2).parameters())
-    needed = int(re.search(r"node .* needs (\d+) bytes for full parameters and has 100 bytes free", one)[1])  # type: ignore[index]
+    needed = needed_bytes(one)
     assert needed == 2 * num_bytes if stage == 1 else 2 * num_bytes < needed < 4 * num_bytes
+    in_fp32 = needed_bytes(on_ranks(2, no_room_for_original_dtypes)[0])  # and the master weights of the largest unit
+    assert 2 * num_bytes < in_fp32 < 4 * num_bytes
+
+
+def needed_bytes(message: str) -> int:
+    found = re.search(r"node .* needs (\d+) bytes for full parameters and has 100 bytes free", message)
+    assert found is not None
+    return int(found[1])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

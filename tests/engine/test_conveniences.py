@@ -34,6 +34,10 @@ def asked(folder: Path) -> str:
         assert restored is not None
         assert (restored.step, engine.global_step) == (3, 3)
         assert engine.resume(folder / "another") is None
+        for source in (folder / "step-3", folder):
+            restored = engine.resume(source)
+            assert restored is not None
+            assert (restored.step, restored.path) == (3, folder / "step-3")
     with (
         partita.initialize(Stack(2), {}) as engine,
         pytest.raises(ConfigError, match=r"name a folder, or set checkpoint"),

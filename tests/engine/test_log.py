@@ -15,6 +15,7 @@ from partita.train.job import load_job
 from tests.kit.models import Stack, square_loss
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank
+from tests.observe.full_disk import fill_disk, needs_full_disk
 
 
 def config_of(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -80,6 +81,67 @@ def resumed(folder: Path) -> None:
 def test_a_resumed_run_continues_the_rows(tmp_path: Path) -> None:
     on_ranks(2, resumed, tmp_path)
     assert [step for step, _ in rows(tmp_path)] == [1, 2, 3]
+
+
+def starts_again(folder: Path) -> None:
+    """End before the first checkpoint, and start again."""
+    config = config_of(folder, checkpoint={"dir": str(folder / "checkpoints")})
+    with partita.initialize(Stack(2), config) as engine:
+        assert engine.resume() is None
+        engine.log({"evaluated": 1.0})
+        run(engine, 2)
+        assert engine.resume() is None  # its own rows stay
+        run(engine, 1)
+        if rank() == 0:
+            assert [step for step, _ in rows(folder)] == [0, 1, 2, 3]
+    with partita.initialize(Stack(2), config) as engine:
+        assert engine.resume() is None
+        engine.log({"evaluated": 2.0})
+        run(engine, 1)
+
+
+def test_a_run_without_a_checkpoint_starts_its_rows_again(tmp_path: Path) -> None:
+    on_ranks(2, starts_again, tmp_path)
+    assert [step for step, _ in rows(tmp_path)] == [0, 1]
+    assert rows(tmp_path)[0][1] == {"evaluated": 2.0}
+
+
+def resumes_at_0(folder: Path) -> None:
+    """Resume from a checkpoint of step 0 in another engine, and go back to it in the same one."""
+    config = config_of(folder, checkpoint={"dir": str(folder / "checkpoints")})
+    with partita.initialize(Stack(2), config) as engine:
+        engine.log({"evaluated": 1.0})
+        engine.save()
+        run(engine, 2)
+    for num_steps in (2, 1):
+        with partita.initialize(Stack(2), config) as engine:
+            restored = engine.resume()
+            assert restored is not None
+            assert restored.step == 0
+            run(engine, num_steps)
+            if rank() == 0:
+                assert [step for step, _ in rows(folder)] == list(range(num_steps + 1))
+            engine.load()
+            run(engine, 1)
+            if rank() == 0:
+                assert [step for step, _ in rows(folder)] == [0, 1]
+
+
+def test_a_checkpoint_of_step_0_keeps_the_rows_until_it(tmp_path: Path) -> None:
+    on_ranks(2, resumes_at_0, tmp_path)
+    assert rows(tmp_path)[0] == (0, {"evaluated": 1.0})
+
+
+def test_loading_the_model_alone_does_not_resume_the_rows(tmp_path: Path) -> None:
+    with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        run(engine, 1)
+        engine.save(tmp_path / "checkpoints")
+    before = rows(tmp_path)
+    with partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        engine.load(tmp_path / "checkpoints", only_model=True)
+        with pytest.raises(PartitaError, match="holds the rows of an earlier run"):
+            run(engine, 1)
+    assert rows(tmp_path) == before
 
 
 def goes_back(folder: Path) -> None:
@@ -160,6 +222,25 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with partita.initialize(Stack(2), config_of(tmp_path / "file" / "inner")) as engine:
         with pytest.raises(PartitaError, match=r"into '.*inner': Not a directory; set metrics\.dir"):
             engine.log({"loss": 1.0})
+
+
+FULL = r"cannot write metrics into '.*': No space left on device; set metrics\.dir"
+
+
+@needs_full_disk
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_full_disk_is_named_and_the_engine_closes(goes_on: bool, tmp_path: Path) -> None:
+    error = pytest.raises(PartitaError, match=FULL) if goes_on else pytest.raises(KeyError, match="the user's")
+    with error, partita.initialize(Stack(2), config_of(tmp_path)) as engine:
+        run(engine, 1)
+        assert engine._log._writer is not None
+        fill_disk(engine._log._writer)
+        with pytest.raises(PartitaError, match=FULL):
+            run(engine, 1)
+        if not goes_on:
+            raise KeyError("the user's own error, which is not hidden")
+    assert engine.mesh._closed
+    engine.close()
 
 
 def test_a_sink_that_is_not_installed_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

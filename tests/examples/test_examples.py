@@ -25,8 +25,11 @@ SMALL = "model.width=16 model.layers=1 data.sequence=8 train.steps=4 train.eval_
 OVERRIDES = [part for setting in [*SMALL, f"data.corpus={ROOT / 'README.md'}"] for part in ("--set", setting)]
 
 
-def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
-    """Run a command with this environment's ``partita`` and ``torchrun`` on its path; return its output."""
+def run(command: Sequence[str | Path], folder: Path, code: int = 0, /, **variables: str) -> str:
+    """Run a command with this environment's ``partita`` and ``torchrun`` on its path; return its output.
+
+    It must end with this exit code. Programs in ``folder / "tools"`` come first on its path.
+    """
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name, module in {"partita": "partita.cli.main", "torchrun": "torch.distributed.run"}.items():
@@ -44,7 +47,7 @@ def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -80,9 +83,25 @@ def test_the_slurm_script_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     assert saved(tmp_path / "kept") == ["step-2", "step-4", "step-6"]
 
 
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_the_slurm_script_requeues_a_run_that_was_stopped(tmp_path: Path, code: int) -> None:
+    tools = {"srun": f"exit {code}", "scontrol": 'echo "$@" >> called'}
+    (tmp_path / "tools").mkdir()
+    for name, line in tools.items():
+        (tmp_path / "tools" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "tools" / name).chmod(0o755)
+    run(["bash", EXAMPLES / "slurm.sh"], tmp_path, code, SLURM_JOB_ID="7")
+    called = tmp_path / "called"
+    assert (called.read_text() if called.exists() else "") == ("requeue 7\n" if code == 130 else "")
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+
+
 def manifest() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
-    return found
+    """Return the manifest of the TrainJob."""
+    return manifests()[1]
 
 
 def test_the_manifest_is_a_train_job() -> None:
@@ -92,6 +111,20 @@ def test_the_manifest_is_a_train_job() -> None:
     trainer = found["spec"]["trainer"]
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
     assert f"-t {trainer['image']} ." in (EXAMPLES / "Dockerfile").read_text()
+
+
+def test_the_jobs_runtime_gives_a_stopped_pod_time_to_save() -> None:
+    runtime, job = manifests()
+    assert (runtime["apiVersion"], runtime["kind"]) == (job["apiVersion"], job["spec"]["runtimeRef"]["kind"])
+    assert runtime["metadata"]["name"] == job["spec"]["runtimeRef"]["name"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    variables = {each["name"]: each["value"] for each in job["spec"]["trainer"]["env"]}
+    assert 600 <= int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    (mount,) = pod["containers"][0]["volumeMounts"]
+    assert mount["name"] == pod["volumes"][0]["name"]
+    (setting,) = [word for word in job["spec"]["trainer"]["args"] if word.startswith("engine.checkpoint.dir=")]
+    assert setting.startswith(f"engine.checkpoint.dir={mount['mountPath']}/")
 
 
 def test_the_manifests_command_runs_with_the_operators_variables(tmp_path: Path) -> None:

@@ -107,6 +107,22 @@ def test_fp32_values_arrive_unrounded(world: int, plan: str, master: str, tmp_pa
     on_ranks(world, arrives_exactly, plan, master, WAYS, tmp_path)
 
 
+def loads_the_other_16_bits(stage: int, compute: str, dtype: torch.dtype, factor: float) -> None:
+    wanted = {name: (factor * value).to(dtype) for name, value in built(1).state_dict().items()}
+    with partita.initialize(built(0), {"zero": {"stage": stage}, "precision": {"compute": compute}}) as engine:
+        engine.module.load_state_dict(wanted)
+        is_exact(engine, "load_state_dict", {name: value.float() for name, value in wanted.items()})
+
+
+@pytest.mark.parametrize(("compute", "dtype", "factor"), [("bf16", torch.float16, 1), ("fp16", torch.bfloat16, 1e-6)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 0), (2, 2)])
+def test_values_in_the_other_16_bits_arrive_unrounded(
+    ranks: int, stage: int, compute: str, dtype: torch.dtype, factor: float
+) -> None:
+    """fp16 has more bits of mantissa than bf16, and smaller numbers in bf16 are zero in fp16."""
+    on_ranks(ranks, loads_the_other_16_bits, stage, compute, dtype, factor)
+
+
 def secondary_is_loaded() -> None:
     """Check that loaded values replace the secondary shards of an earlier forward without a step."""
     zero = {"stage": 3, "hierarchical": True}

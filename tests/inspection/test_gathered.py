@@ -52,6 +52,28 @@ def costs_no_memory_afterwards() -> None:
         assert engine.memory_report().held["buffer_pool", "device"] == before
 
 
+def reads_in_inference_mode() -> None:
+    """Parameters can be read in inference mode, and training continues as without these reads."""
+    for zero in ZERO.values():
+        ends = []
+        for reading in (False, True):
+            seeds.start()
+            with partita.initialize(Stack(), {"zero": zero, **HALF}) as engine:
+                module: Any = engine.module
+                for step in range(2):
+                    if reading:
+                        with torch.inference_mode():
+                            engine(inputs(rank(), step))
+                            norm = module.first.weight.norm()
+                            with engine.gathered(module.first):
+                                assert torch.equal(module.first.weight.norm(), norm)
+                            engine.state_dict()
+                    engine.backward(square_loss(engine, rank(), step))
+                    assert engine.step().stepped
+                ends.append(whole_weights(engine))
+        assert all(torch.equal(ends[1][name], value) for name, value in ends[0].items())
+
+
 def writes() -> None:
     """Rank 0's writes reach all ranks and the optimizer's master weights; the next step continues from them."""
     for config in ({}, HALF):
@@ -311,6 +333,10 @@ def averages() -> None:
 
 def test_reading() -> None:
     on_ranks(2, reads)
+
+
+def test_reading_in_inference_mode() -> None:
+    on_ranks(2, reads_in_inference_mode)
 
 
 def test_memory_is_given_back() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 import os
 import re
@@ -427,6 +428,31 @@ def groups_and_errors(path: str) -> None:
 def test_groups_and_errors(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(Loop(accumulate=2).config(2)))
     on_ranks(1, groups_and_errors, str(tmp_path / "ds_config.json"), with_group=False)
+
+
+def configured_on_groups(kind: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the settings of the configured optimizer's groups, and the lines that are logged at the start."""
+    model, config = model_of(0), Loop().config(2)
+    config["optimizer"] = {"type": kind, "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    decayed, others = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    with mock.patch.object(logging.getLogger("partita"), "info") as info:
+        engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return settings, [str(call.args[-1]) for call in info.call_args_list]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_groups_of_the_configured_optimizer(kind: str) -> None:
+    for settings, said in on_ranks(2, configured_on_groups, kind, with_group=False):
+        found = {(group.get("matrices"), group["weight_decay"]) for group in settings}
+        assert found >= ({(True, 0.1), (False, 0.0)} if kind == "Muon" else {(None, 0.1), (None, 0.0)})
+        assert not any("ignored: optimizer" in line or "optimizer: as passed" in line for line in said)
 
 
 SCRIPT = """

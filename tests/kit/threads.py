@@ -190,6 +190,13 @@ class FakeMesh:
         self.transports: dict[tuple[str, ...], Transport] = {}
         self.open([(), shape.all_axes])
         self._streams = {purpose: Stream(self.device, purpose) for purpose in BULK_PURPOSES}
+        self.has_last_engine = False
+
+    def add_engine(self) -> None:
+        pass
+
+    def remove_engine(self) -> None:
+        pass
 
     def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:
         return all_purposes(axes)

@@ -212,17 +212,17 @@ def test_hierarchical_gathers_inside_the_node_after_the_first_forward(accumulate
     assert rows[TrafficKey("all_gather", ("local",), "parameters")] == near
 
 
-# ``meets``: ranks exchange a message after each micro-batch, but not if all parameters are unsharded.
+# ``syncs_each_micro_batch``: ranks exchange a message after each micro-batch, but not if all parameters are unsharded.
 @pytest.mark.parametrize(
-    ("name", "meets", "num_meetings"), [("zero3", True, 3), ("zero3", False, 0), ("zero2", True, 0)]
+    ("name", "syncs_each_micro_batch", "num_messages"), [("zero3", True, 3), ("zero3", False, 0), ("zero2", True, 0)]
 )
-def test_messages_are_counted_to_the_byte(name: str, meets: bool, num_meetings: int) -> None:
+def test_messages_are_counted_to_the_byte(name: str, syncs_each_micro_batch: bool, num_messages: int) -> None:
     mesh = MeshShape(data=4)
     units = plan([[(64, 64), (64,)], [(64, 64)]], name, mesh, Encodings())
     key = TrafficKey("all_gather", DATA, "control")
     used = 3 * 8 + 1 + 3  # three numbers, one bucket, three parameters
-    shape = StepShape(accumulate=3, returns_loss=True, meets=meets)
-    num_words = num_meetings + 2  # the number of micro-batches and the loss
+    shape = StepShape(accumulate=3, returns_loss=True, syncs_each_micro_batch=syncs_each_micro_batch)
+    num_words = num_messages + 2  # the number of micro-batches and the loss
     at_norm = 3 * 8  # the norm, the gradients' scale, and a flag of written gradients
     assert step_traffic(units, shape).rows[key] == TrafficCount(num_words + 2, 3 * (8 * num_words + used + at_norm))
 

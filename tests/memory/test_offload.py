@@ -95,6 +95,19 @@ def test_the_same_bits_in_every_training(recipe: str, stage: str, offload: str) 
     on_ranks(2, trains_alike, recipe, stage, offload)
 
 
+def encodes_no_padding(offload: dict[str, str]) -> None:
+    """Check int8 codes, of which a parameter's last block has one scale for its values and the padding after them."""
+    config = {"precision": {"compute": "bf16"}, "communication": {"parameters": "int8"}}
+    recipe = Recipe(Stack, config=config, plain=False)
+    offloaded = train_recipe(recipe, {**ZERO["3"], "offload": offload})
+    assert_same_bits(offloaded, train_recipe(recipe, ZERO["3"]), str(offload))
+
+
+@pytest.mark.parametrize("offload", [{"parameters": "disk"}, ON_DISK])
+def test_the_same_codes_wherever_states_rest(offload: dict[str, str]) -> None:
+    on_ranks(2, encodes_no_padding, offload)
+
+
 def test_whole_on_every_rank() -> None:
     """Stage 0 with unsharded offloaded states, and stage 3 with ``keep_gathered``, have the bits of stage 0."""
     on_ranks(2, whole_on_every_rank)

@@ -1,14 +1,33 @@
-"""Streams on the CPU: a thread runs work in order, and its errors are raised in every wait."""
+"""Streams on the CPU: a thread runs work in order, and its errors are raised in every wait. Events of a device."""
 
 import threading
 import weakref
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
-from partita.memory.streams import Event, Stream, record
+from partita.memory import accelerator
+from partita.memory.streams import Event, Stream, record, record_for_host
 
 CPU = torch.device("cpu")
+OTHER = torch.device("xpu", 1)  # not the current device of the calling thread
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[mock.Mock]:
+    """Replace the accelerator's events and streams; return the list of the events that are created."""
+    created = list[mock.Mock]()
+
+    def create(**options: object) -> mock.Mock:
+        created.append(mock.Mock())
+        return created[-1]
+
+    monkeypatch.setattr(torch, "Event", create)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the current stream of {device}")
+    monkeypatch.setattr(accelerator, "new_stream", lambda device: nullcontext())
+    return created
 
 
 def test_work_runs_in_order_beside_the_caller() -> None:
@@ -94,4 +113,30 @@ def test_work_is_let_go_of_once_it_is_done() -> None:
     event.wait()
     stream.run(lambda: None).wait()
     assert alive() is None
+    stream.close()
+
+
+def test_events_are_of_the_current_stream_of_their_device(events: list[mock.Mock]) -> None:
+    stream = Stream(OTHER, "test", waits=True)
+    for event in (record(OTHER), Stream(OTHER, "test").run(lambda: None), stream.run(lambda: None)):
+        event.wait()
+    stream.close()
+    record_for_host(OTHER)
+    accelerator.timed_event(OTHER)
+    assert len(events) == 5
+    for number, event in enumerate(events):
+        event.record.assert_called_once_with("the current stream of xpu:1")
+        assert event.wait.mock_calls == ([mock.call("the current stream of xpu:1")] if number < 3 else [])
+
+
+def test_work_in_a_thread_is_behind_until_the_device_has_done_it(events: list[mock.Mock]) -> None:
+    stream, may = Stream(OTHER, "test", waits=True), threading.Event()
+    event = stream.run(may.wait)
+    events[0].query.return_value = True  # as of an event that is not recorded
+    assert event.is_behind()
+    may.set()
+    event.wait()
+    assert not event.is_behind()
+    events[0].query.return_value = False
+    assert event.is_behind(), "recorded, and the device has not reached it"
     stream.close()

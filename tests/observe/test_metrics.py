@@ -50,8 +50,10 @@ def test_a_run_that_goes_on_and_dies_early_leaves_the_rows_that_it_kept(tmp_path
         assert read_metrics(tmp_path / METRICS_FILE) == (TRAIN, HELD_OUT[:1])  # the last step is evaluated again
 
 
-@pytest.mark.parametrize("after", [0, 2])
-def test_a_run_that_cannot_start_leaves_all_rows(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after", [None, 0, 2])
+def test_a_run_that_cannot_start_leaves_all_rows(
+    after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 

@@ -4,11 +4,13 @@ import importlib.util
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,6 +21,7 @@ from partita.errors import ConfigError, PartitaError
 from partita.observe import sinks
 from partita.observe.metrics import METRICS_FILE, HeldOutRow, MetricsWriter, TrainRow, read_metrics
 from partita.observe.sinks import MetricsSink, Run, check_installed, open_sink
+from tests.observe.full_disk import fill_disk, needs_full_disk
 
 TRAIN = [TrainRow(step, step * 64, 5.0 / step, 1e-3, 0.5, 1000.0, 0.064, (10_000, 12_000)) for step in (1, 2, 3)]
 HELD_OUT = HeldOutRow(3, 192, 2.5)
@@ -77,6 +80,30 @@ def test_tensorboard_takes_back_the_steps_that_are_undone(tmp_path: Path) -> Non
         writer.rewind(1)
         writer.write(TRAIN[1])
     assert scalars(tmp_path, "loss/train") == LOSSES[:2]
+
+
+def test_tensorboard_continues_after_files_of_a_clock_that_is_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run does not wait for the other clock, and has each step once. Other names are ignored."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(sinks, "time", SimpleNamespace(time=time.time, sleep=sleep))
+    folder, ahead, rests = tmp_path / "tensorboard", int(time.time()) + 3600, list[str]()
+    for after in range(2):
+        write_all(Run(tmp_path, after=after), "tensorboard")
+        newest = max(folder.glob("events.out.tfevents.[0-9]*"))
+        *begin, _, rest = newest.name.split(".", 4)
+        newest.rename(folder / ".".join([*begin, str(ahead + after), rest]))
+        (folder / "events.out.tfevents.copy").touch()
+        rests.append(rest)
+    write_all(Run(tmp_path, after=2), "tensorboard")
+    assert scalars(tmp_path, "loss/train") == LOSSES
+    first, second, _, other = sorted(path.name for path in folder.iterdir())
+    assert [first, second] == [f"events.out.tfevents.000000000{place}.{rest}" for place, rest in enumerate(rests)]
+    assert other == "events.out.tfevents.copy"
 
 
 # ----------------------------------------------------------------------------------------------------------- MLflow
@@ -221,6 +248,17 @@ def test_a_service_that_is_down_is_left_out_with_a_warning(tmp_path: Path, monke
     writer.close()
     assert read_metrics(tmp_path / METRICS_FILE)[0] == TRAIN[:2]
     assert scalars(tmp_path, "loss/train") == LOSSES[:2]
+
+
+@needs_full_disk
+def test_a_full_disk_is_an_error_and_the_sinks_are_closed(tmp_path: Path) -> None:
+    writer, sink = MetricsWriter(Run(tmp_path)), mock.create_autospec(MetricsSink, instance=True)
+    writer._sinks["tensorboard"] = sink
+    fill_disk(writer)
+    for call in (lambda: writer.write(TRAIN[0]), writer.close):
+        with pytest.raises(PartitaError, match=r"cannot write metrics into '.*': No space left on device; set train"):
+            call()
+    sink.close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("number", [9, 99])

@@ -1,6 +1,7 @@
 """Agreement of the ranks around an update, with ranks as threads of this process."""
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -11,9 +12,11 @@ import torch
 from partita.comm.collectives import Collectives
 from partita.config.schema import Precision
 from partita.errors import PartitaError
-from partita.optim.consensus import NO_SCALE, Agreed, Consensus, Culprit, LossScale
+from partita.optim.consensus import Agreed, Consensus, Culprit, LossScale
+from partita.optim.update_message import NO_SCALE, UpdateMessage
 from partita.table.mesh_shape import MeshShape
 from partita.table.share import NO_COPIES
+from tests.kit import seeds
 from tests.kit.threads import on_threads
 
 T = TypeVar("T")
@@ -65,7 +68,7 @@ def agreed(ranks: Sequence[dict[str, Any]], ask: Callable[[Consensus], T], loss_
             row=ROW,
             members=lambda: [(None, member) for member in MEMBERS],
             device=torch.device("cpu"),
-            buffers=SimpleNamespace(has_news=lambda: False),
+            buffers=SimpleNamespace(has_changed=lambda: False),
             arguments=SimpleNamespace(checksum=0, describe=lambda: "it"),
             **ranks[group.index],
         )
@@ -171,3 +174,29 @@ def test_sums_and_culprits_are_of_all_ranks() -> None:
         return consensus.culprit(number, f"number {number}")
 
     assert agreed(ranks, culprit) == [Culprit("number 2", ["1", "2"], "; on rank 1, it")] * 3
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(1.0, 2.0**16), (512.0, 512.0)])
+def test_loss_scales_in_checkpoints_of_earlier_versions(saved: float, expected: float) -> None:
+    """These also saved the scale 1 of runs in fp32 and bf16."""
+    scale = LossScale(Precision(), needed=True)
+    scale.restore({"loss_scale": saved, "good_steps": 7})
+    assert scale.value == expected
+
+
+@pytest.mark.parametrize("scale", [NO_SCALE, 2.0**16])
+def test_a_message_is_unpacked_as_it_was(scale: float) -> None:
+    generator = random.Random(seeds.chosen())
+    for _ in range(20):
+        message = UpdateMessage(
+            num_passes=generator.randrange(1 << 32),
+            num_drops=generator.randrange(1 << 20),
+            written=generator.randrange(1 << 32),
+            batch=generator.randrange(1 << 24),
+            scale=scale,
+            has_changed_buffers=generator.random() < 0.5,
+            has_hooks=generator.random() < 0.5,
+            leftovers=bytes(generator.choices((0, 1), k=3)),
+            flags=bytes(generator.choices((0, 1, 2), k=5)),
+        )
+        assert UpdateMessage.unpack(message.pack(), 3) == message

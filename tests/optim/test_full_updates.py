@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.checkpoint.format.stored import open_stored
+from partita.checkpoint.offline import verify
 from partita.layout.owners import Exchanges
 from partita.layout.traffic import UPDATES
 from tests.kit import seeds
@@ -346,6 +348,33 @@ def test_resumes_on_other_ranks(tmp_path: Path, kind: str) -> None:
                 assert torch.equal(weights[name], values), (name, zero)
             else:
                 torch.testing.assert_close(weights[name], values, rtol=0, atol=1e-3 * values.abs().max().item())
+
+
+def saved_once(folder: Path) -> None:
+    """Check that data ranks that own the same parameters save their states once, and load them."""
+    case = tiny("llama")
+    config = {"zero": {"stage": 0}, "parallel": {"tensor": 2}}
+
+    def opened() -> partita.Engine:
+        return partita.initialize(case.build(), config, optimizer=adafactor, loss_fn=case.loss_of_batch)
+
+    with quiet("rank"), opened() as engine:
+        engine.train_batch(iter([case.batch(4, engine.mesh.coordinate("data"))]))
+        path = engine.save(folder)
+        expected = states(engine)
+    if rank() == 0:
+        stored = open_stored(path)
+        assert list(verify(stored)) == []
+        assert len(stored.tensors["optimizer.state.lm_head.weight.row_var"].chunks) == 1
+    with quiet("rank"), opened() as engine:
+        engine.load(path)
+        found = states(engine)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], state) for name, state in expected.items())
+
+
+def test_states_are_saved_by_one_of_their_owners(tmp_path: Path) -> None:
+    on_ranks(4, saved_once, tmp_path)
 
 
 def test_states_are_tensors_under_the_names_of_parameters(tmp_path: Path) -> None:

@@ -666,7 +666,7 @@ def test_wrong_rules(rules: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"optimizer": {"muon": {"steps": 3}}}, "optimizer.muon.steps requires muon; it is adamw"),
+        ({"optimizer": {"muon": {"steps": 3}}}, "optimizer.muon.steps requires optimizer.name: muon; it is adamw"),
         ({"optimizer": {"name": "muon", "momentum": 0.9}}, "muon has optimizer.muon.momentum"),
         ({"optimizer": OPTIMIZER, "precision": {"moments": "int8"}}, "int8 requires adam or adamw"),
         (

@@ -68,7 +68,7 @@ def on_two(
             reducer=reducer,
             written=written,
             store_written=written.store_all,
-            buffers=SimpleNamespace(has_news=lambda: False),
+            buffers=SimpleNamespace(has_changed=lambda: False),
             arguments=SimpleNamespace(checksum=0, describe=lambda: ""),
             collectives=collectives,
             gradient_group=collectives.group(DATA),

@@ -43,15 +43,15 @@ def losses(name: str, parallel: dict[str, int], num_steps: int = 3) -> list[floa
     return found
 
 
-def heads_of_kernel() -> tuple[Tensor, Tensor]:
+def heads_of_kernel(attention: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the outputs of this rank's heads without and with dropout. All heads have the same weights."""
     model, seen = build("gpt2-sdpa"), list[Tensor]()
-    attention = model.transformer.h[0].attn
+    first = model.transformer.h[0].attn
     with torch.no_grad():
-        for part in (attention.c_attn.weight, attention.c_attn.bias):
+        for part in (first.c_attn.weight, first.c_attn.bias):
             part.copy_(part.unflatten(-1, (3, 6, 8))[..., :1, :].expand(*part.shape[:-1], 3, 6, 8).flatten(-3))
-    attention.c_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    with partita.initialize(model, {"parallel": {"tensor": 2}, "seed": 7}) as engine:
+    first.c_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    with partita.initialize(model, {"parallel": {"tensor": 2}, "seed": 7, "attention": attention}) as engine:
         for mode in (False, True):
             engine.train(mode)
             model.transformer.drop.eval()

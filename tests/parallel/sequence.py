@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import partita
 from partita.activation.recompute import Recomputation
@@ -59,6 +66,14 @@ _T5: dict[str, Any] = {
     "feed_forward_proj": "gated-gelu",  # smooth: at a ReLU's kink rounding turns a unit's gradient on or off
     "decoder_start_token_id": 0,
     "use_cache": False,
+}
+# On short sequences no expert gets more tokens than its capacity.
+_SWITCH = {
+    **{key: value for key, value in _T5.items() if key != "feed_forward_proj"},
+    "num_experts": 2,
+    "expert_capacity": 24,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
 }
 # Gathering keys sends less; fewer heads than ranks; encoder and decoder; soft-capped scores (eager) and windows.
 OWN = {
@@ -510,7 +525,8 @@ class Mixer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(torch.zeros_like(tokens) if self.how == "alike" else tokens)
-        for block in self.blocks:
+        blocks = list(self.blocks)
+        for block in {"first left out": blocks[1:], "last left out": blocks[:1]}.get(self.how, blocks):
             x = block(x)
             if self.how == "between":
                 x = torch.cat((x, x[:, -1:]), 1)
@@ -524,6 +540,23 @@ def mixed(how: str, config: Mapping[str, Any] = {}) -> bool:
         tokens = batch_of("decoder")["tokens"]
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
         return engine.step().stepped
+
+
+def without_first_block() -> list[tuple[float, float]]:
+    """Return the losses of a forward that leaves out the first block, and those of one process, by length. The second
+    length is that of a rank's slice of the first.
+    """
+    seeds.start()
+    model, losses = Mixer("first left out"), []
+    plain = copy.deepcopy(model)
+    with partita.initialize(model, {"parallel": {"sequence": world()}}) as engine:
+        for length in (22, 11):
+            tokens = batch_of("decoder", length=length)["tokens"]
+            found, expected = (
+                F.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten()) for each in (engine, plain)
+            )
+            losses.append((found.item(), expected.item()))
+    return losses
 
 
 def first_call_changes() -> list[str]:
@@ -582,7 +615,9 @@ def mixed_in_stages(how: str) -> None:
 def refused(what: str) -> None:
     """Run a model or a call that sequence parallelism does not support; raises an error."""
     model, batch = built("llama"), batch_of("llama")
-    if what == "no blocks":
+    if what == "capacity":
+        model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**_SWITCH))
+    elif what == "no blocks":
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     elif what == "flash":
         model.config._attn_implementation_internal = "flash_attention_2"

@@ -1,5 +1,7 @@
 """Dropout under tensor parallelism: full tensors have one process's masks, and split tensors their part of them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,8 +18,9 @@ def test_masks_are_parts_of_one_process_s(name: str) -> None:
     assert found[0] == pytest.approx(alone, abs=1e-5)
 
 
-def test_heads_that_a_kernel_drops_out_differ_between_ranks() -> None:
-    (first, dropped), (other, other_dropped) = on_ranks(2, dropout.heads_of_kernel)
+@pytest.mark.parametrize("attention", [{}, {"pattern": "sliding", "block": 4, "window": 8}], ids=["sdpa", "sliding"])
+def test_heads_that_a_kernel_drops_out_differ_between_ranks(attention: dict[str, Any]) -> None:
+    (first, dropped), (other, other_dropped) = on_ranks(2, dropout.heads_of_kernel, attention)
     assert torch.allclose(first, other, atol=1e-6)
     assert not torch.allclose(dropped, first, atol=1e-3)
     assert not torch.allclose(dropped, other_dropped, atol=1e-3)

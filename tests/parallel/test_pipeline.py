@@ -104,6 +104,25 @@ def test_models_built_in_another_dtype_have_the_same_bits(schedule: str) -> None
         assert one.evaluated == expected.evaluated
 
 
+def in_fp16(schedule: str, precision: Mapping[str, Any]) -> list[float]:
+    config = {
+        "precision": {"compute": "fp16", **precision},
+        "parallel": {"pipeline": 2, "schedule": schedule},
+        "batch": {"micro": 2, "accumulate": MICROS},
+    }
+    with partita.initialize(stages.build("skipping"), config) as engine:
+        batches = ([stages.batch("skipping", 10 * step + micro) for micro in range(MICROS)] for step in range(STEPS))
+        return [engine.train_batch(batch).item() for batch in batches]
+
+
+@pytest.mark.parametrize("precision", [{"mode": "autocast"}, {"keep_fp32": ["LayerNorm"]}], ids=["autocast", "norms"])
+def test_gradients_in_fp16_are_scaled_once_under_every_schedule(precision: dict[str, Any]) -> None:
+    """On one data rank gradients in fp32 stay where autograd puts them, also those that a schedule does not defer."""
+    expected = on_ranks(2, in_fp16, "1f1b", precision)
+    assert on_ranks(2, in_fp16, "zero_bubble", precision) == expected
+    assert len(set(expected[0])) == STEPS
+
+
 @dataclass
 class Batch:
     """Record of a run: elements of weight gradients computed with backward and later, traffic, and all weights."""

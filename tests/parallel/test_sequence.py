@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from partita import PartitaError
+from partita.parallel.sequence.exchange import take_heads
 from tests.kit.plans import matrix
 from tests.kit.ranks import on_ranks
 from tests.kit.training import assert_exact, assert_same_bits
@@ -26,6 +27,12 @@ def test_every_way_of_attention_is_the_whole_one(way: str, heads: tuple[int, int
     for found in on_ranks(3, sequence.attention_alone, way, *heads, mask):
         assert found.off < 1e-5
         assert found.counted == found.formula
+
+
+@pytest.mark.parametrize("heads", [(2,), (1, 2, 3), (0, 0, 1), (3, 1)])
+def test_heads_are_taken_by_their_numbers(heads: tuple[int, ...]) -> None:
+    x = torch.randn(2, 4, 3, 5)
+    assert torch.equal(take_heads(x, heads), x[:, list(heads)])
 
 
 def test_causal_attention_with_few_key_heads_saves_no_mask() -> None:
@@ -101,6 +108,7 @@ def test_every_stage_is_the_same_beside_data(name: str) -> None:
 ERRORS = {
     "no blocks": "parallel.sequence: 3: Sequential has no blocks .repeated modules in a ModuleList or Sequential.",
     "flash": "got 'flash_attention_2': load the model with attn_implementation='sdpa'",
+    "capacity": "block.1.layer.*SwitchTransformersTop1Router. drops the tokens beyond an expert's capacity",
     "cached": "expected attention over this rank's .* positions; got 1 queries and [89] keys",
     "collected": "output_attentions returns the attention weights of each block, of which a rank has only its slice",
     "alone": "'argmax' reads logits that are split over 3 sequence ranks, and not all of them do",
@@ -123,6 +131,7 @@ HIDDEN = {
     "batch norm": "'blocks.0' computes something else on slices of the sequence",
     "gradients": "'blocks.0' has other gradients on slices of the sequence",
     "table": "'blocks.0' runs on full sequences and fails on slices: The size of tensor a .1[12]. must match",
+    "last left out": "ended without a call of 'blocks.1', after which the slices of the sequence are gathered",
     "between": "'blocks.1': expected this rank's 1[12] of 23 positions; got 1[23]: the code between two blocks",
 }
 
@@ -131,6 +140,12 @@ HIDDEN = {
 def test_what_slices_do_not_see_is_found_on_the_first_batch(how: str) -> None:
     with pytest.raises(PartitaError, match=HIDDEN[how]):
         on_ranks(2, sequence.mixed, how)
+
+
+def test_the_first_block_may_be_left_out() -> None:
+    for losses in on_ranks(2, sequence.without_first_block):
+        for found, expected in losses:
+            assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_is_found_where_parameters_are_sharded_inside_blocks() -> None:

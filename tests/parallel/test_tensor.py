@@ -173,6 +173,94 @@ def test_only_what_stands_the_proof_is_believed() -> None:
         assert proven == {"halves": True, "pairs": False, "softmax": False, "attention": True, "mixed": False}
 
 
+class Gated(nn.Module):
+    """Two layers between which gates, computed by the first one, multiply values from outside the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor, values: Tensor) -> Tensor:
+        return self.down(values * self.up(x).sigmoid())
+
+
+class Learned(nn.Module):
+    """Feed-forward layer with learned parameters between its two layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(10, 12), nn.Linear(12, 10)
+        if kind == "scale":
+            self.scale = nn.Parameter(torch.tensor(0.7))
+        else:
+            between = {"activation": nn.PReLU(), "channels": nn.PReLU(12), "norm": nn.LayerNorm(12)}
+            self.between = between[kind]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down((hidden * self.scale).sin() if self.kind == "scale" else self.between(hidden))
+
+
+class Planned(nn.Module):
+    """Model with a plan for its layers, as those of transformers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        self.blocks = nn.ModuleList(Gated() if kind == "gated" else Learned(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (block(x, torch.cat((x, x[..., :2]), -1)) if isinstance(block, Gated) else block(x))
+        return x
+
+
+def planned(kinds: tuple[str, ...], rules: dict[str, str]) -> dict[str, tuple[float, list[str], list[str]]]:
+    """Return the largest relative error of a gradient, the description of the split, and the notices, by kind."""
+    collectives, found = tensor.connected(2), {}
+    for kind in kinds:
+        seeds.start()
+        whole = Planned(kind)
+        model = copy.deepcopy(whole)
+        applied = tensor.on_slices(model, collectives, rules)
+        x, errors = torch.randn(3, 10, generator=seeds.generator(1)), []
+        for each in (whole, model):
+            each(x).square().sum().backward()
+        for param, reference in zip(model.parameters(), whole.parameters(), strict=True):
+            assert reference.grad is not None
+            difference = tensor.whole_gradient(param, applied, collectives) - reference.grad
+            errors.append(float(difference.abs().max() / reference.grad.abs().max()))
+        found[kind] = max(errors), applied.lines, applied.notices
+        applied.transforms.undo()
+    collectives.mesh.close()
+    return found
+
+
+def test_a_plan_splits_layers_only_if_nothing_unknown_is_between_them() -> None:
+    """Activations with one learned number may be between layers that stay split; other parameters, or values from
+    outside the module, may not.
+    """
+    for found in on_ranks(2, planned, ("activation", "scale", "channels", "norm", "gated"), {}):
+        assert max(error for error, _, _ in found.values()) < 1e-5, found
+        stay_split = {kind for kind, (_, lines, _) in found.items() if not any("gathered" in line for line in lines)}
+        assert stay_split == {"activation"}
+
+
+def test_parameters_between_layers_that_the_config_splits_are_named() -> None:
+    rules = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    for found in on_ranks(2, planned, ("scale",), rules):
+        assert found["scale"][2] == [
+            "parallel.tensor_rules: 'blocks.*.up': 'column' leaves outputs split over the ranks. If Learned applies "
+            "'scale' to them, the gradient of that parameter is wrong: set 'column_gathered', and 'row_split' for the "
+            "next layer"
+        ]
+    rules = {"blocks.*.up": "column_gathered", "blocks.*.down": "row_split"}
+    for found in on_ranks(2, planned, ("scale",), rules):
+        assert found["scale"][0] < 1e-5
+        assert not found["scale"][2]
+
+
 def few_heads() -> list[str]:
     collectives = tensor.connected(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}

@@ -3,21 +3,25 @@ different batches or only one rank reads logits.
 """
 
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import partita
 from partita import ConfigError, PartitaError
+from partita.parallel.batch_check import BatchCheck
 from tests.kit.plans import PLANS, matrix, sampled
 from tests.kit.ranks import on_ranks
-from tests.kit.training import Trained, assert_exact, assert_same_bits, rank
+from tests.kit.training import Trained, assert_exact, assert_same_bits, rank, world
 from tests.parallel import training, zoo
 
 TIMEOUT_S = 240
@@ -186,7 +190,15 @@ def test_blocks_may_be_compiled() -> None:
 # -- errors, and weights from files ------------------------------------------------------------------------------------
 
 
-def fed_differently(kind: str) -> None:
+CALLS: dict[str, Callable[[partita.Engine, dict[str, Tensor]], object]] = {
+    "engine": lambda engine, batch: engine(**batch),
+    "model": lambda engine, batch: engine.module(**batch),  # as other libraries' loops call it
+    "train_batch": lambda engine, batch: engine.train_batch([batch]),
+    "eval_batch": lambda engine, batch: engine.eval_batch([batch]),
+}
+
+
+def fed_differently(call: str, kind: str, message: str) -> None:
     with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}}) as engine:
         batch = zoo.batch("llama", 0)
         if rank() == 1:
@@ -195,15 +207,31 @@ def fed_differently(kind: str) -> None:
                 batch["labels"][1, 5] = 7
             else:
                 batch = {key: value[:, :-1] for key, value in batch.items()}
-        engine(**batch)
+        with engine.gathered(), torch.no_grad():  # every rank has the full model
+            engine.module(**batch)
+        with pytest.raises(PartitaError, match=message):
+            CALLS[call](engine, batch)
 
 
-@pytest.mark.parametrize("kind", ["values", "lengths"])
-def test_ranks_that_share_samples_are_fed_the_same(kind: str) -> None:
+@pytest.mark.parametrize(("call", "kind"), [("engine", "lengths"), *((call, "values") for call in CALLS)])
+def test_ranks_that_share_samples_are_fed_the_same(call: str, kind: str) -> None:
     name = "labels" if kind == "values" else "input_ids"
     message = f"one data coordinate .0. got different batches: '{name}' of ranks 0 and 1 along tensor differs"
-    with pytest.raises(PartitaError, match=message):
-        on_ranks(2, fed_differently, kind)
+    on_ranks(2, fed_differently, call, kind, message)
+
+
+def recomputed() -> None:
+    """Recompute a forward in the backward, and count the checks."""
+    with partita.initialize(zoo.build("llama"), {"parallel": {"tensor": 2}}) as engine:
+        batch = zoo.batch("llama", 0)
+        with mock.patch.object(BatchCheck, "check") as check:
+            loss = checkpoint(lambda: engine.module(**batch).loss, use_reentrant=False)
+            engine.backward(loss)
+            assert check.call_count == 1
+
+
+def test_a_forward_that_is_recomputed_is_checked_once() -> None:
+    on_ranks(2, recomputed)
 
 
 def read_on_one_rank() -> None:
@@ -238,7 +266,7 @@ def from_files(folder: str, device: str) -> list[float]:
 
     with torch.device(device):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
-    config = {"parallel": {"tensor": 2}, "zero": {"stage": 3}, "optimizer": training.ADAMW}
+    config = {"parallel": {"tensor": world()}, "zero": {"stage": 3}, "optimizer": training.ADAMW}
     losses = []
     with partita.initialize(model, {**config, "clip_grad_norm": training.CLIP}, weights=folder) as engine:
         for step in range(3):
@@ -249,9 +277,10 @@ def from_files(folder: str, device: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_weights_are_read_into_shares(tmp_path: Path, device: str) -> None:
+# Two key heads are not split over four ranks: every rank has a copy of them.
+@pytest.mark.parametrize(("device", "num_ranks"), [("cpu", 2), ("meta", 2), ("meta", 4)])
+def test_weights_are_read_into_shares(tmp_path: Path, device: str, num_ranks: int) -> None:
     zoo.build("llama").save_pretrained(tmp_path)
     alone = training.train_alone("llama", 1, 3)
-    for losses in on_ranks(2, from_files, str(tmp_path), device, timeout=TIMEOUT_S):
+    for losses in on_ranks(num_ranks, from_files, str(tmp_path), device, timeout=TIMEOUT_S):
         assert losses == pytest.approx(alone.losses, abs=1e-5)

@@ -90,6 +90,7 @@ BUILD: dict[str, Callable[[], nn.Module]] = {
     "bert": _tiny("bert", **_DECODER),
     "mamba": _causal("Mamba", **_MAMBA, state_size=8, time_step_rank=4),
     "jamba": _causal("Jamba", **{**_GROUPED, **_JAMBA}, mamba_d_state=8, mamba_dt_rank=4),
+    "apertus": _causal("Apertus", **_GROUPED),  # its activations have learned parameters
     "gemma3n": Family("Gemma3nText", "Gemma3nForCausalLM", {**_GROUPED, **_GEMMA3N}),
 }
 

@@ -440,6 +440,8 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
         ([SMALL, "--network", "0"], "network: expected more than 0; got 0"),
         ([SMALL, "--tokens", "0"], "--tokens: expected at least 1"),
         ([SMALL, "--json", "no/such/folder/plan.json"], "cannot be written"),
+        ([SMALL, "--out", "no/such/folder/plan.yaml"], "cannot be written"),
+        ([SMALL, "--out", "plan.txt"], "--out plan.txt: expected a name that ends in .yaml"),
         ([f"{__name__}:no_batch"], "expected (model, batch)"),
         ([f"{__name__}:nothing"], "has no function 'nothing'"),
         (["no.such.module:model"], "cannot be imported"),
@@ -452,14 +454,35 @@ def test_bad_input_is_one_message(arguments: list[str], message: str) -> None:
     assert message in result.stderr.replace("\n", "")
 
 
-def test_no_file_is_replaced_unasked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", SMALL, "--out", "mine.yaml"],
+        ["plan", SMALL, "--json", "mine.yaml"],
+        ["tune", SMALL, "--out", "mine.yaml"],
+        ["machine", "--out", "mine.yaml"],
+        ["simulate", "config.yaml", "--model", SMALL, "--world", "2", "--json", "mine.yaml"],
+        ["simulate", "config.yaml", "--model", SMALL, "--world", "2", "--trace", "mine.trace.json"],
+        ["convert", "config", "ds_config.json", "--out", "mine.yaml"],
+    ],
+)
+def test_no_file_is_replaced_unasked(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path(arguments[-1])
+    file.write_text("mine: 1\n")
+    Path("config.yaml").write_text("{}")
+    Path("ds_config.json").write_text("{}")
+    refused = run(app, arguments)
+    assert refused.exit_code == 2, refused.output
+    assert f"'{file}' exists already; pass --overwrite to replace it" in " ".join(refused.stderr.split())
+    assert file.read_text() == "mine: 1\n"
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_file_is_replaced_by_overwrite(option: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("mine: 1\n")
-    refused = run(app, ["plan", SMALL, "--out", str(file)])
-    assert refused.exit_code == 2
-    assert "exists already; pass --overwrite to replace it" in " ".join(refused.stderr.split())
-    assert file.read_text() == "mine: 1\n"
-    assert run(app, ["plan", SMALL, "--out", str(file), "--overwrite"]).exit_code == 0
+    assert run(app, ["plan", SMALL, option, str(file), "--overwrite"]).exit_code == 0
     assert "mine" not in file.read_text()
 
 

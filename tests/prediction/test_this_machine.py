@@ -8,17 +8,24 @@ from torch import nn
 from typer.testing import CliRunner
 
 import partita
-from partita import ConfigError
+from partita import ConfigError, PartitaError
 from partita.cli.main import app
 from partita.memory import accelerator
 from partita.prediction.machine import Machine
-from partita.prediction.measure_machine import _machine, measure_machine
+from partita.prediction.measure_machine import _machine, _measure, measure_machine
+from partita.prediction.processes import RankResult
 from partita.prediction.rank_measurement import Points, RankSettings, measure_rank
 from tests.prediction.test_images import Scale, jobs_of, sizes
 
 SMALL = "layers=2,hidden=64,heads=2,vocab=96,context=32"
 IMAGES = {"convolution", "convolution_backward", "batch_norm", "batch_norm_backward", "pool"}
 COMPUTED = {"product", "attention", "attention_backward", "element", "function", "update", *IMAGES}
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+
+
+def failed(error: str, *, lacks_memory: bool = False) -> dict[str, object]:
+    return {"error": error, "lacks_memory": lacks_memory}
 
 
 @pytest.fixture
@@ -63,6 +70,39 @@ def test_ranks_that_are_not_there_are_refused() -> None:
         measure_machine(0)
 
 
+def settings(folder: Path, *dtypes: str) -> list[RankSettings]:
+    url = f"file://{folder}/store"
+    return [RankSettings(rank, len(dtypes), 1, "cpu", dtype, url, str(folder)) for rank, dtype in enumerate(dtypes)]
+
+
+def test_the_error_of_a_rank_is_one_line(tmp_path: Path) -> None:
+    """It is that of the rank that failed, and not the error of a rank that waits for it."""
+    with pytest.raises(PartitaError) as caught:
+        _measure(settings(tmp_path, "float32", "float99"), tmp_path)
+    error = "AttributeError: module 'torch' has no attribute 'float99'"
+    assert str(caught.value) == f"measuring this machine: rank 1: {error}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (RankResult(1, None, "Traceback:\nit broke"), RankResult(-9, None, ""), "rank 1 was ended by SIGKILL; Linux"),
+        (RankResult(1, failed("no"), ""), RankResult(1, failed("more", lacks_memory=True), ""), "rank 1: more"),
+        (RankResult(1, failed(CLOSED), ""), RankResult(1, failed("no"), ""), "rank 1: no"),
+        (RankResult(1, failed("no"), ""), RankResult(1, failed(CLOSED), ""), "rank 0: no"),
+        (RankResult(None, None, ""), RankResult(3, None, "Traceback:\nit broke"), "rank 1 ended with exit code 3: it"),
+        (RankResult(1, None, ""), RankResult(None, None, ""), "rank 0 ended with exit code 1: without output"),
+    ],
+)
+def test_the_failure_that_caused_the_others_is_named(
+    first: RankResult, second: RankResult, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("partita.prediction.measure_machine.run_ranks", lambda *_: [first, second])
+    with pytest.raises(PartitaError, match=f"^measuring this machine: {message}") as caught:
+        _measure(settings(tmp_path, "float32", "float32"), tmp_path)
+    assert "Traceback" not in str(caught.value)
+
+
 def test_the_commands(monkeypatch: pytest.MonkeyPatch, points: dict[str, Points], tmp_path: Path) -> None:
     def made(ranks: int, name: str = "this machine") -> Machine:
         assert ranks == 1
@@ -76,7 +116,7 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch, points: dict[str, Points]
     assert "attention backward" in result.output
     found = []
     for words in (["--gpu", file], ["--this-machine", "--disk", "7GB"]):
-        result = CliRunner().invoke(app, ["plan", SMALL, *words, "--json", str(figures)])
+        result = CliRunner().invoke(app, ["plan", SMALL, *words, "--json", str(figures), "--overwrite"])
         assert result.exit_code == 0, result.output
         found.append(json.loads(figures.read_text())["machine"])
     assert [machine["name"] for machine in found] == ["mine", "this machine"]

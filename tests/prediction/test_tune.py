@@ -75,7 +75,7 @@ def test_a_job_is_tuned_by_processes_of_its_own_and_goes_on_from_its_results(
     assert best.model.width == 32
     assert best.engine.checkpoint.dir == str(tmp_path / "saved")
     monkeypatch.setattr(Trials, "run", lambda _, config: never(config))
-    again = run(app, words)
+    again = run(app, [*words, "--overwrite"])
     assert again.exit_code == 0, again.output
     assert "1 trial;" in again.output
 

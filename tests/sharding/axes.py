@@ -260,7 +260,7 @@ def train(
         mesh: Any = collectives.mesh
         model, course = models[mesh.rank], TrainingRun()
         given = UserArguments(None, None, None, recipe.weights)
-        engine = Engine(model, resolved, mesh, given, False)
+        engine = Engine(model, resolved, mesh, given)
         if load is not None:
             engine.load(load)
         data = shape.coordinate(mesh.rank, "data")

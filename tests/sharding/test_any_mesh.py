@@ -41,7 +41,7 @@ def train(
 
     def on_rank(collectives: Collectives) -> Trained:
         mesh: Any = collectives.mesh
-        with Engine(copy.deepcopy(model), resolved, mesh, NOTHING, False) as engine:
+        with Engine(copy.deepcopy(model), resolved, mesh, NOTHING) as engine:
             return train_engine(engine, square_loss, 3, data=shape.coordinate(mesh.rank, "data"), keep=())
 
     return on_threads(shape, on_rank)

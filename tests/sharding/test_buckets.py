@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -341,3 +342,10 @@ def test_buckets_of_a_model(name: str) -> None:
     assert [[member.fqn for member in bucket.members] for bucket in buckets] == expected
     order = [segment for unit in reversed(units) for segment in unit.segments]
     assert [segment for bucket in buckets for segment in bucket.segments] == order
+
+
+def test_a_gather_waits_for_the_values_of_the_shard() -> None:
+    bucket = mock.Mock()
+    Bucket.gather(bucket, mock.Mock(), set(), 1.0, 1.0)
+    sent, *_ = bucket.sync.gather.call_args.args
+    assert sent is bucket.shard.lease().wait()

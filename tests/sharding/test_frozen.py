@@ -12,8 +12,8 @@ from tests.kit import seeds
 from tests.kit.models import WIDTH, Stack, inputs, square_loss
 from tests.kit.plans import ZERO, matrix, sampled
 from tests.kit.ranks import on_ranks
-from tests.kit.training import Recipe, check, rank
-from tests.sharding.test_visits import freeze, only_norms
+from tests.kit.training import Recipe, check, module_of, rank
+from tests.sharding.test_visits import freeze, inference_first, only_norms
 
 QUANTUM = 256
 
@@ -46,17 +46,45 @@ def all_but_head_frozen() -> nn.Module:
     return freeze(Stack(), lambda name: name.startswith("last"))
 
 
+class WithLoss(Stack):
+    """A model whose loss is a method: training never calls its own forward."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def head_frozen() -> nn.Module:
+    return freeze(WithLoss(), lambda name: not name.startswith(("last", "blocks.1.")))
+
+
+def thaw_head(module: Any, step: int) -> None:
+    if step == 1:
+        module.requires_grad_(True)
+
+
+def loss_of_method(model: Any, rank: int, step: int) -> Tensor:
+    return module_of(model).loss(inputs(rank, step))
+
+
 RECIPES = {
     "unfreeze a block": Recipe(one_frozen, before_step=thaw_block, num_steps=4),
     "unfreeze one bias": Recipe(only_norms, before_step=thaw_one_bias, num_steps=4),
     "unfreeze and freeze": Recipe(one_frozen, before_step=thaw_and_freeze, num_steps=5),
     "freeze": Recipe(Stack, before_step=freeze_some, num_steps=4),
     "only the head trains": Recipe(all_but_head_frozen),
+    "unfreeze, inference mode first": Recipe(one_frozen, inference_first, before_step=thaw_block, num_steps=4),
 }
 
 
 def run_recipe(name: str) -> None:
     check(RECIPES[name])
+
+
+def trains_without_a_forward() -> None:
+    check(Recipe(head_frozen, loss_of_method, before_step=thaw_head, num_steps=4))
 
 
 def run_bf16(name: str) -> None:
@@ -147,7 +175,17 @@ def test_freezing_in_between(name: str, world: int) -> None:
     on_ranks(world, run_recipe, name)
 
 
-@pytest.mark.parametrize("name", sampled(["unfreeze a block", "unfreeze and freeze"], "unfreeze and freeze"))
+def test_unfreezing_without_a_forward_of_the_model() -> None:
+    on_ranks(2, trains_without_a_forward)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        ["unfreeze a block", "unfreeze and freeze", "unfreeze, inference mode first"],
+        *("unfreeze and freeze", "unfreeze, inference mode first"),
+    ),
+)
 def test_freezing_in_between_in_half_precision(name: str) -> None:
     on_ranks(2, run_bf16, name)
 

@@ -85,11 +85,13 @@ def test_functions_of_the_tensor_itself_are_its_own() -> None:
     assert "bfloat16" in repr(half)
 
 
-def test_what_functions_write_lasts() -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_functions_write_lasts(inference: bool) -> None:
     values = torch.full((SIZE, SIZE), 2.0, dtype=torch.bfloat16)
     half = nn.Parameter(values.clone())
     half.__class__ = HalfParameter
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(inference):
+        F.layer_norm(torch.ones(SIZE), [SIZE], half[0])
         F.embedding(torch.tensor([1]), half, max_norm=1.0)
         with torch.no_grad():
             half[2] = 5.0

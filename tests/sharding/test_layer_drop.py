@@ -1,4 +1,6 @@
-"""LayerDrop: it stays on at stages 0 to 2, and is switched off while parameters are sharded (stage 3)."""
+"""LayerDrop: data ranks drop layers at stages 0 to 2. It is switched off while parameters are sharded (stage 3), and
+where ranks run parts of a forward (sequence and pipeline parallelism).
+"""
 
 import logging
 from typing import Any
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 import partita
 from tests.kit import seeds
 from tests.kit.ranks import on_ranks
-from tests.kit.training import rank
 
 
 def wav2vec2(rate: float) -> nn.Module:
@@ -68,19 +69,32 @@ def loss(model: Any, rank: int, step: int) -> Tensor:
     return found.square().mean()  # type: ignore[no-any-return]
 
 
-def trains_as_without(name: str) -> None:
+def trains_as_without(name: str, config: dict[str, Any]) -> None:
     expected = list[float]()
     for rate in (0.0, 0.9):
         seeds.start()
-        with partita.initialize(MODELS[name](rate), {"zero": {"stage": 3}, "optimizer": {"lr": 1e-2}}) as engine:
+        with partita.initialize(MODELS[name](rate), {**config, "optimizer": {"lr": 1e-2}}) as engine:
             losses = list[float]()
             for step in range(3):
-                found = loss(engine, rank(), step)
+                found = loss(engine, engine.mesh.coordinate("data"), step)
                 engine.backward(found)
                 engine.step()
                 losses.append(found.item())
         expected = expected or losses
         assert losses == expected
+
+
+def pipeline_trains_as_without() -> None:
+    losses = list[list[float]]()
+    for rate in (0.0, 0.9):
+        seeds.start()
+        config = {"parallel": {"pipeline": 2}, "zero": {"stage": 1}, "optimizer": {"lr": 1e-2}}
+        with partita.initialize(
+            wav2vec2(rate), config, loss_fn=lambda output, batch: output.logits.square().mean()
+        ) as engine:
+            batches = [{"input_values": torch.randn(2, 256, generator=seeds.generator(step))} for step in range(3)]
+            losses.append([engine.train_batch([batch]).item() for batch in batches])
+    assert losses[0] == losses[1]
 
 
 def is_undone(name: str, stage: int) -> list[str]:
@@ -97,7 +111,15 @@ def is_undone(name: str, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_runs_at_stage_3(name: str) -> None:
-    on_ranks(2, trains_as_without, name)
+    on_ranks(2, trains_as_without, name, {"zero": {"stage": 3}})
+
+
+def test_every_layer_runs_on_slices_of_the_sequence() -> None:
+    on_ranks(2, trains_as_without, "wav2vec2", {"parallel": {"sequence": 2}, "zero": {"stage": 1}})
+
+
+def test_every_layer_runs_in_a_pipeline() -> None:
+    on_ranks(2, pipeline_trains_as_without)
 
 
 @pytest.mark.parametrize("name", MODELS)

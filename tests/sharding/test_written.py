@@ -101,6 +101,25 @@ def lasts(plan: str, folder: Path) -> None:
         holds(engine, {**clamped, "last.weight": torch.ones(16, 16)})
 
 
+def lasts_before_the_step(plan: str) -> None:
+    """Check that values last that are written between a backward and its step."""
+    with still(plan) as (engine, expected):
+        module: Any = engine.module
+        kept = None if plan.startswith("stage 3") else module.first.bias.data.view(-1)
+        for step in range(2):
+            engine.backward(square_loss(engine, rank(), step))
+            with torch.no_grad():
+                module.first.weight.fill_(0.5 + step)
+            expected["first.weight"] = torch.full((16, 16), 0.5 + step)
+            module.last.weight.data.fill_(0.25 + step)
+            expected["last.weight"] = torch.full((16, 16), 0.25 + step)
+            if kept is not None:
+                kept.fill_(0.125 + step)
+                expected["first.bias"] = torch.full((16,), 0.125 + step)
+            assert engine.step().stepped
+            holds(engine, expected)
+
+
 def leaves_the_rest() -> None:
     """Check that master weights keep their precision except in elements that were written."""
     seeds.start()
@@ -115,6 +134,22 @@ def leaves_the_rest() -> None:
             assert torch.equal(after["first.weight"][0], torch.ones(16))
             before["first.weight"][0] = 1.0
             assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def leaves_a_value_between_two(plan: str) -> None:
+    """Check that a master weight half-way between two bf16 numbers is kept when its neighbour is written."""
+    half_way = 1.0 + 2.0**-8
+    with partita.initialize(Stack(1), {**PLANS[plan], "optimizer": STILL}) as engine:
+        weight: Any = engine.module.first.weight
+        for value in (half_way, -half_way, half_way + 2.0**-7):  # of odd and even bf16 numbers
+            with engine.gathered(engine.module.first, modify=True):
+                nn.init.constant_(weight, value)
+            with torch.no_grad():
+                weight[0] = 2.0
+            expected = torch.full((16, 16), value)
+            expected[0] = 2.0
+            state = engine.state_dict()
+            assert rank() or torch.equal(state["first.weight"], expected)
 
 
 def _clamp(params: Sequence[nn.Parameter]) -> None:
@@ -449,8 +484,18 @@ def test_what_is_written_lasts(plan: str, world: int, tmp_path: Path) -> None:
     on_ranks(world, lasts, plan, tmp_path)
 
 
+@matrix(plan=PLANS, world=[1, 2])
+def test_what_is_written_before_the_step_lasts(plan: str, world: int) -> None:
+    on_ranks(world, lasts_before_the_step, plan)
+
+
 def test_other_values_are_left_alone() -> None:
     on_ranks(2, leaves_the_rest)
+
+
+@pytest.mark.parametrize("plan", ["stage 2", "stage 3 in bf16"])
+def test_a_value_between_two_is_left_alone(plan: str) -> None:
+    on_ranks(2, leaves_a_value_between_two, plan)
 
 
 @matrix(write=[_one_more, _other_values], plan=["stage 2", "host", "in backward"], use=["step", "state_dict"])

@@ -345,7 +345,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     if (is_pinned) order().before_copy(pieces_of(host), to_host, current);
     // As CUDA does it: what is not pinned is read before the call returns, and written, too.
     if (!non_blocking || (to_host && !is_pinned)) {
-        if (to_host) host_waits("copy_");
+        host_waits("copy_");
         order().host_waits_for_stream(current);
         written.copy_(read);
     } else if (to_host) {

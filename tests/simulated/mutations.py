@@ -60,11 +60,16 @@ MUTATIONS = (
     ),
     Mutation(
         "memory/streams.py",
-        "            task.wait()\n            done.wait()",
+        "            task.wait()\n            accelerator.wait_for_event(done, self._device)",
         "            task.wait()",
         "optimizer on host",
     ),
-    Mutation("memory/streams.py", "                done.record()\n", "", "all on host"),
+    Mutation(
+        "memory/streams.py",
+        "                accelerator.record_event(done, self._device)\n",
+        "",
+        "all on host",
+    ),
     Mutation("activation/inputs.py", "            computed.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "            free.wait()\n", "", "inputs on host"),
     Mutation("activation/inputs.py", "        back.ready.wait()\n", "", "inputs on host"),

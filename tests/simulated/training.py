@@ -73,6 +73,10 @@ NODES: dict[str, Mapping[str, Any]] = {
     "changes": {"zero": HIERARCHICAL, "communication": {"gradients": "ternary", "parameters": "ternary"}},
     "hsdp": {"zero": {"stage": 3, "replicate": "nodes"}},
     "hsdp, int8": {"zero": {"stage": 3, "replicate": "nodes"}, "communication": {"gradients": "int8"}},
+    "hsdp, ternary, on host": {
+        "zero": {"stage": 3, "replicate": "nodes", "offload": {"optimizer": "host"}},
+        "communication": {"gradients": "ternary"},
+    },
     "DiLoCo, ternary": {**on(1), "communication": {"every": 2, "gradients": "ternary"}},
     "PowerSGD": {**on(2), "communication": {"gradients": "low_rank"}},
     "PowerSGD, on host": {**on(1, optimizer="host"), "communication": {"gradients": "low_rank"}},
@@ -139,7 +143,7 @@ def train_step(engine: partita.Engine, step: int, trained: Trained | None) -> No
     accumulate = engine.config.batch.accumulate
     for micro in range(accumulate if isinstance(accumulate, int) else 1):
         generator = seeds.generator(100 * step + 10 * micro + engine.mesh.rank)
-        tokens = torch.randint(0, VOCAB, (3, LENGTH), generator=generator).to(engine.mesh.device)
+        tokens = torch.randint(0, VOCAB, (3, LENGTH), generator=generator).to(engine.mesh.device, non_blocking=True)
         loss = engine(tokens)
         engine.backward(loss)
         outcome = engine.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from partita.config.launchers import launch_environment
@@ -222,6 +223,28 @@ def test_adapters_on_two_ranks_start_from_the_weights_that_rank_0_reads(tmp_path
     assert one == other == pytest.approx(first.held_out_loss, rel=1e-5)
 
 
+def fill_disk(tensors: object, path: str, metadata: object) -> None:
+    Path(path).write_bytes(b"cut off")
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def error_on_a_full_disk(sections: dict[str, Any], overrides: list[str]) -> str:
+    with mock.patch("peft.peft_model.safe_save_file", fill_disk), pytest.raises(PartitaError) as caught:
+        loop.train(load_job(sections, overrides), QUIET)
+    return str(caught.value)
+
+
+def test_adapters_that_cannot_be_written_leave_the_earlier_ones(tmp_path: Path) -> None:
+    sections, overrides = job_sections(tmp_path), [LORA, "train.steps=1", "train.overwrite=true"]
+    folder = loop.train(load_job(sections, overrides), QUIET).out / "model"
+    earlier = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "adapter_model.safetensors" in earlier
+    first, second = on_ranks(2, error_on_a_full_disk, sections, overrides, with_group=False)
+    assert f"cannot write the adapters into '{folder}': I/O error: No space left on device" in first
+    assert "rank 0 cannot write the adapters" in second
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == earlier
+
+
 @pytest.mark.parametrize("axis", ["pipeline", "tensor", "sequence"])
 def test_documents_are_separated_on_other_axes(tmp_path: Path, axis: str) -> None:
     sections = job_sections(tmp_path)
@@ -239,6 +262,15 @@ def test_full_weights_replace_adapters_of_an_earlier_run(tmp_path: Path) -> None
         names = {path.name for path in (outcome.out / "model").glob("*.safetensors")}
         assert names == ({"adapter_model.safetensors"} if overrides else {"model.safetensors"})
         assert (outcome.out / "model" / "adapter_config.json").exists() == bool(overrides)
+
+
+def test_adapters_keep_the_text_of_an_earlier_model_card(tmp_path: Path) -> None:
+    of = job(tmp_path, "train.steps=1", "train.overwrite=true", LORA)
+    card = loop.train(of, QUIET).out / "model" / "README.md"
+    card.write_text(card.read_text() + "The author's own words.\n")
+    loop.train(of, QUIET)
+    assert "The author's own words." in card.read_text()
+    assert not (card.parent / ".adapters").exists()
 
 
 def test_epochs_are_steps_and_the_length_of_the_schedule(tmp_path: Path) -> None:

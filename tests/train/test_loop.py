@@ -199,6 +199,36 @@ def test_results_of_another_run_are_not_replaced_unasked(tmp_path: Path) -> None
     assert not load_job(first.out / "job.yaml").train.overwrite
 
 
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a process that torchrun has started for the second time."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_restart_does_not_replace_the_results_of_another_run(
+    saves: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """torchrun also restarts processes that ended because the folder holds results."""
+    short = ["train.steps=2", "train.log_every=1", "train.sample.tokens=0", "train.metrics=[tensorboard]"]
+    first, _ = run(tiny(tmp_path, short))
+    kept = {path: path.read_bytes() for path in first.out.rglob("*") if path.is_file()}
+    request.getfixturevalue("restarted")
+    folder = [f"engine.checkpoint.dir={tmp_path}/saved"] if saves else []
+    with pytest.raises(ConfigError, match=r"earlier run \(model, job.yaml, metrics.jsonl\); pass --overwrite"):
+        run(tiny(tmp_path, [*short, *folder, "data.seed=1"]))
+    assert {path: path.read_bytes() for path in first.out.rglob("*") if path.is_file()} == kept
+
+
+@pytest.mark.usefixtures("restarted")
+def test_a_restart_replaces_the_metrics_of_its_own_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / METRICS_FILE).write_text("the process before wrote this\n")
+    assert run(tiny(tmp_path, ["train.steps=2", "train.sample.tokens=0"]))[0].steps == 2
+    assert [row.step for row in read_metrics(tmp_path / "out" / METRICS_FILE)[0]] == [2]
+
+
 def test_a_run_that_goes_on_with_another_text_says_so(tmp_path: Path) -> None:
     short = ["train.sample.tokens=0", f"engine.checkpoint.dir={tmp_path}/saved"]
     _, shown = run(tiny(tmp_path, ["train.steps=1", *short]))

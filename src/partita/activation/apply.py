@@ -59,7 +59,7 @@ class Activations:
 
     def __init__(self, config: Config, memory: StateMemory, collectives: Collectives, max_in_flight: int) -> None:
         settings, device = config.activations, collectives.mesh.device
-        self._device = device
+        self.device = device
         self._all_ranks = collectives.all_ranks
         self.inputs: StoredInputs | None = None
         self.kept: RecomputeBudget | None = None
@@ -86,7 +86,7 @@ class Activations:
     def updated(self) -> None:
         """Handle the end of a full step. All ranks must call this."""
         if self.kept is not None:
-            self.kept.end_step(self._device, self._all_ranks)
+            self.kept.end_step(self.device, self._all_ranks)
 
 
 def keep_less(
@@ -122,6 +122,7 @@ def keep_less(
         inputs=inputs,
         kept=kept,
         streams=streams,
+        device=accelerator.HOST if stored is None else stored.device,
     )
     tile_heads(chosen.heads, config.loss, transforms.at(Order.LOSS))
     return recomputation

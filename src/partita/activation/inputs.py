@@ -165,13 +165,8 @@ class RecomputedCall:
         self._inputs.fetch_before(self._number, self._first)
         self._fetched = [moved.get() for moved in self.moved]
 
-    def run(self, like: Tensor, *others: Tensor) -> Any:
-        """Run the module's forward.
-
-        Args:
-            like: any tensor on the model's device; it is not used.
-            others: the input tensors that are not moved.
-        """
+    def run(self, *others: Tensor) -> Any:
+        """Run the module's forward. ``others``: the input tensors that are not moved."""
         fetched = iter(self._fetched or [moved.get() for moved in self.moved])
         self._fetched = []
         remaining = iter(others)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -28,6 +28,7 @@ from partita.activation.recompute_budget import RecomputeBudget
 from partita.activation.tiles import TiledForward
 from partita.errors import ConfigError, PartitaError
 from partita.layout.units import modules_like
+from partita.memory import accelerator
 from partita.parallel.random import RandomStreams
 from partita.parallel.sequence.exchange import is_checking
 from partita.sharding.compiler import constant, eager_itself
@@ -90,6 +91,7 @@ class Recomputation:
         inputs: offloads or shards the inputs of the other modules.
         kept: decides which calls of the other modules are not recomputed.
         streams: the random numbers that recomputed forwards draw again; None: those of torch's generators.
+        device: the model's device, whose random state recomputed forwards start from.
     """
 
     def __init__(
@@ -102,12 +104,14 @@ class Recomputation:
         inputs: StoredInputs | None = None,
         kept: RecomputeBudget | None = None,
         streams: RandomStreams | None = None,
+        device: torch.device = accelerator.HOST,
     ) -> None:
         self._recomputed_name = ""
         for name, module in tiled.items():
-            changes.wrap_forward(module, TiledForward(name, Recomputed(name, module, self._note, streams=streams)))
+            recomputed = Recomputed(name, module, self._note, streams=streams, device=device)
+            changes.wrap_forward(module, TiledForward(name, recomputed))
         for name, module in modules.items():
-            changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept, streams))
+            changes.wrap_forward(module, Recomputed(name, module, self._note, selective, inputs, kept, streams, device))
 
     def _note(self, name: str) -> None:
         self._recomputed_name = name
@@ -151,6 +155,7 @@ class Recomputed:
         inputs: StoredInputs | None = None,
         kept: RecomputeBudget | None = None,
         streams: RandomStreams | None = None,
+        device: torch.device = accelerator.HOST,
     ) -> None:
         self._name = name
         self._module = module
@@ -159,6 +164,7 @@ class Recomputed:
         self._inputs = inputs
         self._kept = kept
         self._streams = streams
+        self._device = device
         self._draws = streams is not None and streams.has_seeds(module)  # by hooks, which are not compiled
         self._state = ForwardState(name, module)
 
@@ -180,7 +186,7 @@ class Recomputed:
             if self._selective:
                 return checkpoint(forward, *args, use_reentrant=False, context_fn=selecting)
             return checkpoint(forward, *args, use_reentrant=False)
-        return _checkpoint(self._contexts, forward, *args)
+        return self._checkpoint(self._contexts, forward, *args)
 
     def _is_first(self) -> bool:
         """Return whether this is the first run of a forward: not a recomputation, and not in a compiled graph."""
@@ -194,13 +200,19 @@ class Recomputed:
     ) -> Any:
         call = RecomputedCall(inputs, own, self._name, args, kwargs)
         if not call.moved:
-            forward = partial(own, **kwargs)
-            return _checkpoint(self._contexts, forward, *args)
-        like = call.moved[0].get().new_empty(0)  # tells `checkpoint` the device whose random state it saves
-        contexts = partial(self._contexts, call.start_reload)
-        output = _checkpoint(contexts, call.run, like, *call.others)
+            return self._checkpoint(self._contexts, partial(own, **kwargs), *args)
+        output = self._checkpoint(partial(self._contexts, call.start_reload), call.run, *call.others)
         inputs.forward_ended()
         return output
+
+    @eager_itself
+    def _checkpoint(self, contexts: Callable[[], Contexts], function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function``, and recompute it in backward, in the two ``contexts``."""
+        # `checkpoint` saves the random states of the devices of its positional tensors. `args` may have none: modules
+        # may be called with keywords only, and inputs may be offloaded.
+        like = torch.empty(0, dtype=torch.uint8, device=self._device)
+        run = partial(_call_without_first, function)
+        return checkpoint(run, like, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
     def _contexts(self, *on_begin: Callable[[], None]) -> Contexts:
         """Return the contexts of the forward and of its recomputations. Each recomputation first calls ``on_begin``."""
@@ -213,10 +225,8 @@ class Recomputed:
         )
 
 
-@eager_itself
-def _checkpoint(contexts: Callable[[], Contexts], function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, and recompute it in backward, in the two ``contexts``."""
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
+def _call_without_first(function: Callable[..., Any], first: Tensor, *args: Any) -> Any:
+    return function(*args)
 
 
 @contextmanager

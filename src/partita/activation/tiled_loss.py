@@ -313,9 +313,12 @@ class Tiles:
         changed = self.origin.apply_ops(
             logits if self.vocabulary is None else as_sharded_logits(logits, LogitsSharding(self.vocabulary))
         )
-        return F.cross_entropy(
-            changed, target, ignore_index=self.ignored, label_smoothing=self.smoothing, reduction="sum"
+        sums = torch.promote_types(changed.dtype, torch.float32)  # sums of many losses are out of fp16's range
+        kind = "sum" if changed.dtype == sums else "none"
+        losses = F.cross_entropy(
+            changed, target, ignore_index=self.ignored, label_smoothing=self.smoothing, reduction=kind
         )
+        return losses.sum(dtype=sums)
 
 
 class TiledLoss(torch.autograd.Function):

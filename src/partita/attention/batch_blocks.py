@@ -82,6 +82,8 @@ class RecentResults(Generic[T]):
     def found(self, kind: object, given: tuple[Tensor | None, ...], make: Callable[[], T]) -> T:
         """Return the result of ``make`` for the key ``kind``, cached as long as the ``given`` tensors are unchanged."""
         tensors = [tensor for tensor in given if tensor is not None]
+        if any(tensor.is_inference() for tensor in tensors):  # has no version counter, so it may be changed unnoticed
+            return make()
         key = kind, tuple(tensor if tensor is None else (id(tensor), tensor._version) for tensor in given)
         if key in self._results:
             found, owners = self._results[key]

@@ -14,6 +14,7 @@ from partita.errors import PartitaError
 from partita.memory.autocast import autocast_dtype, no_autocast
 from partita.parallel.dot_product import DotProduct, override_sdpa
 from partita.parallel.sequence.attention import current_slices
+from partita.parallel.tensor.dropout import kernel_rng
 from partita.sharding.compiler import eager_itself
 
 # Returns the causal or the bidirectional layout.
@@ -56,7 +57,7 @@ class Interception:
             raise self.unsupported(f"attends from {q.shape[2]} positions to {k.shape[2]} others (cross-attention)")
         if (dtype := autocast_dtype(q.device)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        with no_autocast(q.device):
+        with no_autocast(q.device), kernel_rng(q.device) if given.get("dropout") else nullcontext():
             out: Tensor = block_sparse(q, k, v, layout, **given)
         return out
 

@@ -21,6 +21,7 @@ from partita.inspection.modules import owning_ranks
 from partita.optim.fused import rule_of
 from partita.optim.traits import needs_closure
 from partita.optim.updater import StepResult, Updater
+from partita.parallel.random import RandomStreams
 from partita.sharding.runtime import Runtime
 
 # Limit on rewinds without getting past the same step.
@@ -30,13 +31,23 @@ MOST_REWINDS = 3
 class Checkpoints:
     """Saves and loads one engine. Every method is a collective, called between two steps."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, updater: Updater, scheduler: LRScheduler, config: Config):
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        updater: Updater,
+        scheduler: LRScheduler,
+        config: Config,
+        streams: RandomStreams | None,
+    ) -> None:
         self._updater = updater
         self._config = config
         self._mesh = runtime.collectives.mesh
         self._backend = FileBackend(self._mesh)
         self._content = Content(runtime, updater)
-        self._training = TrainingState(model, updater, scheduler, self._mesh)
+        drawn = streams if config.seed is None else None
+        local_buffers = config.communication.buffers == "local"
+        self._training = TrainingState(model, updater, scheduler, self._mesh, drawn, local_buffers)
         self._saver = Saver(self._content, self._training, self._backend)
         self.extra = self._training.extra
         # Made absolute once: the process may change its working directory.
@@ -92,10 +103,11 @@ class Checkpoints:
             )
         folder = self._folder(folder, "engine.save").absolute()
         self._updater.take_written()
+        self._updater.views.attach(self._updater.optimizer)  # groups that were added after the last step
         runtime = self._content.runtime
         self._updater.settle()
         self._training.owning_rank = owning_ranks(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
-        self._training.compare_extra(runtime.collectives.all_ranks)
+        self._training.compare_ranks(runtime.collectives.all_ranks)
         about = {
             "versions": versions(),
             "ranks": self._mesh.num_ranks,
@@ -115,6 +127,7 @@ class Checkpoints:
     def _load(self, folder: str | Path | None, options: LoadOptions) -> Restored:
         self._saver.wait()
         self._updater.take_written()
+        self._updater.views.attach(self._updater.optimizer)  # groups that were added before the first step
         folder = self._folder(folder, "engine.load")
         return load(self._content, self._training, self._backend, folder, options)
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Value, saved_boxes
-from partita.checkpoint.names import ERROR_FEEDBACK, MODEL, STATE
-from partita.checkpoint.serializable import to_serializable
+from partita.checkpoint.names import BLOCK_ORDER, ERROR_FEEDBACK, MODEL, STATE
+from partita.checkpoint.serializable import digest, to_serializable
 from partita.errors import PartitaError
 from partita.kernels.state import num_blocks
 from partita.layout.parameters import find_all_parameters
 from partita.memory.collector import collector_paused
-from partita.optim.states import BLOCK_STATES, View, flattened
+from partita.optim.states import BLOCK_STATES, View, flattened, has_tensors
 from partita.optim.updater import Updater
 from partita.sharding.parameter import Member
 from partita.sharding.runtime import Runtime
@@ -31,7 +31,7 @@ from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 from partita.sharding.weights import weights_read
 from partita.table.box import Box
-from partita.table.flat_range import FlatRange
+from partita.table.flat_range import FlatRange, memory_order
 from partita.table.residence import BLOCK, FP32, SPLIT
 from partita.table.span import Span
 
@@ -50,6 +50,14 @@ def blocks_of(member: Member, start: int, stop: int) -> FlatRange:
             "optimizer states; set precision.moments to fp32"
         )
     return FlatRange.row_major((num_blocks(math.prod(member.shape)),), start // BLOCK, num_blocks(stop))
+
+
+def block_order(member: Member) -> list[int]:
+    """Return the dimensions of a parameter in memory order, in which quantization blocks are cut.
+
+    Dimensions of size 1, whose position changes nothing, are left out.
+    """
+    return [dim for dim in memory_order(member.stride) if member.shape[dim] != 1]
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,10 @@ def _pieces(key: str, dtype: torch.dtype, elements: FlatRange, take: Callable[[T
 class SegmentContent:
     """The content saved for one segment, cached as long as ``identity`` is unchanged.
 
-    ``identity`` identifies the segment's states and their memory addresses. ``boxes`` have their values in ``pieces``;
-    ``others`` are plain values. ``views`` are the boxes' values, if memory already has the saved order. (States that
-    the optimizer replaces are kept alive by them until the next save detects the change.)
+    ``identity`` identifies the segment's states: the memory addresses of tensors, and digests of plain values, which
+    may change in place. ``boxes`` have their values in ``pieces``; ``others`` are plain values. ``views`` are the
+    boxes' values, if memory already has the saved order. (States that the optimizer replaces are kept alive by them
+    until the next save detects the change.)
     """
 
     segment: Segment
@@ -142,7 +151,7 @@ class Content:
     def _content_of(self, unit: Unit, segment: Segment) -> SegmentContent:
         views = self.updater.views.of_segment(segment)
         kept = [pair for view in views for pair in self._state_in(view).items()]
-        addresses = [(key, state.data_ptr() if isinstance(state, Tensor) else id(state)) for key, state in kept]
+        addresses = [(key, state.data_ptr() if isinstance(state, Tensor) else digest(state)) for key, state in kept]
         additional = self.additional_states(segment)
         identity = (segment.trains, addresses, [values.data_ptr() for values in additional.values()])
         known = self._known.get(id(segment))
@@ -202,7 +211,7 @@ class Content:
             for key, values in additional.items():
                 yield from _pieces(key + span.fqn, values.dtype, elements, _slice_of(values, place))
             yield from self._states_of(members[span.fqn], span)
-        for view in self.updater.views.of_segment(segment):
+        for view in self.updater.views.of_segment(segment) if segment.is_first_owner else ():
             if view.is_full_at_owner:
                 yield from self._full_states_of(view)
 
@@ -213,9 +222,18 @@ class Content:
             return
         first = span.place.begins_at
         has_first = first is not None and span.start <= first < span.stop
-        for key, state in self._state_in(view).items():
+        states = self._state_in(view)
+        if has_first and not states.keys().isdisjoint(BLOCK_STATES):
+            yield Value(BLOCK_ORDER + span.fqn, value=block_order(member))
+        for key, state in states.items():
             name, take = f"{STATE}{span.fqn}.{key}", self._state_of(view, span, key)
             if not isinstance(state, Tensor):
+                if has_tensors(state) and not member.segment.has_full_master:
+                    raise PartitaError(
+                        f"checkpoint: the optimizer's state '{key}' of '{member.fqn}' is a {type(state).__name__} with "
+                        "tensors for a slice of the parameter: expected tensors, or lists, tuples and dictionaries of "
+                        "them, whose keys are numbers or text"
+                    )
                 if has_first:
                     yield Value(name, value=to_serializable(state, f"the optimizer's state '{key}' of '{member.fqn}'"))
             elif key in BLOCK_STATES:

@@ -6,7 +6,7 @@ states is for the chunks in flight, and for the optimizer states of one unit if 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from partita.checkpoint.backend import Backend, Chunk, Stored
-from partita.checkpoint.content import ONE_NUMBER, Content, blocks_of
-from partita.checkpoint.names import AVERAGES, DILOCO_MOMENTUM, ERROR_FEEDBACK, MODEL, STATE, Names, some_of
+from partita.checkpoint.content import Content
+from partita.checkpoint.groups import check_groups, differing_groups, lacking_groups
+from partita.checkpoint.names import (
+    AVERAGES,
+    DILOCO_MOMENTUM,
+    ERROR_FEEDBACK,
+    MODEL,
+    STATE,
+    Names,
+    some_of,
+)
 from partita.checkpoint.open_on_ranks import open_on_ranks
 from partita.checkpoint.settings import Change
+from partita.checkpoint.stored_states import StoredStates
 from partita.checkpoint.training_state import TrainingState
 from partita.comm.collective_errors import shared_errors
 from partita.errors import PartitaError
@@ -29,9 +39,9 @@ from partita.layout.parameters import find_all_parameters
 from partita.memory.allocate import trim
 from partita.memory.collector import collector_paused
 from partita.memory.tiers import StoredState
-from partita.optim.fused import convert_state
-from partita.optim.states import BLOCK_STATES, View, unflattened
+from partita.optim.states import View
 from partita.optim.traits import moments_of, state_names
+from partita.sharding.parameter import Member
 from partita.sharding.segment import Segment
 from partita.sharding.unit import Unit
 from partita.table.box import Box
@@ -55,9 +65,9 @@ class Restored:
     """The result of :meth:`Engine.load`: the checkpoint at ``path``, saved after ``step`` updates.
 
     ``missing``: keys that the engine has and the checkpoint lacks. ``unexpected``: names of the stored model that the
-    engine's model lacks. ``only_states``: True for another library's checkpoint, from which the optimizer's settings,
-    the scheduler, counters and random states are not restored. ``changes``: the optimizer's settings that are
-    configured differently than in the saved run.
+    engine's model lacks, and stored groups that its optimizer lacks. ``only_states``: True for another library's
+    checkpoint, from which the optimizer's settings, the scheduler, counters and random states are not restored.
+    ``changes``: the optimizer's settings that are configured differently than in the saved run.
     """
 
     path: Path
@@ -103,7 +113,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
             raise error
         restored = loading.fill_others()
     content.updater.loaded()
-    content.runtime.updated()
+    content.runtime.rewritten()
     trim()
     return restored
 
@@ -159,9 +169,12 @@ class Loading:
         known += [name for name, _ in self._buffers] + [name for name, _ in self._modules]
         self._names = Names(stored, known, options.prefix)
         self._missing = list[str]()
+        self._differing = dict[int, list[str]]()  # stored groups with other parameters, by number
+        self._state_names = frozenset[str]() if options.only_model else state_names(self._updater.optimizer)
+        self._own_buffers = training.own_buffers(stored)
         self._content = content
         self._averages = frozenset(content.averages)
-        self._loads_states = not options.only_model
+        self._states = None if options.only_model else StoredStates(stored, self._names, self._updater)
 
     # ----------------------------------------------- before anything is modified
 
@@ -185,11 +198,15 @@ class Loading:
             )
         if not self._options.only_model:
             self._check_states()
+        if not self._options.only_model and self._stored.manifest:
+            self._differing = differing_groups(self._stored, self._updater.views)
+            if self._options.strict:
+                check_groups(self._stored, self._differing, len(self._updater.optimizer.param_groups))
 
     def _check_states(self) -> None:
         trained = [member for member in self._members if member.segment.trains]
         saved = {state for member in trained for state in self._names.states(member.info.fqns)} - {"step"}
-        expected = state_names(self._updater.optimizer) - {"step"}
+        expected = self._state_names - {"step"}
         if not saved or not expected or saved & expected:
             return
         if self._options.strict:
@@ -198,7 +215,8 @@ class Loading:
                 f"): expected those of {type(self._updater.optimizer).__name__} ({some_of(sorted(expected))}); "
                 "only_model=True loads only the weights, strict=False everything except these states"
             )
-        self._loads_states = False
+        assert self._states is not None
+        self._states.are_loaded = False
         self._missing.append(STATE + "*")
 
     def _compare(self) -> list[str]:
@@ -210,14 +228,20 @@ class Loading:
             key = self._names.model(names)
             if key is None:
                 self._missing.append(MODEL + names[0])
-            elif (shape := self._stored.tensors[key].shape) != expected:
+            elif (shape := self._shape_of(key)) != expected:
                 wrong.append(f"'{names[0]}' is {expected} in the model, {shape} in the checkpoint")
         self._missing += [MODEL + name for name, _ in self._modules if self._names.model([name]) is None]
         return wrong
 
+    def _shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a stored parameter, or of the buffer that this rank loads."""
+        own = self._own_buffers.get(key.removeprefix(MODEL))
+        return self._stored.tensors[key].shape if own is None else tuple(own.shape)
+
     def _keeps_states(self) -> bool:
         """Return True if the optimizer keeps states of trainable parameters (SGD without momentum does not)."""
-        return any(m.segment.trains for m in self._members) and moments_of(self._updater.optimizer).most > 0
+        keeps = moments_of(self._updater.optimizer).most > 0 or bool(self._state_names - {"step"})
+        return keeps and any(member.segment.trains for member in self._members)
 
     def plan(self) -> list[tuple[Segment, list[_Target]]]:
         """Return the targets of each segment, in the order in which they are read."""
@@ -233,25 +257,28 @@ class Loading:
                 yield self._target(key, member.elements(span.start, span.stop), place=place)
             view = self._updater.views.of(member.param)
             if view is not None and view.num_elements and not view.is_full_at_owner:
-                yield from self._states_of(view)
+                yield from self._targets_of_states(view)
         for view in self._updater.views.of_segment(segment):
             if view.is_full_at_owner and view.in_groups is not None:
-                yield from self._states_of(view)
+                yield from self._targets_of_states(view)
         content = self._content
+        self._prepare_averages(segment, members.values())
         additional = content.additional_states(segment) if segment.is_first_copy else content.listener_states(segment)
         for span, (prefix, kept) in product(segment.layout.part(segment.shard_index), additional.items()):
             if (key := self._key_of(prefix, members[span.fqn].info.fqns)) is not None:
                 values = kept[span.offset : span.offset + span.num_elements]
                 yield self._target(key, members[span.fqn].elements(span.start, span.stop), values=values)
 
-    def _states_of(self, view: View) -> Iterator[_Target]:
-        """Yield the targets of one parameter's optimizer states, also of a frozen one: they are used after unfreezing,
-        and saved meanwhile.
-        """
-        if self._loads_states and self._updater.views.is_grouped(view):
-            for state, key in self._names.states(view.member.info.fqns).items():
-                if key in self._stored.tensors:
-                    yield self._target(key, self._state_elements(view, state, key), view=view, state=state)
+    def _prepare_averages(self, segment: Segment, members: Iterable[Member]) -> None:
+        """Create the averages that the checkpoint has of a segment that does not train yet."""
+        names = [name for member in members for name in member.info.fqns]
+        for listener in self._updater.listeners if not self._options.only_model else ():
+            if listener.average and any(listener.average + name in self._stored.tensors for name in names):
+                listener.prepare(segment)
+
+    def _targets_of_states(self, view: View) -> Iterator[_Target]:
+        for state, key, elements in self._states.targets(view) if self._states is not None else ():
+            yield self._target(key, elements, view=view, state=state)
 
     def _key_of(self, prefix: str, names: Sequence[str]) -> str | None:
         """Return the key of an additional state of a parameter.
@@ -272,22 +299,6 @@ class Loading:
         )
         return _Target(key, elements, tuple(parts), **where)
 
-    def _state_elements(self, view: View, state: str, key: str) -> FlatRange:
-        """Return the elements of a stored state that belong to a view: its elements, its blocks, or a single number."""
-        member, start, stop = view.member, view.start, view.start + view.num_elements
-        shape, expected = self._stored.tensors[key].shape, view.member.span.place.shape
-        if view.is_full_at_owner and shape:
-            return FlatRange.row_major(shape)
-        if state in BLOCK_STATES:
-            return blocks_of(member, start, stop)
-        if shape == expected and (shape or state != "step"):
-            return member.elements(start, stop)
-        if shape and member.segment.has_full_master:
-            return FlatRange.row_major(shape)
-        if shape:
-            raise PartitaError(f"checkpoint: '{key}' has shape {shape} in '{self._stored.folder}': expected {expected}")
-        return ONE_NUMBER
-
     def _spans(self, segment: Segment) -> tuple[Span, ...]:
         """Return the spans of a segment that this rank stores."""
         return segment.stored_spans if segment.master is None else segment.master_spans
@@ -304,8 +315,8 @@ class Loading:
         with self._stored.read(chunks) as tensors:
             for segment, targets in plan:
                 try:
-                    if error is None and not self._options.only_model:
-                        self._remove_states(segment)
+                    if error is None and self._states is not None:
+                        self._states.remove(segment)
                     param = self._fill(segment, targets, tensors) if error is None else None
                 except Exception as raised:
                     error, param = raised, None
@@ -331,7 +342,8 @@ class Loading:
             elif target.view is None:
                 target.fill(weights[target.place], tensors)
             else:
-                state = self._allocate_state(target.view, target)
+                assert self._states is not None
+                state = self._states.allocate(target.view, target.state, target.key, target.elements)
                 target.fill(state.view(-1), tensors)
                 states.setdefault(target.view, {})[target.state] = state
         param = None
@@ -339,54 +351,9 @@ class Loading:
             param, low = split(weights)
             stored.copy_(low)
         lease.end(changed=True)
-        self._set_states(segment, states)
+        if self._states is not None:
+            self._states.set(segment, states)
         return param
-
-    def _remove_states(self, segment: Segment) -> None:
-        """Remove the optimizer states of a segment. A parameter without stored states then counts as never updated."""
-        for view in self._updater.views.of_segment(segment):
-            if view.in_groups is not None:
-                self._updater.optimizer.state.pop(view.in_groups, None)
-
-    def _allocate_state(self, view: View, target: _Target) -> Tensor:
-        """Allocate memory for an optimizer state: flat, or a scalar."""
-        stored, param = self._stored.tensors[target.key].dtype, view.tensor
-        if target.elements is ONE_NUMBER:
-            groups = self._updater.optimizer.param_groups
-            on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-            return torch.empty((), dtype=stored, device=param.device if on_device else "cpu")
-        keeps = view.is_full_at_owner or not stored.is_floating_point or target.state in BLOCK_STATES
-        dtype = stored if keeps else param.dtype
-        return torch.empty(target.elements.num_elements, dtype=dtype, device=param.device)
-
-    def _set_states(self, segment: Segment, states: dict[View, dict[str, Any]]) -> None:
-        """Pass the loaded states to the optimizer, in the encoding in which it keeps them."""
-        optimizer = self._updater.optimizer
-        for view, state in states.items():
-            names = self._names.states(view.member.info.fqns)
-            values = {name: self._stored.value(key) for name, key in names.items() if key in self._stored.values}
-            known = {**convert_state(optimizer, state), **values}
-            is_shaped = segment.has_full_master or view.is_full_at_owner
-            shaped = {
-                name: self._shaped(view, names.get(name, ""), value)
-                if isinstance(value, Tensor) and value.dim() and name not in BLOCK_STATES and is_shaped
-                else value
-                for name, value in known.items()
-            }
-            assert view.in_groups is not None
-            optimizer.state[view.in_groups] = unflattened(shaped)
-        if states and (on_disk := self._updater.states.on_disk(segment)) is not None:
-            on_disk.replace()
-
-    def _shaped(self, view: View, key: str, value: Tensor) -> Tensor:
-        """Return a flat state in the shape that the optimizer keeps: the parameter's, or the one that was stored.
-
-        This is for optimizers on unsharded parameters.
-        """
-        shape = self._stored.tensors[key].shape if key in self._stored.tensors else ()
-        if view.is_full_at_owner:
-            return value.view(shape or view.member.span.place.shape)
-        return view.member.shaped(value) if shape in ((), view.member.span.place.shape) else value.view(shape)
 
     def _deliver(self, segment: Segment, param: Tensor | None) -> None:
         """Copy the loaded weights to the stored parameters.
@@ -450,24 +417,25 @@ class Loading:
         """Restore everything except the segments; return the result. Every rank reads the buffers in full."""
         for name, buffer in self._buffers:
             if (key := self._names.model([name])) is not None:
-                buffer.copy_(self._stored.value(key))
+                own = self._own_buffers.get(key.removeprefix(MODEL))
+                buffer.copy_(self._stored.value(key) if own is None else own)
         for name, module in self._modules:
             if (key := self._names.model([name])) is not None:
                 module.set_extra_state(self._stored.value(key))
-        changed = list[Change]()
+        changed, unexpected = list[Change](), list(self._names.unexpected)
         if not self._options.only_model and self._stored.manifest:
-            lacking, changed = self._training.restore(self._stored, strict=self._options.strict)
+            lacking, changed = self._training.restore(self._stored, self._differing)
             self._missing += lacking
+            unexpected += lacking_groups(self._stored, len(self._updater.optimizer.param_groups))
             self._warn_about_residuals()
             self._warn_about_averages()
         step = int(self._stored.manifest.get("step", self._updater.steps))
-        missing, unexpected = tuple(self._missing), tuple(self._names.unexpected)
         return Restored(
             self._stored.folder,
             step,
             self._options.only_model,
-            missing,
-            unexpected,
+            tuple(self._missing),
+            tuple(unexpected),
             only_states=not self._stored.manifest,
             changes=tuple(changed),
         )

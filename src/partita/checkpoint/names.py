@@ -19,6 +19,8 @@ ERROR_FEEDBACK = "partita.feedback."
 # State of the outer optimizer (DiLoCo): its momentum, and error-feedback residuals of compressed outer gradients.
 DILOCO = "partita.outer."
 DILOCO_MOMENTUM, DILOCO_ERROR_FEEDBACK = DILOCO + "momentum.", DILOCO + "feedback."
+# The dimensions of a parameter with 8-bit moments, in the order in which their blocks are cut.
+BLOCK_ORDER = "partita.block_order."
 # Key in the manifest: the prefixes of averages of the weights (EMA), whose names are those of the model.
 AVERAGES = "averages"
 STATE, GROUPS = OPTIMIZER + "state.", OPTIMIZER + "param_groups."

@@ -35,6 +35,7 @@ class Saver:
         self._num_saves = 0
         self._draft: Draft | None = None
         self._thread: threading.Thread | None = None
+        self._written = threading.Event()  # the thread has finished the checkpoint
         self._error: Exception | None = None
 
     def save(self, request: Request) -> Path:
@@ -68,8 +69,10 @@ class Saver:
             with shared_errors(self._all_ranks):
                 draft.snapshot(batches)
             # Not a daemon, so that the process ends only after the checkpoint is complete.
-            self._thread = threading.Thread(target=self._write, args=(draft,), name="partita checkpoint")
-            self._thread.start()
+            thread = threading.Thread(target=self._write, args=(draft,), name="partita checkpoint")
+            self._written.clear()
+            thread.start()
+            self._thread = thread
         else:
             with shared_errors(self._all_ranks):
                 draft.write(batches)
@@ -90,6 +93,8 @@ class Saver:
             _log.warning("a checkpoint was not saved: writing its files failed; the next save, or close, says why")
         else:
             draft.leave()
+        finally:
+            self._written.set()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is written in the background is visible.
@@ -106,9 +111,11 @@ class Saver:
                 raise
 
     def _join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            # Ctrl-C may interrupt this. In Python 3.11 and 3.12, a thread whose `join` was interrupted counts as ended.
+            self._written.wait()
+            self._thread.join()
+            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error

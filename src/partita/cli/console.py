@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ _REMEDIES = {
     errno.EDQUOT: "free disk space, or name a folder on another disk",
 }
 
+STDOUT = "-"  # the name of the standard output among files
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
@@ -62,17 +64,17 @@ def busy(message: str) -> Iterator[None]:
 
 
 @contextmanager
-def user_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None]:
+def user_errors(prefix: str = "") -> Iterator[None]:
     """Show a :class:`PartitaError` of the block, or an error of :func:`system_errors`, as one message, and exit.
 
-    ``code``: the exit code; that of a :class:`ConfigError` is always :data:`USER_ERROR`.
+    The exit code is :data:`USER_ERROR` after a :class:`ConfigError`, else :data:`FAILURE`.
     """
-    with library_errors(prefix, code=code), system_errors():
+    with library_errors(prefix), system_errors():
         yield
 
 
 @contextmanager
-def library_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None]:
+def library_errors(prefix: str = "") -> Iterator[None]:
     """Show a :class:`PartitaError` of the block as one message, and exit as :func:`user_errors` does.
 
     Errors of a user's script keep their traceback.
@@ -81,7 +83,7 @@ def library_errors(prefix: str = "", *, code: int = USER_ERROR) -> Iterator[None
         yield
     except PartitaError as error:
         show_error(Console(stderr=True), prefixed(prefix, str(error)))
-        raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else code) from None
+        raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from None
 
 
 @contextmanager
@@ -98,6 +100,32 @@ def system_errors() -> Iterator[None]:
             raise
         file = "" if error.filename is None else f" ('{error.filename}')"
         raise PartitaError(f"{error.strerror}{file}; {_REMEDIES[error.errno]}") from error
+
+
+def check_new(files: Iterable[str | Path], overwrite: bool) -> None:
+    """Check that a command writes only new files, unless it may ``overwrite`` existing ones. ``-`` is no file.
+
+    Raises:
+        ConfigError: one of the files exists.
+    """
+    for file in files:
+        if not overwrite and Path(file).is_file():
+            raise ConfigError(f"'{file}' exists already; pass --overwrite to replace it, or name another file")
+
+
+def write_figures(figures: object, file: str) -> None:
+    """Write a command's figures as JSON, to a file or to the standard output.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from partita.config.write import write_text  # the program's help needs no config
+
+    text = json.dumps(figures, indent=2)
+    if file == STDOUT:
+        typer.echo(text)
+    else:
+        write_text(file, text + "\n")
 
 
 def show_warnings_in_one_line() -> None:

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from partita.checkpoint.external.convert import open_external
 from partita.checkpoint.external.source import write
-from partita.cli.console import busy, show_notice, user_errors
+from partita.cli.console import Overwrite, busy, check_new, show_notice, user_errors
 from partita.config.external_format import convert_external
-from partita.errors import ConfigError
+from partita.config.write import write_text
 from partita.huggingface.trained import read_model
 
 convert = typer.Typer(name="convert", no_args_is_help=True, help="Convert configs and checkpoints of other libraries.")
@@ -22,17 +22,16 @@ def config_command(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.", show_default="shown")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
     per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default="all")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write another library's config as partita's YAML, with a comment about each key."""
     with user_errors():
+        check_new([out] if out else [], overwrite)
         text = convert_external(file, processes, per_node).as_yaml()
         if out is None:
             typer.echo(text, nl=False)
             return
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"-o {out}: cannot be written: {error.strerror}; name another file") from None
+        write_text(out, text)
     typer.echo(f"{out}: for partita.initialize(model, '{out}')")
 
 

@@ -7,7 +7,6 @@ checkpoint, is forwarded to all of them.
 
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from partita.cli.console import FAILURE, USER_ERROR, prefixed, show_error
+from partita.comm.watchdog import follows_from_another_rank
 from partita.errors import ConfigError, PartitaError
 from partita.memory.capacity import usable_cores
 
@@ -30,8 +30,6 @@ from partita.memory.capacity import usable_cores
 SHUTDOWN_TIMEOUT_S = 600
 # Types of recorded errors that are shown without a traceback.
 _USER_ERRORS = (PartitaError.__name__, ConfigError.__name__)
-# Text of errors that are caused by another rank's error: that of partita, and those of gloo.
-_FOLLOWS = re.compile(r"failed: rank \d+ ended with |Connection (closed|reset) by (remote )?peer")
 
 
 def launch(num_processes: int, module: str, arguments: Sequence[str], console: Console) -> int:
@@ -154,7 +152,7 @@ def _when(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
     failure = item[1]
     file = Path(failure.error_file)
     if file.exists():
-        return (2 if _FOLLOWS.search(_recorded(failure)[0]) else 1), file.stat().st_mtime
+        return (2 if follows_from_another_rank(_recorded(failure)[0]) else 1), file.stat().st_mtime
     killed, ended = failure.exitcode < 0, failure.exitcode == -signal.SIGTERM
     return (3 if ended else 0 if killed else 1), float(failure.timestamp)
 

@@ -17,13 +17,11 @@ class Command:
     Attributes:
         place: module and name of the function, or of the ``typer.Typer`` of a group of commands, as ``module:name``.
         help: the first paragraph of its help.
-        kind: the name of its class in the module, if it is not typer's.
         context_settings: settings of its parser.
     """
 
     place: str
     help: str
-    kind: str = ""
     context_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self, name: str) -> Any:
@@ -34,8 +32,7 @@ class Command:
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
         alone = typer.Typer(add_completion=False)
-        cls = getattr(module, self.kind) if self.kind else None
-        alone.command(name, cls=cls, context_settings=dict(self.context_settings))(found)
+        alone.command(name, context_settings=dict(self.context_settings))(found)
         return typer.main.get_command(alone)
 
 

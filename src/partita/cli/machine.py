@@ -7,8 +7,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from partita.cli.console import busy, user_errors
+from partita.cli.console import Overwrite, busy, check_new, user_errors
 from partita.config.messages import format_bytes
+from partita.config.write import YAML
 from partita.errors import ConfigError
 from partita.prediction.machine import BY_FLOPS, Machine, write_machine
 from partita.prediction.measure_machine import measure_machine
@@ -20,11 +21,12 @@ Ranks = Annotated[
 OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The file to write (.yaml).")]
 
 
-def machine(ranks: Ranks = 1, out: OutFile = None) -> None:
+def machine(ranks: Ranks = 1, out: OutFile = None, overwrite: Overwrite = False) -> None:
     """Measure this machine: its memory, and the speed of compute, copies and collectives with this many ranks."""
     with user_errors():
-        if out is not None and out.suffix not in (".yaml", ".yml"):  # --gpu recognizes files by this suffix
+        if out is not None and out.suffix not in YAML:  # --gpu recognizes files by this suffix
             raise ConfigError(f"--out {out}: expected a name that ends in .yaml")
+        check_new([out] if out else [], overwrite)
         with busy("measuring this machine"):
             found = measure_machine(ranks, out.stem if out else "this machine")
         if out is not None:

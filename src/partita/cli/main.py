@@ -37,7 +37,6 @@ class Commands(LazyGroup):
         "plan": Command(
             "partita.cli.plan:plan",
             "Predict memory and speed of training a model, and find the best plan; exit code 1 if nothing fits.",
-            kind="PlanCommand",
         ),
         "tune": Command(
             "partita.cli.tune:tune",
@@ -50,7 +49,6 @@ class Commands(LazyGroup):
         "simulate": Command(
             "partita.cli.simulate:simulate",
             "Show what each rank of a cluster would store and send, without a cluster.",
-            kind="SimulateCommand",
         ),
         "doctor": Command(
             "partita.cli.doctor:doctor", "Show this machine's hardware and libraries, and what partita uses of them."

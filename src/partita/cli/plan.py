@@ -1,10 +1,8 @@
 """``partita plan``: predicts memory and speed of a model's training, and writes the config of the best plan."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +11,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
 
-from partita.cli.console import FAILURE, Overwrite, busy, show_error, user_errors
+from partita.cli.console import FAILURE, STDOUT, Overwrite, busy, check_new, show_error, user_errors, write_figures
 from partita.config.messages import format_bytes
 from partita.config.values import as_size
+from partita.config.write import YAML
 from partita.errors import ConfigError
 from partita.prediction.machine import machine_named
 from partita.prediction.measure_machine import measure_machine
@@ -27,7 +25,6 @@ from partita.prediction.search import Forecast
 from partita.table.residence import Tier
 
 TRACES = (".trace.json", ".trace.json.gz")
-FIGURES = ".json"  # suffix of files that are overwritten without --overwrite
 _BAR = 48
 _COLORS = {
     "parameters": "blue",
@@ -53,102 +50,92 @@ Gpu = Annotated[
     str,
     typer.Option(
         help="Type of GPU: h200, h100, a100-80, v100-32, ...; a file of partita machine; or this: this machine, "
-        "measured with as many ranks (also --this-machine)."
+        "measured with as many ranks."
     ),
 ]
-NODE_FIGURES = ("--host-memory", "--disk", "--network")
-OfNodes = Annotated[
-    list[str] | None,
-    typer.Option(
-        *NODE_FIGURES,
-        metavar="BYTES",
-        help="Override the machine's figure per node, such as 128GiB; for the network per second, such as 1.25GB.",
-    ),
+ThisMachine = Annotated[bool, typer.Option("--this-machine", help="The same as --gpu this.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Host memory per node, such as 128GiB.", show_default="the machine's"),
+]
+Disk = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="Disk space per node, such as 2TB.", show_default="the machine's")
+]
+Network = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Network per node and second, such as 1.25GB.", show_default="the machine's"),
 ]
 Tokens = Annotated[int | None, typer.Option(help="Tokens per sample.", show_default="the model's, at most 2048")]
-LOSSY = ("--compress", "--lean")
-Lossy = Annotated[
-    list[str] | None,
+Compress = Annotated[
+    bool,
     typer.Option(
-        *LOSSY,
-        metavar="",
-        help="--compress: also consider quantized communication of gradients and parameters (int8, int4, ternary). "
-        "--lean: also consider states of lower precision where exact ones fit. Both are lossy.",
+        "--compress",
+        help="Also consider quantized communication of gradients and parameters (int8, int4, ternary). It is lossy.",
     ),
+]
+Lean = Annotated[
+    bool,
+    typer.Option("--lean", help="Also consider states of lower precision where exact ones fit. It is lossy."),
+]
+Figures = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - is the standard output.")
 ]
 Files = Annotated[
-    list[str] | None,
+    list[Path] | None,
     typer.Option(
-        "--json",
         "--out",
         metavar="FILE",
-        help="Write all figures (.json; - is the standard output), the config of the best plan (.yaml), or its "
-        "predicted step for Perfetto (.trace.json).",
+        help="Write the config of the best plan (.yaml), or its predicted step for Perfetto (.trace.json). May be "
+        "repeated.",
     ),
 ]
-
-
-class PlanCommand(TyperCommand):
-    """A command with ``--this-machine`` for ``--gpu this``, and with the option's name in each figure of the nodes."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words, rest = list[str](), iter(args)
-        for given in rest:
-            option, equals, value = given.partition("=")
-            if option in NODE_FIGURES:
-                words += [option, *(f"{option}={text}" for text in ([value] if equals else islice(rest, 1)))]
-            elif given in LOSSY:
-                words += (f"{given}={given}",)
-            else:
-                words += ("--gpu", THIS) if given == "--this-machine" else (given,)
-        return super().parse_args(ctx, words)
 
 
 def plan(
     model: Model,
     gpus: Gpus = 1,
     gpu: Gpu = DEFAULT_GPU,
-    of_nodes: OfNodes = None,
+    this_machine: ThisMachine = False,
+    host_memory: HostMemory = None,
+    disk: Disk = None,
+    network: Network = None,
     tokens: Tokens = None,
-    lossy: Lossy = None,
+    compress: Compress = False,
+    lean: Lean = False,
+    figures: Figures = None,
     files: Files = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Predict memory and speed of training a model, and find the best plan; exit code 1 if nothing fits."""
+    files = files or []
     with user_errors():
-        for file in files or ():
-            if not (overwrite or file.endswith(FIGURES)) and Path(file).is_file():
-                raise ConfigError(f"'{file}' exists already; pass --overwrite to replace it, or name another file")
-        given = (figure.split("=", 1) for figure in of_nodes or ())
-        figures: dict[str, Any] = {name[2:].replace("-", "_"): _bytes(name, text) for name, text in given}
-        with busy("measuring this machine" if gpu == THIS else "reading the machine"):
-            machine = replace(measure_machine(gpus), **figures) if gpu == THIS else machine_named(gpu, **figures)
-        compress, lean = (option in (lossy or ()) for option in LOSSY)
+        for file in files:
+            if not file.name.endswith((*YAML, *TRACES)):
+                raise ConfigError(
+                    f"--out {file}: expected a name that ends in .yaml (the config) or .trace.json (the predicted step)"
+                )
+        check_new([*files, *([figures] if figures else [])], overwrite)
+        given = {"--host-memory": host_memory, "--disk": disk, "--network": network}
+        changed: dict[str, Any] = {
+            option[2:].replace("-", "_"): _bytes(option, text) for option, text in given.items() if text is not None
+        }
+        measured = this_machine or gpu == THIS
+        with busy("measuring this machine" if measured else "reading the machine"):
+            machine = replace(measure_machine(gpus), **changed) if measured else machine_named(gpu, **changed)
         with busy(f"predicting plans for {model}"):
             found = make_plan(model, gpus=gpus, gpu=machine, tokens=tokens, compress=compress, lean=lean)
-        for file in files or ():
-            _write(found, file)
-    if "-" not in (files or ()):
+        if figures is not None:
+            write_figures(found.data(), figures)
+        for file in files if found.best is not None else []:
+            if file.name.endswith(TRACES):
+                found.write_trace(file)
+            else:
+                found.write(file)
+    if figures != STDOUT:
         show(found, Console())
     if found.best is None:
         show_error(Console(stderr=True), found.explain_no_fit())
         raise typer.Exit(FAILURE)
-
-
-def _write(found: Plan, file: str) -> None:
-    try:
-        if file == "-":
-            typer.echo(json.dumps(found.data(), indent=2))
-        elif file.endswith(TRACES):
-            if found.best is not None:
-                found.write_trace(file)
-        elif Path(file).suffix in (".yaml", ".yml"):
-            if found.best is not None:
-                found.write(file)
-        else:
-            Path(file).write_text(json.dumps(found.data(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{file}' cannot be written: {error.strerror}; name another file") from None
 
 
 def show(found: Plan, console: Console) -> None:

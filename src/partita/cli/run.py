@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from partita.cli.console import FAILURE, INTERRUPTED, library_errors, show_notice, user_errors
+from partita.cli.console import INTERRUPTED, library_errors, show_notice, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.script import run_script
 from partita.config import accelerate, deepspeed
@@ -92,9 +92,9 @@ def run(
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         script_arguments = [json.dumps(settings), *arguments]
-        with user_errors(code=FAILURE):
+        with user_errors():
             raise typer.Exit(launch(num_processes, "partita.cli.script", script_arguments, Console(stderr=True)))
-    with library_errors(f"rank {environment.rank}: " if started else "", code=FAILURE):
+    with library_errors(f"rank {environment.rank}: " if started else ""):
         try:
             run_script(settings, arguments)
         except KeyboardInterrupt:

@@ -1,11 +1,14 @@
 """``partita sample``: a text by the weights of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from partita.cli.console import user_errors
+from partita.config.messages import validation_problems
+from partita.errors import ConfigError
 from partita.train.job import SampleSection
 from partita.train.trained import continue_prompt, load_trained
 
@@ -21,6 +24,20 @@ def sample(
 ) -> None:
     """Continue a prompt with the weights that partita train has written, in one process."""
     with user_errors():
-        section = SampleSection(prompt=prompt, tokens=tokens, temperature=temperature, seed=seed)
+        section = _section({"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed})
         text = continue_prompt(load_trained(run), section)
     typer.echo(text)
+
+
+def _section(values: dict[str, Any]) -> SampleSection:
+    """Return the sample with these values.
+
+    Raises:
+        ConfigError: a value is not valid; the message has the name of its option.
+    """
+    try:
+        return SampleSection.model_validate(values)
+    except ValidationError as error:
+        problems = validation_problems(error, SampleSection, values)
+        texts = (each.text if each.path == ("prompt",) else f"--{each.text}" for each in problems)
+        raise ConfigError("; ".join(texts)) from None

@@ -3,20 +3,18 @@
 It runs the real engine on meta tensors.
 """
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer import BadParameter
-from typer.core import TyperCommand
 
-from partita.cli.console import busy, user_errors
+from partita.cli.console import STDOUT, Overwrite, busy, check_new, user_errors, write_figures
 from partita.cli.plan import DEFAULT_GPU, TRACES
 from partita.config.load import load_config
 from partita.config.messages import format_bytes
+from partita.config.write import YAML
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.prediction.given_config import estimate_config
@@ -50,28 +48,18 @@ Device = Annotated[
     ),
 ]
 PerNode = Annotated[int, typer.Option("--ranks-per-node", min=1, help="Ranks on a node.")]
-Files = Annotated[
-    list[str] | None,
+Figures = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - is the standard output.")
+]
+Trace = Annotated[
+    Path | None,
     typer.Option(
-        "--json",
         "--trace",
         metavar="FILE",
-        help="--json: the file for all figures; - is the standard output. --trace: the file for the predicted step, "
-        "for Perfetto (.trace.json or .trace.json.gz), with the collectives of the rank that stores most.",
+        help="Write the predicted step for Perfetto (.trace.json or .trace.json.gz), with the collectives of the rank "
+        "that stores most.",
     ),
 ]
-
-
-class SimulateCommand(TyperCommand):
-    """A command that checks the suffix of ``--trace``, by which traces are distinguished from other files."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for at, word in enumerate(args):
-            option, equals, name = word.partition("=")
-            name = name if equals else next(iter(args[at + 1 :]), "")
-            if option == "--trace" and not name.endswith(TRACES):
-                raise BadParameter(f"--trace '{name}': expected a name that ends in {' or '.join(TRACES)}", ctx)
-        return super().parse_args(ctx, args)
 
 
 def simulate(
@@ -82,13 +70,18 @@ def simulate(
     tokens: Tokens = None,
     device: Device = accelerator.USUAL_KIND,
     ranks_per_node: PerNode = RANKS_PER_NODE,
-    files: Files = None,
+    figures: Figures = None,
+    trace: Trace = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Show what each rank of a cluster would store and send, without a cluster."""
     with user_errors():
-        settings, traces = load_config(config), [file for file in files or () if file.endswith(TRACES)]
+        if trace is not None and not trace.name.endswith(TRACES):
+            raise ConfigError(f"--trace {trace}: expected a name that ends in {' or '.join(TRACES)}")
+        check_new([file for file in (figures, trace) if file is not None], overwrite)
+        settings = load_config(config)
         kind, machine = _computed_on(device)
-        if traces and machine is None:
+        if trace is not None and machine is None:
             raise ConfigError(
                 f"--trace: --device {device} is not a machine; name one (h100, or a file of partita machine)"
             )
@@ -98,22 +91,19 @@ def simulate(
         )
         with busy(f"simulating {model} on {world} ranks"):
             found = run(simulated_model, settings, Cluster(world, kind, ranks_per_node), ranks)
-        for file in files or ():
-            if file not in traces:
-                _write(found, file)
-        if traces and machine is not None:
-            plan = estimate_config(read_source(model, tokens), settings, world, kind)
+        if figures is not None:
+            write_figures(plain(found), figures)
+        if trace is not None and machine is not None:
             step_cost = StepCost(machine, world, machine.compute_dtype)
             calls = collective_rows(_fullest(found), found.resolved.mesh, step_cost)
-            for file in traces:
-                plan.write_trace(Path(file), machine, calls)
-    if "-" not in (files or ()):
+            estimate_config(read_source(model, tokens), settings, world, kind).write_trace(trace, machine, calls)
+    if figures != STDOUT:
         show(found, Console())
 
 
 def _computed_on(device: str) -> tuple[str, Machine | None]:
     """Return the device type, and the machine if one is named; for the default device type, that of DEFAULT_GPU."""
-    if device.lower() in machines() or Path(device).suffix in (".yaml", ".yml"):
+    if device.lower() in machines() or Path(device).suffix in YAML:
         machine = machine_named(device)
         return accelerator.usual_kind(machine.one_memory), machine
     return device, machine_named(DEFAULT_GPU) if device == accelerator.USUAL_KIND else None
@@ -121,17 +111,6 @@ def _computed_on(device: str) -> tuple[str, Machine | None]:
 
 def _fullest(found: Simulation) -> RankReport:
     return max(found.ranks, key=lambda rank: max(rank.bytes_by_tier.values(), default=0))
-
-
-def _write(found: Simulation, file: str) -> None:
-    text = json.dumps(plain(found), indent=2)
-    if file == "-":
-        typer.echo(text)
-        return
-    try:
-        Path(file).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write '{file}': {error.strerror}; name another file") from None
 
 
 def show(found: Simulation, console: Console) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from partita.checkpoint.format.folder import complete_checkpoints
-from partita.cli.console import FAILURE, INTERRUPTED, Overwrite, show_notice, user_errors
+from partita.cli.console import INTERRUPTED, Overwrite, show_notice, user_errors
 from partita.cli.processes import num_to_start
 from partita.cli.worker import EXPLAIN
 from partita.config.launchers import launch_environment
@@ -94,12 +94,12 @@ def train(
         from partita.cli.launch import launch  # torch's agent takes a second to import
 
         arguments = [*([EXPLAIN] if explain else ()), str(job), *overrides]
-        with user_errors(code=FAILURE):
+        with user_errors():
             code = launch(num_processes, "partita.cli.worker", arguments, Console(stderr=True))
             if prediction is not None and not code and not explain:
                 prediction.add_to_traces(loaded.out, num_ranks)
         raise typer.Exit(code)
-    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else "", code=FAILURE):
+    with user_errors(f"rank {environment.rank}: " if environment.world_size > 1 else ""):
         if explain:
             explain_job(loaded, Console())
             return

@@ -9,9 +9,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from partita.cli.console import INTERRUPTED, show_notice, user_errors
+from partita.cli.console import INTERRUPTED, Overwrite, check_new, show_notice, user_errors
 from partita.cli.plan import Tokens
 from partita.config.messages import format_bytes
+from partita.config.write import YAML
 from partita.errors import ConfigError
 from partita.prediction.tune.target import Target
 from partita.prediction.tune.tune import NUM_TRIALS, THIS, Effort, Trial, Tuned
@@ -58,6 +59,7 @@ def tune(
     tokens: Tokens = None,
     trials: MostTrials = NUM_TRIALS,
     files: Files = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Find the fastest config on this machine, by short trials of plans and of variants of the best ones.
 
@@ -73,6 +75,7 @@ def tune(
 
     with user_errors():
         results, written = _sorted(files or [])
+        check_new(written, overwrite)
         target = Target(model, tokens, tuple(overrides or ()))
         given: dict[str, Any] = {"machine": gpu or THIS, "config": config, "results": results}
         try:
@@ -88,7 +91,7 @@ def tune(
 def _sorted(files: Sequence[Path]) -> tuple[Path, list[Path]]:
     """Return the file of results, and the files for the config."""
     results = [file for file in files if file.suffix == ".jsonl"]
-    written = [file for file in files if file.suffix in (".yaml", ".yml")]
+    written = [file for file in files if file.suffix in YAML]
     for file in files:
         if file not in (*results, *written):
             raise ConfigError(f"--out {file}: expected a name that ends in .yaml (the config) or .jsonl (the results)")

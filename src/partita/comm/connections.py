@@ -1,9 +1,10 @@
 """Connections of a rank to the other ranks of its mesh: process groups of ``torch.distributed``."""
 
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING
@@ -58,6 +59,10 @@ class Connections(ABC):
         """Return torch's ``DeviceMesh`` of the mesh, with process groups that nothing else uses. Collective."""
 
     @abstractmethod
+    def abort(self) -> None:
+        """End the collectives in flight on the accelerator. Its connections cannot be used afterwards."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release the connections. Called once, when nothing is in flight."""
 
@@ -83,6 +88,7 @@ class Processes(Connections):
         self._backend = staged.backend(device, through_host=rendezvous.through_host)
         self._on_device = OrderedDeviceTransport if rendezvous.reduction == "ordered" else DeviceTransport
         self._groups: list[dist.ProcessGroup] = []
+        self._groups_of_device: list[dist.ProcessGroup] = []  # those of them that use the accelerator's backend
         self._names = ""  # prefix of the names of groups that only members create; empty: every rank creates all groups
         self._num_made = 0  # number of groups, including those without this rank
         self._world = world.join(rendezvous, device)
@@ -166,6 +172,8 @@ class Processes(Connections):
             )
         if self.rank in ranks:
             self._groups.append(group)
+            if backend != accelerator.backend(accelerator.HOST):
+                self._groups_of_device.append(group)
         return group
 
     def device_mesh(self, shape: MeshShape) -> "DeviceMesh":
@@ -183,6 +191,14 @@ class Processes(Connections):
         groups = [made.get(axis, made[""]) for axis in AXES]
         return DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=AXES)
 
+    def abort(self) -> None:
+        # At the same time: the end of one group waits for the device, which may be waiting in another group.
+        aborts = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in self._groups_of_device]
+        for each in aborts:
+            each.start()
+        for each in aborts:
+            each.join()
+
     def close(self) -> None:
         """Destroy the groups made here, and ``torch.distributed`` itself if it was started here and no other mesh uses
         it.
@@ -190,3 +206,9 @@ class Processes(Connections):
         world.leave(self._world, self._groups)
         self._world = None
         self._groups = []
+        self._groups_of_device = []
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # some backends cannot
+        group.abort()

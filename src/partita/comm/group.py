@@ -2,6 +2,7 @@
 
 import pickle
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +18,13 @@ from partita.comm.transport import Transport, Work
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
 from partita.memory import accelerator, step_events
+from partita.memory.streams import record
 from partita.table.scratch import received_elements
 from partita.table.traffic import TrafficKey, TrafficMeter
 
 T = TypeVar("T")
+# Seconds between two looks at the accelerator, and at the other ranks, while this rank waits for its accelerator.
+POLL_S, LOOK_S = 1e-4, 1.0
 
 
 class Handle:
@@ -279,6 +283,22 @@ class Group:
         return axes, next(ranks for ranks in self._mesh.shape.groups(axes) if self._mesh.rank in ranks)
 
     # -------------------------------------------------------------- outside of collectives
+
+    def read(self, tensor: Tensor, call: str) -> Tensor:
+        """Return a copy of a tensor on the host, like :func:`partita.memory.accelerator.read`, for the current call.
+
+        Raises:
+            PartitaError: a rank has ended with an error, so this rank's accelerator may wait for it forever.
+        """
+        computed, watchdog, looked = record(tensor.device), self._mesh.watchdog, time.monotonic()
+        while watchdog is not None and computed.is_behind():
+            time.sleep(POLL_S)
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                if watchdog.has_ending():
+                    with self._error_context(call):
+                        raise RuntimeError("the accelerator has not completed earlier collectives")
+        return accelerator.read(tensor)
 
     def board(self) -> Board | None:
         """Return a new board for notes among the ranks; None for one rank, or without a store. Collective."""

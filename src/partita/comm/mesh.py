@@ -20,6 +20,7 @@ from partita.comm.connections import Connections
 from partita.comm.transport import Transport
 from partita.comm.watchdog import Watchdog
 from partita.errors import PartitaError
+from partita.memory import accelerator
 from partita.memory.streams import Stream, finish_all_jobs
 from partita.table.mesh_shape import MeshShape, expand
 from partita.table.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_of_all_ranks
@@ -27,18 +28,25 @@ from partita.table.purposes import BULK_PURPOSES, Needs, all_purposes, purposes_
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Seconds for which the accelerator may complete its work after an error, if other engines use its connections.
+GRACE_S = 5.0
+
 
 class Mesh:
-    """Sizes and coordinates of the axes, and a transport for each combination of axes that is used. The transport of
-    all ranks exists from the start.
+    """Sizes and coordinates of the axes, and a transport for each combination of axes that is used.
+
+    The transport of all ranks exists from the start.
 
     Args:
         shape: the sizes of the axes; their product is the number of ranks.
         device: the device of the tensors.
         connections: this rank's connections; the mesh closes them.
+        for_engines: the last engine that uses the mesh closes it.
     """
 
-    def __init__(self, shape: MeshShape, device: torch.device, connections: Connections) -> None:
+    def __init__(
+        self, shape: MeshShape, device: torch.device, connections: Connections, *, for_engines: bool = False
+    ) -> None:
         self.shape = shape
         self.device = device
         self._connections = connections
@@ -54,6 +62,8 @@ class Mesh:
         self.log = CollectiveLog()
         self.watchdog: Watchdog | None = None
         self._device_mesh: DeviceMesh | None = None
+        self._for_engines = for_engines
+        self._num_engines = 0
         self._closed = False
         _open.add(self)
         try:
@@ -97,7 +107,7 @@ class Mesh:
             return self.transports[axes]
         except KeyError:
             raise PartitaError(
-                f"there is no process group over {', '.join(axes)}: the engine that owns this mesh is closed"
+                f"there is no process group over {', '.join(axes)}: the mesh is closed, or was made without it"
             ) from None
 
     def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:
@@ -114,6 +124,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks."""
         return self.shape.num_ranks
 
     @property
@@ -156,12 +167,34 @@ class Mesh:
     def check_open(self) -> None:
         """Raises PartitaError: the mesh is closed."""
         if self._closed:
-            raise PartitaError("the mesh is closed, because the engine that created it is closed: create a new engine")
+            raise PartitaError("the mesh is closed, because all its engines are closed: create a new engine")
+
+    @property
+    def has_last_engine(self) -> bool:
+        """True if the next engine that is closed closes the mesh."""
+        return self._for_engines and self._num_engines == 1
+
+    def add_engine(self) -> None:
+        """Count an engine that uses the mesh."""
+        self._num_engines += 1
+
+    def remove_engine(self) -> None:
+        """Count an engine less; the last one closes the mesh, if it was made for engines."""
+        self._num_engines -= 1
+        if self._for_engines and not self._num_engines:
+            self.close()
 
     def finish(self) -> None:
         """Wait for all operations in flight, of all engines that share the mesh; their errors are ignored."""
         for stream in self._streams.values():
             stream.finish()
+
+    def abort(self) -> None:
+        """End the collectives in flight on the accelerator after an error: other ranks may never join them. If other
+        engines use the mesh, only do so if the accelerator does not complete its work within ``GRACE_S``.
+        """
+        if self.has_last_engine or not accelerator.completes_within(self.device, GRACE_S):
+            self._connections.abort()
 
     def close(self) -> None:
         """Release the connections."""

@@ -69,6 +69,9 @@ class SimulatedRanks(Connections):
     def device_mesh(self, shape: MeshShape) -> NoReturn:
         raise PartitaError("engine.mesh.device_mesh: a simulated rank has no process groups")
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -8,6 +8,7 @@ ranks do not answer.
 import atexit
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ MOST_FAILURES = 5
 NUM_FRAMES = 12
 # Paths in the stack of a thread that waits for other ranks.
 COLLECTIVES = ("distributed_c10d.py", "partita/comm/", "partita/sharding/unshard_order.py")
+# Text of errors that are caused by another rank's error: that of partita, and those of gloo.
+_FOLLOWS = re.compile(r"failed: rank \d+ ended with |Connection (closed|reset) by (remote )?peer")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Watchdog:
         try:
             with self._lock:
                 self._store.set(f"{self._prefix}/ended/{self._rank}", json.dumps([self._ended, place]))
+                self._store.set(f"{self._prefix}/ended", str(self._rank))
         except RuntimeError:
             pass
 
@@ -153,6 +157,13 @@ class Watchdog:
         self._hook(kind, error, trace)
 
     # ---------------------------------------------------------------------- asking
+
+    def has_ending(self) -> bool:
+        """Return whether another rank has ended because of an error, and this one has not."""
+        try:
+            return not self._ended and bool(self._get("ended"))
+        except RuntimeError:  # the store is slow: nothing is known
+            return False
 
     def describe_ranks(self) -> str:
         """Describe what every rank is doing, for an error message; called once."""
@@ -255,3 +266,8 @@ class Watchdog:
 
 
 _hooked = weakref.WeakSet[Watchdog]()  # each calls the sys.excepthook that it replaced
+
+
+def follows_from_another_rank(message: str) -> bool:
+    """Return whether the error with this message was caused by another rank's error."""
+    return _FOLLOWS.search(message) is not None

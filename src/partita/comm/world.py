@@ -4,6 +4,8 @@ process share the latter, and the last one destroys it.
 
 import importlib
 import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,9 @@ from partita.comm.node.forks import connections_kept_from_children
 from partita.errors import PartitaError
 from partita.memory import accelerator
 
+# Time between two looks at the requests of the other ranks.
+POLL_S = 0.01
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -27,7 +32,6 @@ class Rendezvous:
 
     Attributes:
         timeout_s: the time-out of every operation.
-        restarts: how often the launcher has restarted the processes.
         within_node: ``communication.within_node``.
         through_host: ``communication.through_host``.
         reduction: ``communication.reduction``.
@@ -37,7 +41,6 @@ class Rendezvous:
     rank: int
     num_ranks: int
     timeout_s: float
-    restarts: int = 0
     within_node: str = "auto"
     through_host: bool = False
     reduction: str = "auto"
@@ -52,7 +55,6 @@ class _Started:
 
     group: dist.ProcessGroup | None = None
     num_users: int = 0  # meshes that use the group
-    times: int = 0  # groups that were started with the store
     url: str = ""
     store: Store | None = None
 
@@ -157,8 +159,7 @@ def start_alone(timeout_s: float) -> dist.ProcessGroup:
 
 
 def _start(backend: str, rendezvous: Rendezvous) -> None:
-    """Start ``torch.distributed`` under an unused prefix of the store. Under a used prefix, torch would find the stale
-    addresses of an earlier group, or of the processes before a restart.
+    """Start ``torch.distributed`` under an unused prefix of the store.
 
     Raises:
         PartitaError: the rendezvous failed.
@@ -171,11 +172,8 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
             if _here.store is None or _here.url != rendezvous.url:
                 _here.store, _, _ = next(find_store(rendezvous.url, rank, num_ranks, timeout=timeout))
                 _here.url = rendezvous.url
-                _here.times = 0
             _here.store.set_timeout(timeout)
-            part = f"partita/restart-{rendezvous.restarts}-{num_ranks}/start-{_here.times}"
-            _here.times += 1
-            own = PrefixStore(part, _here.store)
+            own = PrefixStore(_unused_prefix(_here.store, rendezvous), _here.store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=num_ranks, timeout=timeout)
     except RuntimeError as error:  # the base class of torch's errors of stores and connections
         raise PartitaError(
@@ -185,6 +183,36 @@ def _start(backend: str, rendezvous: Rendezvous) -> None:
         ) from error
     _here.group = dist.group.WORLD
     _here.num_users = 0
+
+
+def _unused_prefix(store: Store, rendezvous: Rendezvous) -> str:
+    """Return a random prefix of the store, the same on all ranks. Collective.
+
+    Under a used prefix, torch would find the stale addresses of an earlier group, or of the processes before a restart:
+    torchrun keeps its store. Its nodes may count different numbers of restarts, so rank 0 chooses the prefix. Each rank
+    requests it under a random number, and reads the answer to that number only. Rank 0 answers until all ranks have
+    read their answers, because the first request that it sees may be that of a process before the restart.
+
+    Raises:
+        RuntimeError: a rank did not take part in time.
+    """
+    if rendezvous.rank:
+        number = secrets.token_hex(8)
+        store.set(f"partita/request/{rendezvous.rank}", number)
+        prefix = store.get(f"partita/answer/{number}").decode()
+        store.add(f"{prefix}/answers-read", 1)
+        return prefix
+    prefix, answered = f"partita/{secrets.token_hex(8)}", set[bytes]()
+    end = time.monotonic() + rendezvous.timeout_s
+    requests = [f"partita/request/{rank}" for rank in range(1, rendezvous.num_ranks)]
+    while store.add(f"{prefix}/answers-read", 0) < len(requests):
+        if time.monotonic() > end:
+            raise RuntimeError("a rank has not read rank 0's answer in the store")
+        for request in set(store.multi_get(requests)) - answered:
+            store.set(f"partita/answer/{request.decode()}", prefix)
+            answered.add(request)
+        time.sleep(POLL_S)
+    return prefix
 
 
 def _import_without_default_group() -> None:

@@ -8,7 +8,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from partita.comm.group import Group
 from partita.compression.error_feedback import with_residuals
 from partita.compression.quantized import Quantized
 from partita.config.schema import Communication
+from partita.memory.accelerator import is_host
 from partita.optim.extension import ComingUpdate, UpdateListener
 from partita.optim.states import View, Views
 from partita.sharding.interpreter import Interpreter
@@ -220,7 +221,7 @@ class DilocoListener(UpdateListener):
             self._runtime.publisher.deliver(segment, master, segment.plan.master, exact=True)
             lease.end(changed=True)
         self._taken = 0
-        self._runtime.updated()
+        self._runtime.rewritten()
 
     def _mean(
         self, sums: Transfer, state: DilocoState, change: Tensor, interpreter: Interpreter, is_warming_up: bool
@@ -285,7 +286,8 @@ class DilocoListener(UpdateListener):
                 if isinstance(found[0], tuple):
                     self._average_state(view, key, len(found), *found[0])
                 else:
-                    state[view.tensor][key] = _furthest(found)
+                    value = _furthest([each.value for each in found])
+                    state[view.tensor][key] = value.to(view.tensor.device) if found[0].is_on_device else value
 
     def _average_state(self, view: View, key: str, num: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Replace a state by its mean over the ``num`` replicas that have it."""
@@ -304,14 +306,25 @@ class DilocoListener(UpdateListener):
         )
 
 
-def _described(state: dict[str, Any]) -> dict[str, Any]:
-    """Replace floating-point tensors in a state by their shape and dtype. These states are averaged."""
-    return {
-        key: (tuple(value.shape), value.dtype)
-        if isinstance(value, Tensor) and value.dim() and value.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
+@dataclass(frozen=True)
+class _Unaveraged:
+    """A state that is not averaged. A tensor is on the host, since another replica does not have its device."""
+
+    value: Any
+    is_on_device: bool
+
+
+def _described(state: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype] | _Unaveraged]:
+    """Return the shapes and dtypes of a state's floating-point tensors, which are averaged, and its other values."""
+    return {key: _described_value(value) for key, value in state.items()}
+
+
+def _described_value(value: Any) -> tuple[tuple[int, ...], torch.dtype] | _Unaveraged:
+    if not isinstance(value, Tensor):
+        return _Unaveraged(value, is_on_device=False)
+    if value.dim() and value.is_floating_point():
+        return tuple(value.shape), value.dtype
+    return _Unaveraged(value.cpu(), is_on_device=not is_host(value.device))
 
 
 def _furthest(found: list[Any]) -> Any:

@@ -74,6 +74,13 @@ class ErrorFeedbackPlan(CustomSync):
         return sum(map(FP32.num_bytes, self.residual_sizes(gradients))) if is_offloaded else 0
 
 
+def limit_to_range(values: Tensor) -> None:
+    """Replace infinities in fp16 by the largest number: the measured sums are finite, decoded ones may be larger."""
+    if values.dtype == torch.float16:
+        largest = torch.finfo(values.dtype).max
+        values.clamp_(-largest, largest)
+
+
 def _keeps_errors(op: Step) -> bool:
     """Return True if an operation quantizes with error feedback."""
     if not isinstance(op, AllGather | ReduceScatter):
@@ -124,11 +131,14 @@ class ErrorFeedbackSync(GradientSync):
             ops = with_residuals(self._sum_operations, residuals, self._mesh)
             call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=call.scratch)
 
-    def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
+    def gather(
+        self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, scale: float, unused: Unused
+    ) -> None:
         assert full is not None
-        with self._step_residuals(1.0, call.interpreter.device) as residuals:
+        with self._step_residuals(scale, call.interpreter.device) as residuals:
             ops = with_residuals(self._gather_operations, residuals[-1:], self._mesh)
             call.interpreter.run(ops, shard, full.view(-1), purpose="gradients", scratch=call.scratch)
+        limit_to_range(full)
 
     @contextmanager
     def _step_residuals(self, scale: float, device: torch.device) -> Iterator[list[Tensor]]:

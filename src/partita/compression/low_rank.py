@@ -235,7 +235,9 @@ class LowRankSync(ErrorFeedbackSync):
             self.factors.reduce(rows, residuals[0].view_as(rows), call.interpreter.group(self._summed_axes))
             write_out(rows[self.row], out, accumulate=add)
 
-    def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
+    def gather(
+        self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, scale: float, unused: Unused
+    ) -> None:
         assert full is not None
         if not self.factors.all_decoded:
             call.interpreter.run(self._exact_gathers, shard, full.view(-1), purpose="gradients")

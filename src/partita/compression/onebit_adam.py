@@ -3,8 +3,9 @@
 After the warm-up the ranks exchange only the running average of gradients, in a few bits with error feedback.
 
 Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
-algorithm 1. Two guards are not in it: after the warm-up, elements with a second moment of zero are not updated (sign
-codecs cannot encode zero), and no element changes by more than the learning rate. Weight decay is decoupled.
+algorithm 1. Two guards are not in it: after the warm-up, the average does not change elements with a second moment of
+zero (sign codecs cannot encode zero), and it changes no element by more than the learning rate. Weight decay is
+decoupled, and applies to all elements.
 """
 
 import warnings
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partita.compression.error_feedback import ErrorFeedbackPlan, ErrorFeedbackSync, with_residuals
+from partita.compression.error_feedback import ErrorFeedbackPlan, ErrorFeedbackSync, limit_to_range, with_residuals
 from partita.kernels.chunks import in_chunks
 from partita.memory.tiers import StateMemory
 from partita.optim.extension import ComingUpdate, UpdateListener
@@ -84,23 +85,26 @@ class AverageSync(ErrorFeedbackSync):
     def _begin(self, residual: Tensor, addend: Tensor) -> None:
         torch.add(residual, self.average, alpha=self._momentum / self._num_added, out=addend)
 
-    def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
+    def gather(
+        self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, scale: float, unused: Unused
+    ) -> None:
         """Gather the new averages, of which each rank has its row. ``unused`` parameters keep their last average.
 
-        All ranks use the decoded values, for their own row too.
+        All ranks use the decoded values, for their own row too. They are written in the units of ``shard``.
         """
         rows = self.average.view(self.layout.num_rows, -1)
         places = [piece.of(rows[piece.row]) for pieces in unused for piece in pieces]
         last = [values.clone() for values in places]
         with self._step_residuals(1.0, call.interpreter.device) as residuals:
             ops = with_residuals(self._gather_operations, residuals[-1:], self._mesh)
-            call.interpreter.run(ops, shard.float(), self.average, purpose="gradients", scratch=call.scratch)
+            own = shard.float() if scale == 1.0 else shard.float() / scale
+            call.interpreter.run(ops, own, self.average, purpose="gradients", scratch=call.scratch)
         self.layout.clear_gaps(rows)
         for values, before in zip(places, last, strict=True):
             values.copy_(before)
-        shard.copy_(rows[self.row])
+        _write_scaled(rows[self.row], shard, scale)
         if self._has_full_gradients and full is not None:
-            full.view(-1).copy_(self.average)
+            _write_scaled(self.average, full.view(-1), scale)
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:
         """Gather the optimizer's averages, of which each rank has its shards, on all ranks."""
@@ -111,6 +115,13 @@ class AverageSync(ErrorFeedbackSync):
                     begin = piece.start if values.numel() == member.span.num_elements else 0
                     piece.of(row).copy_(values[begin : begin + piece.stop - piece.start])
         interpreter.run(self._exact_gathers, row, self.average, purpose="gradients")
+
+
+def _write_scaled(values: Tensor, out: Tensor, scale: float) -> None:
+    """Write ``values`` times ``scale`` to ``out``, which may be in fp16."""
+    for part, out_part in in_chunks(values, out):
+        out_part.copy_(part if scale == 1.0 else part * scale)
+    limit_to_range(out)
 
 
 @runs_on_slices

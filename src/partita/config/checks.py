@@ -28,11 +28,19 @@ _REQUIRES: tuple[tuple[str, str, tuple[object, ...], str], ...] = (
     ("precision.loss_scale_window", "precision.compute", ("fp16",), "fp16 compute; under {0} the loss is not scaled"),
     ("precision.initial_loss_scale", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
     ("precision.loss_scale_window", "precision.loss_scale", ("dynamic",), "a dynamic loss scale; {0} is constant"),
-    ("communication.low_rank", "communication.gradients", ("low_rank",), "gradients: low_rank; {0} has no factors"),
-    ("optimizer.eps", "optimizer.name", _ADAMS, "adam, adamw or muon; {0} does not use it"),
+    (
+        "communication.low_rank",
+        "communication.gradients",
+        ("low_rank",),
+        "communication.gradients: low_rank; it is {0}",
+    ),
+    ("optimizer.eps", "optimizer.name", _ADAMS, "adam, adamw, onebit_adam or muon; {0} does not use it"),
     ("optimizer.sends", "optimizer.name", ("onebit_adam",), "onebit_adam; with {0} ranks send gradients"),
     ("optimizer.momentum", "optimizer.name", ("sgd",), "sgd; {0} has betas, and muon has optimizer.muon.momentum"),
-    *((f"optimizer.muon.{key}", "optimizer.name", ("muon",), "muon; it is {0}") for key in Muon.model_fields),
+    *(
+        (f"optimizer.muon.{key}", "optimizer.name", ("muon",), "optimizer.name: muon; it is {0}")
+        for key in Muon.model_fields
+    ),
 )
 
 
@@ -230,7 +238,7 @@ def _training(config: Config) -> Iterator[Contradiction]:
     if optimizer.name == "sgd" and optimizer.betas != Config().optimizer.betas:
         yield (
             ("optimizer.betas", "optimizer.name"),
-            "optimizer.betas requires adam or adamw; sgd has a momentum",
+            "optimizer.betas has no effect with sgd, which has a momentum",
             f"write optimizer.momentum: {optimizer.betas[0]} in place of optimizer.betas",
         )
     yield from _schedule(config)

@@ -13,6 +13,7 @@ from partita.config.load import read_text
 from partita.config.messages import shown
 from partita.config.plain_values import parse_hjson, parse_yaml
 from partita.config.schema import SinkName
+from partita.config.write import YAML
 from partita.errors import ConfigError
 
 # DeepSpeed's defaults of missing keys.
@@ -80,7 +81,7 @@ def load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, o
     name, data = "the given mapping", cast("object", source)
     if isinstance(source, str | Path):
         name, text = read_text(Path(source))
-        parser = parse_yaml if Path(source).suffix.lower() in (".yaml", ".yml") else parse_hjson
+        parser = parse_yaml if Path(source).suffix.lower() in YAML else parse_hjson
         data, _ = parser(text, name)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: expected sections (key: value) at the top level; got {shown(data)}")

@@ -27,8 +27,8 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 class LaunchEnvironment:
     """Position of this process among the processes of the job, over all nodes and on its node.
 
-    ``local_rank`` is None if the launcher does not set it. ``restarts`` is the number of restarts by torchrun. ``url``
-    is the rendezvous address (empty if none is needed).
+    ``local_rank`` is None if the launcher does not set it. ``restarts`` is the number of restarts that torchrun has
+    counted on this node; it may differ between nodes. ``url`` is the rendezvous address (empty if none is needed).
     """
 
     rank: int = 0

@@ -45,11 +45,11 @@ class Budget:
         if depth > MAX_DEPTH:
             raise _too_deep(self._name)
         if self._remaining < 0:
-            raise ConfigError(f"{self._name}: more than {MAX_VALUES} values; a configuration has about 40")
+            raise ConfigError(f"{self._name}: more than {MAX_VALUES} values, the most that a configuration may have")
 
 
 def _too_deep(name: str) -> ConfigError:
-    return ConfigError(f"{name}: nested deeper than {MAX_DEPTH} levels, or containing itself; a configuration has 3")
+    return ConfigError(f"{name}: nested deeper than {MAX_DEPTH} levels, or containing itself")
 
 
 def plain(data: Mapping[Any, object], name: str) -> dict[str, object]:

@@ -98,6 +98,9 @@ class Ema(UpdateListener):
 
     # ----------------------------------------------------------------- checkpoints
 
+    def prepare(self, segment: Segment) -> None:
+        self._state_of(segment)
+
     def clear(self) -> None:
         self._due = None
 
@@ -157,7 +160,7 @@ class Ema(UpdateListener):
                 before = weights.to(average.device, torch.float32, copy=True)
             write_weights(self._runtime, segment, average)
             average.copy_(before)
-        self._runtime.updated()
+        self._runtime.rewritten()
 
 
 class Averages:

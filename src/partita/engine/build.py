@@ -1,7 +1,7 @@
 """Building an engine's parts from the config, the model and the user's other arguments."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,12 +73,16 @@ _log = logging.getLogger("partita")
 
 @dataclass(frozen=True)
 class UserArguments:
-    """The arguments that the user passes besides model and config (see :func:`partita.initialize`)."""
+    """The arguments that the user passes besides model and config (see :func:`partita.initialize`).
 
-    optimizer: Optimizer | Factory | None
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
-    loss_fn: Callable[[Any, Any], Tensor] | None
-    weights: str | Path | None
+    ``parameters``: those of the config's optimizer, or groups of them; None: all.
+    """
+
+    optimizer: Optimizer | Factory | None = None
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    weights: str | Path | None = None
+    parameters: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def _build(
     memory = StateMemory(mesh.device, ledger, disk)
     kernels = wants_kernels(settings, resolved.param_dtype, mesh.device)
     with shared_errors(all_ranks):
-        params = list(model.parameters())
+        params = list(model.parameters() if given.parameters is None else given.parameters)
         optimizer = build_optimizer(params, settings, given.optimizer, resolved.extension, kernels=kernels, model=model)
         scheduler = build_schedule(optimizer, settings.schedule, given.scheduler)
         check_groups(optimizer, {id(param) for param in model.parameters()})
@@ -179,7 +183,7 @@ def _build(
             failed.callback(updater.close)
             whole = FullTensors(runtime, updater)
             gathered = Gathered(runtime, updater, whole, parallel.transforms)
-            checkpoints = Checkpoints(model, runtime, updater, scheduler, settings)
+            checkpoints = Checkpoints(model, runtime, updater, scheduler, settings, parallel.streams)
             open_tier(settings, memory)
             schedule = schedule_of(resolved)
             max_in_flight = simulate(schedule).max_kept_forwards[mesh.coordinate("pipeline")]
@@ -204,6 +208,8 @@ def _build(
         raise
     weights = source.folder if source is not None else None
     batch_check = BatchCheck(SeveralAxes.of(collectives, SAME_BATCH_AXES), mesh.coordinate("data"))
+    if not pipeline.is_cut:  # the stages of a pipeline run their forwards at different times
+        runtime.events.check_inputs = partial(_check_batch, batch_check, gathered)
     return Parts(
         optimizer,
         scheduler,
@@ -224,11 +230,23 @@ def _build(
     )
 
 
+def _check_batch(batch_check: BatchCheck, gathered: Gathered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that ranks that compute one model together have the same inputs."""
+    if not gathered.num_open:  # inside, every rank has the full model
+        batch_check.check(args, kwargs)
+
+
 def _run_every_layer(model: nn.Module, blueprint: Blueprint, parallel: AppliedParallelism, mesh: Mesh) -> None:
-    """Switch LayerDrop off if ranks share sharded parameters."""
-    if mesh.num_ranks == 1 or all(unit.always_unsharded for unit in blueprint.units):
+    """Switch LayerDrop off if ranks share sharded parameters, or each runs a part of the layers or positions."""
+    if mesh.num_ranks > 1 and not all(unit.always_unsharded for unit in blueprint.units):
+        reason = "sharded parameters need every rank to run them"
+    elif mesh.size("sequence") > 1:
+        reason = "parallel.sequence splits the sequence at the first layer and gathers it after the last"
+    elif mesh.size("pipeline") > 1:
+        reason = "parallel.pipeline passes values from each layer to the next"
+    else:
         return
-    notice = layer_drop.switch_off(model, parallel.transforms.at(Order.ATTENTION))
+    notice = layer_drop.switch_off(model, parallel.transforms.at(Order.ATTENTION), reason)
     if notice and mesh.rank == 0:
         _log.info("%s", notice)
 

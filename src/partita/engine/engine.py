@@ -1,7 +1,7 @@
 """The engine: a model, its plan and its optimizer, behind the calls of a training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from partita.checkpoint.format.folder import complete_checkpoints
+from partita.checkpoint.external.opening import has_checkpoint
 from partita.checkpoint.load import LoadOptions, Restored
 from partita.comm.mesh import Mesh
 from partita.comm.synchronization_check import check_synchronized
@@ -39,8 +39,8 @@ _NUM_SETTINGS = 4  # lines of the start that `repr` shows: mesh, sharding, batch
 class Engine:
     """The training engine of a model, made by :func:`initialize`.
 
-    Every method except the reports, :meth:`log` and :meth:`parameters` is a collective: call it on all ranks.
-    Properties are not.
+    Methods are collectives, which all ranks must call, except :meth:`train`, :meth:`eval`, :meth:`log`,
+    :meth:`parameters`, :meth:`explain`, :meth:`profile` and the reports. Properties are not collectives.
 
     Attributes:
         module: the model.
@@ -50,16 +50,16 @@ class Engine:
         mesh: the device mesh.
         blueprint: the plan that the engine is built from, which :mod:`partita.layout` reads.
         units: the planned units of the blueprint.
+        last_step: the result of the last :meth:`step` or :meth:`train_batch`, with gradient norm and learning rates.
         plan: each unit's row of the residence table, by unit name. The root unit is called ``""``.
         extra: the caller's plain values, such as the position in the data. Checkpoints save them, and :meth:`load`
             restores them.
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments, owns_mesh: bool) -> None:
+    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, given: UserArguments) -> None:
         self.module = model
         self.config = resolved.config
         self.mesh = mesh
-        self._owns_mesh = owns_mesh
         self._log = MetricsLog(resolved.config, mesh.rank == 0)
         self._closed = False
         self._closed_by = ""
@@ -70,12 +70,14 @@ class Engine:
         self.units = list(parts.blueprint.units)
         self.plan: dict[str, StatePlan] = {unit.name: unit.row for unit in self.units}
         self.extra = parts.checkpoints.extra
+        self.last_step = StepResult(stepped=False)
         num_params = sum(info.param.numel() for info in parts.whole.infos)
         title = f"Engine of {type(model).__name__}: {num_params:,} parameters in {len(self.units)} units"
         self._description = [title, *describe(resolved).splitlines()[:_NUM_SETTINGS]]
         self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
         self._averages = Averages(parts.runtime, parts.updater, self._micro_batches.check_between_batches)
+        mesh.add_engine()
 
     def __repr__(self) -> str:
         title, *settings = self._description
@@ -114,7 +116,6 @@ class Engine:
         parts = self._open()
         if not parts.gathered.num_open:
             self._check_no_stages("engine(...)")
-        parts.batch_check.check(args, kwargs)
         return self.module(*args, **kwargs)
 
     @report_out_of_memory("backward")
@@ -149,11 +150,13 @@ class Engine:
         self._averages.check_none_applied("engine.step")
         self._check_no_stages("engine.step")
         batches = self._micro_batches
-        return self._logged(batches.end() if closure is None else batches.step_by_closure(closure))
+        return self._record(batches.end() if closure is None else batches.step_by_closure(closure))
 
     @report_out_of_memory("train_batch")
     def train_batch(self, iterator: Iterator[Any] | Sequence[Any]) -> Tensor:
         """Train on one global batch: draw ``batch.accumulate`` micro-batches and return their mean loss over all ranks.
+
+        :attr:`last_step` has the gradient norm, the learning rates, and whether the parameters were updated.
 
         A micro-batch is a mapping (passed as keyword arguments), a tuple or list (as positional arguments), or a
         tensor.
@@ -175,11 +178,12 @@ class Engine:
         drawn = draw(iterator, self._micro_batches.num, self.each)
         with self._closed_by_errors():
             loss, result = self._micro_batches.train(drawn)
-        self.last_step = self._logged(result)
+        self._record(result)
         return self.mean(loss)
 
-    def _logged(self, result: StepResult) -> StepResult:
-        """Let the rows of :meth:`log` follow if training went back to a checkpoint."""
+    def _record(self, result: StepResult) -> StepResult:
+        """Keep the result of a step. If training went back to a checkpoint, the rows of :meth:`log` do, too."""
+        self.last_step = result
         if result.rewound_to is not None:
             self._log.resume_at(result.rewound_to)
         return result
@@ -384,18 +388,20 @@ class Engine:
         self.zero_grad()
         restored = self._parts.checkpoints.load(folder, LoadOptions(only_model, strict, prefix))
         self._micro_batches.restored()
-        self._log.resume_at(self.global_step)
+        if not (restored.only_model or restored.only_states):  # these leave global_step as it is
+            self._log.resume_at(self.global_step)
         return restored
 
     def resume(self, folder: str | Path | None = None) -> Restored | None:
         """Load the newest complete checkpoint in the folder of a run, as :meth:`load` does. Return what was restored,
-        or None if the run has saved none yet.
+        or None if the run has saved none yet. It then starts again, and its rows of :meth:`log` replace earlier ones.
 
         Args:
-            folder: None: ``checkpoint.dir``.
+            folder: the folder of a run, or one checkpoint; None: ``checkpoint.dir``.
         """
         found = folder if folder is not None else self.config.checkpoint.dir
-        if found is not None and not self.any(bool(complete_checkpoints(Path(found)))):
+        if found is not None and not self.any(has_checkpoint(Path(found))):
+            self._log.start_again()
             return None
         return self.load(found)
 
@@ -464,8 +470,9 @@ class Engine:
         return torch.tensor(sum(every) / len(every), dtype=torch.float32, device="cpu")
 
     def _numbers(self, value: Tensor | float, axes: tuple[str, ...]) -> list[float]:
-        local = accelerator.read(torch.as_tensor(value, dtype=torch.float64)).view(1)
-        every = self._open().runtime.collectives.group(axes).exchange(local, "a number of every rank").wait()
+        group, call = self._open().runtime.collectives.group(axes), "a number of every rank"
+        local = group.read(torch.as_tensor(value, dtype=torch.float64), call).view(1)
+        every = group.exchange(local, call).wait()
         return [float(number) for number in every.view(-1).tolist()]
 
     def any(self, flag: bool) -> bool:
@@ -506,12 +513,14 @@ class Engine:
 
     # ----------------------------------------------------------------------- end
 
-    def close(self, *, whole: bool = False) -> None:
-        """Remove the hooks, and destroy the process groups that this engine created.
+    def close(self, *, whole: bool = False, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+        """Remove the hooks. The last engine on a mesh also destroys its process groups.
 
         Args:
             whole: also make the model an ordinary module again: every rank gets all parameters, unsharded, in the
                 compute dtype, in separate memory on its device.
+            dtypes: with ``whole``, the dtypes of parameters by name, such as those before :func:`initialize`; all
+                parameters then get the values of their master weights.
 
         Raises:
             PartitaError: with ``whole``, on all ranks: one of them has too little memory, or a context of
@@ -524,11 +533,11 @@ class Engine:
             raise PartitaError("engine.close(whole=True) inside engine.gathered(...): leave the block first")
         parts.updater.wait_for_updates()
         parts.runtime.reducer.drain()
-        copies = parts.whole.copies() if whole else []
+        copies = parts.whole.copies(dtypes) if whole else []
         try:
             parts.runtime.unsharder.reset()  # gathers in progress must end before their connections
             parts.checkpoints.wait()
-            if self._owns_mesh:
+            if self.mesh.has_last_engine:
                 self.mesh.finish()
         finally:
             parts.whole.leave(copies)
@@ -536,12 +545,13 @@ class Engine:
 
     def _end(self) -> None:
         self._closed = True
-        self._parts.updater.close()
-        self._parts.parallel.transforms.undo()
-        self._parts.runtime.close()
-        self._log.close()
-        if self._owns_mesh:
-            self.mesh.close()
+        try:
+            self._parts.updater.close()
+            self._parts.parallel.transforms.undo()
+            self._parts.runtime.close()
+            self._log.close()
+        finally:
+            self.mesh.remove_engine()
 
     def _fail(self, error: BaseException) -> None:
         """Close the engine after an error. Do not wait for pending operations, which other ranks may never finish.
@@ -553,7 +563,9 @@ class Engine:
         if self.mesh.watchdog is not None:
             self.mesh.watchdog.ended(error)
         self._parts.pipeline.abandon()
-        self._end()
+        self.mesh.abort()
+        with suppress(PartitaError):  # the last rows of `log` cannot be written; ``error`` has come first
+            self._end()
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ class MicroBatches:
     def _run(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         parts = self._parts
         parts.gathered.check_backward()
+        parts.runtime.train_unfrozen()
         if gradients == [None]:
             parts.runtime.reducer.finite.watch(roots[0])
             scale = parts.updater.scale.value
@@ -246,7 +247,8 @@ class MicroBatches:
         if pipeline.weights is None:
             pipeline.backward(action, loss, self.backward)
             return
-        with pipeline.weights.deferring(action.micro) as deferred:
+        # Gradients that stay in `.grad` arrive here, not in the reduce pass of the deferred ones.
+        with scaled_by(self._parts.updater.scale.value), pipeline.weights.deferring(action.micro) as deferred:
             reducer.gradient_sink = deferred.add_gradient
             try:
                 pipeline.backward(action, loss, self._run)
@@ -268,8 +270,8 @@ class MicroBatches:
         self._parts.parallel.begin_micro_batch(step, action.micro)
 
     def _compare(self, drawn: Sequence[Any]) -> None:
-        """Check that ranks with the same data coordinate have the same samples."""
-        for batch in drawn:
+        """Check that the ranks of a pipeline have the same samples. Without one, each forward of the model does."""
+        for batch in drawn if self._parts.pipeline.is_cut else ():
             self._parts.batch_check.check(*arguments(batch))
 
     def _forward(self, action: Action, micros: dict[int, Any]) -> Tensor | None:

@@ -59,13 +59,25 @@ def initialize(
             ``.loss``.
         weights: a safetensors file or folder with the initial values, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and their settings
-            (``communication.timeout_s``, ``within_node``, ``reduction``, ``through_host``); None: a new one.
+            (``communication.timeout_s``, ``within_node``, ``reduction``, ``through_host``); the last of these engines
+            closes it. None: a new one.
         device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
             rank's own accelerator if there is one.
 
     Raises:
         ConfigError: the config, the model and the optimizer do not match. The model can be initialized again.
     """
+    return start(model, config, UserArguments(optimizer, scheduler, loss_fn, weights), mesh, device)
+
+
+def start(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    given: UserArguments,
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+) -> Engine:
+    """Create the engine that trains a model, as :func:`initialize`, which has a part of the arguments in ``given``."""
     settings = load_config(config)
     launch = launch_environment(running=world.running())
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -73,8 +85,8 @@ def initialize(
     device = _device(device, mesh, launch.local_rank, shared=settings.communication.through_host)
     num_ranks = mesh.num_ranks if mesh else launch.world_size
     resolved = resolve(settings, num_ranks, device.type, launch.local_world_size)
-    given = {"optimizer": optimizer, "schedule": scheduler}
-    resolved = resolved.with_passed(tuple(name for name, value in given.items() if value is not None))
+    passed = {"optimizer": given.optimizer, "schedule": given.scheduler}
+    resolved = resolved.with_passed(tuple(name for name, value in passed.items() if value is not None))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not any(True for _ in model.parameters()):
@@ -90,15 +102,14 @@ def initialize(
         launch.rank,
         num_ranks,
         communication.timeout_s,
-        launch.restarts,
         communication.within_node,
         communication.through_host,
         communication.reduction,
         launch.url,
     )
-    owned = mesh is None
+    is_new = mesh is None
     if mesh is None:
-        mesh = Mesh(resolved.mesh, device, Processes(device, rendezvous))
+        mesh = Mesh(resolved.mesh, device, Processes(device, rendezvous), for_engines=True)
     elif mesh.shape != resolved.mesh:
         raise ConfigError(f"mesh: the given mesh is {mesh.shape}, but the config asks for {resolved.mesh}")
     else:
@@ -108,9 +119,9 @@ def initialize(
         with generators_kept(
             device
         ):  # initialization and checks draw random numbers, more on some ranks than on others
-            engine = Engine(model, resolved, mesh, UserArguments(optimizer, scheduler, loss_fn, weights), owned)
+            engine = Engine(model, resolved, mesh, given)
     except BaseException:
-        if owned:
+        if is_new:
             mesh.close()
         raise
     if launch.rank == 0 and (notice := describe_large_unit(engine.units)):

@@ -53,7 +53,7 @@ def apply_axes(
         cut_model(model, resolved, mesh, parallel)
     if mesh.size(TENSOR) > 1:
         parallel.copy_input = CopyToTensorRanks(collectives.group((TENSOR,)))
-        splitter = Splitter(model, parallel.copy_input, parallel)
+        splitter = Splitter(model, parallel.copy_input, parallel, mesh.device)
         split_model(splitter, mesh, resolved.config.parallel.tensor_rules)
         parallel.lines += splitter.lines()
         if parallel.cut is not None:

@@ -5,7 +5,7 @@ Every method is a collective: call it on all ranks.
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from partita.sharding.interpreter import Interpreter
 from partita.sharding.parameter import Member, replace_data
 from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
+from partita.sharding.unit import Unit
 from partita.table.residence import Tier
 from partita.table.steps import steps
 
@@ -110,8 +111,11 @@ class FullTensors:
         found = dict[str, Tensor]()
         for key, dtype in dtypes.items():
             if dtype is None:
-                every = self._all_ranks.exchange_objects(state.get(key), "engine.optimizer_state")
-                found[key] = torch.as_tensor(next(item for item in every if item is not None)).clone()
+                number = state.get(key)
+                on_host = number.cpu() if isinstance(number, Tensor) else number  # other ranks lack this rank's device
+                every = self._all_ranks.exchange_objects(on_host, "engine.optimizer_state")
+                value = torch.as_tensor(next(item for item in every if item is not None)).clone()
+                found[key] = value.to(number.device) if isinstance(number, Tensor) else value
                 continue
             local = None if view is None else self._gather_state(view, dtype, state.get(key))
             if self.shares:
@@ -223,15 +227,21 @@ class FullTensors:
             if found is not None:
                 raise PartitaError(found)
 
-    def copies(self) -> list[tuple[ParameterInfo, Tensor]]:
-        """Return a separate copy of every parameter, unsharded, in its compute dtype, on this rank's device.
+    def copies(self, dtypes: Mapping[str, torch.dtype] | None = None) -> list[tuple[ParameterInfo, Tensor]]:
+        """Return a separate copy of every parameter, unsharded, on this rank's device.
+
+        Args:
+            dtypes: the dtypes of the copies, by name, which then have the values of the master weights; None: the
+                compute dtypes, and the values in compute.
 
         Raises:
             PartitaError: on every rank, if one has too little memory; the message says how much is needed and free.
         """
         device, all_ranks = self._collectives.mesh.device, self._collectives.all_ranks
-        needed = sum(math.prod(self.shape_of(info)) * info.param.element_size() for info in self.infos)
-        needed += max((unit.planned.num_bytes for unit in self._runtime.units if not unit.always_unsharded), default=0)
+        exact, wanted = dtypes is not None, dict(dtypes or {})
+        own = {info.fqns[0]: wanted.get(info.fqns[0], info.param.dtype) for info in self.infos}
+        needed = sum(math.prod(self.shape_of(info)) * own[info.fqns[0]].itemsize for info in self.infos)
+        needed += max((_gathered_bytes(unit, exact=exact) for unit in self._runtime.units), default=0)
         call = "engine.close(whole=True)"
         short = find_memory_shortfall(needed, free_now(device), all_ranks, call, shared=is_host(device))
         if short is not None:
@@ -241,9 +251,12 @@ class FullTensors:
                 "engine.close() leaves them sharded"
             )
         found, error = list[tuple[ParameterInfo, Tensor]](), None
-        for info, weight in self.weights(master=False):
+        for info, weight in self.weights(master=exact):
+            dtype = wanted.get(info.fqns[0], weight.dtype)
             try:
-                found += [(info, weight.detach().clone())] if error is None else []
+                if error is None:
+                    copied = weight.detach().clone() if dtype == weight.dtype else weight.detach().to(dtype)
+                    found.append((info, copied))
             except RuntimeError as raised:  # out of memory nevertheless: the other ranks need this rank for every unit
                 error = raised
         with shared_errors(all_ranks):
@@ -316,6 +329,13 @@ class FullTensors:
             values.update((name, values[first]) for name, first in further_names(model) if first in values)
         wanted = values.keys() if requested is None else requested & values.keys()
         return {name: values[name] for name in known if name in wanted}
+
+
+def _gathered_bytes(unit: Unit, *, exact: bool) -> int:
+    """Return the memory for a unit's full parameters, and with ``exact`` for those of its master weights."""
+    masters = [s for s in unit.segments if exact and s.master is not None and not s.master_is_parameter]
+    num_bytes = 0 if unit.always_unsharded else unit.planned.num_bytes
+    return num_bytes + sum(segment.layout.padded * torch.float32.itemsize for segment in masters)
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> PartitaError:

@@ -205,9 +205,9 @@ class Gathered:
                 if not segment.planned.always_unsharded:
                     segment.stored.store(segment.part(segment.full, segment.plan.param_stored))
                 if segment.master is not None and not segment.master_is_parameter:
-                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
+                    segment.set_master_from_full(names)
                     self._store_exactly([m for m in unit.members if m.segment is segment and m.fqn in names])
-        self._runtime.updated()
+        self._runtime.rewritten()
 
     def _store_exactly(self, members: Sequence[Member]) -> None:
         """Store parameters of one segment that were modified in fp32 in its master weights, without rounding."""

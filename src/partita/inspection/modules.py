@@ -24,6 +24,12 @@ def persistent_buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def buffers_on_stage(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a state dict that belong to modules which run on this rank, by name."""
+    here = modules_on_stage(model)
+    yield from ((name, buffer) for name, buffer in persistent_buffers(model) if _module_of(name) in here)
+
+
 def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with extra state (``get_extra_state``), by the name of that state in a state dict."""
     for path, module in model.named_modules():

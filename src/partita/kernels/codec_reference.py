@@ -15,6 +15,7 @@ values). Random numbers are hashes of the seed, the index in the block and the b
 """
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ _LEVELS = {
     "sign": (0.5, 8, 2, 2.0),
 }
 _WORD = 0xFFFFFFFF
+Words = TypeVar("Words", int, Tensor)  # of 32 bits
 _GOLDEN = 0x9E3779B1
 
 
@@ -113,9 +115,11 @@ def _encode_levels(codec: Codec, blocks: Tensor, records: Tensor, fractions: Ten
         step = torch.div(total, chosen.sum(1, keepdim=True).clamp_min(1).float()) * 256.0
     step = torch.where(regular, step, torch.where(largest == 0, 0.0, torch.nan))
     records[:, :STEP_BYTES] = step.view(torch.uint8)
-    columns = torch.nn.functional.pad(codes, (0, -BLOCK % digits)).view(len(blocks), digits, -1)
-    weights = torch.tensor([base**digit for digit in range(digits)], dtype=torch.int32, device=codes.device)
-    records[:, STEP_BYTES:] = (columns * weights.view(-1, 1)).sum(1).to(torch.uint8)
+    columns = torch.nn.functional.pad(codes, (0, -BLOCK % digits)).view(len(blocks), digits, -1).unbind(1)
+    packed = columns[-1]
+    for column in reversed(columns[:-1]):
+        packed = packed * base + column
+    records[:, STEP_BYTES:] = packed.to(torch.uint8)
 
 
 def _encode_top(blocks: Tensor, records: Tensor) -> None:
@@ -141,7 +145,7 @@ def _sum(blocks: Tensor) -> Tensor:
     return lanes
 
 
-def _hash(words: Tensor) -> Tensor:
+def _hash(words: Words) -> Words:
     words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _WORD
     words = ((words ^ (words >> 13)) * 0xC2B2AE35) & _WORD
     return words ^ (words >> 16)
@@ -151,7 +155,7 @@ def _fractions(num_blocks: int, seed: int, first: int, device: torch.device) -> 
     """Return random multiples of 2^-16 in [0, 1), ``[num_blocks, BLOCK]``. An integer plus one of them rounds down to
     the integer.
     """
-    word = torch.tensor([seed & _WORD], device=device)
+    word = seed & _WORD  # hashed on the host: a tensor of it would be copied to the device, which blocks the caller
     places = _hash((torch.arange(BLOCK, device=device) + _hash((word + 1) & _WORD)) & _WORD)
     numbers = (torch.arange(num_blocks, device=device) + first) & _WORD
     blocks = _hash((numbers + _hash(word ^ _GOLDEN)) & _WORD)

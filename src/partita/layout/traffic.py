@@ -42,8 +42,8 @@ class StepShape:
             backwards, as without ``no_sync``.
         returns_loss: the mean loss over the ranks is computed, as in ``train_batch``; the ranks then also exchange
             the number of micro-batches that each has read.
-        meets: ranks with sharded parameters exchange a message at the end of each micro-batch, as over gloo. On
-            accelerators they do not, once a step has gathered its units in the order of the step before.
+        syncs_each_micro_batch: ranks with sharded parameters exchange a message at the end of each micro-batch, as over
+            gloo. On accelerators they do not, once a step has gathered its units in the order of the step before.
         ends_round: replicas that train separately average their weights in this step.
         is_warming_up: the step belongs to the warm-up.
         chunks: pipeline stages per rank; each runs its own forwards and backwards.
@@ -52,7 +52,7 @@ class StepShape:
     accumulate: int = 1
     num_reduced: int | None = None
     returns_loss: bool = False
-    meets: bool = True
+    syncs_each_micro_batch: bool = True
     ends_round: bool = False
     is_warming_up: bool = False
     chunks: int = 1
@@ -91,7 +91,7 @@ def step_traffic(
         for purpose, operation in rounds(segment, is_warming_up=shape.is_warming_up):
             sent.count([operation], purpose)
     sent.count(updates, UPDATES)
-    if shape.meets and not all(unit.always_unsharded for unit in units):
+    if shape.syncs_each_micro_batch and not all(unit.always_unsharded for unit in units):
         sent.messages(units[0].row.mean_axes, WORD_BYTES, shape.num_backwards)
     num_members = sum(len(segment.layout.spans) for segment in segments)
     copied = Counter[tuple[str, ...]]()

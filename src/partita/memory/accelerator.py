@@ -9,6 +9,7 @@ shapes but no values: they are on torch's ``meta`` device. It has neither stream
 too.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -199,10 +200,20 @@ def new_event(device: torch.device) -> torch.Event:
     return torch.Event(device=device)
 
 
+def record_event(event: torch.Event, device: torch.device) -> None:
+    """Record an event on an accelerator's current stream. (``event.record()`` uses the calling thread's device.)"""
+    event.record(torch.accelerator.current_stream(device))
+
+
+def wait_for_event(event: torch.Event, device: torch.device) -> None:
+    """Make an accelerator's current stream wait for an event."""
+    event.wait(torch.accelerator.current_stream(device))
+
+
 def timed_event(device: torch.device) -> torch.Event:
     """Record an event on an accelerator's current stream; its ``elapsed_time`` to a later one is in milliseconds."""
     event = torch.Event(device=device, enable_timing=True)
-    event.record()
+    record_event(event, device)
     return event
 
 
@@ -216,6 +227,21 @@ def wait_for_all(device: torch.device) -> None:
     """Block the caller until all work queued on any stream is done."""
     if has_streams(device):
         torch.accelerator.synchronize(device)
+
+
+def completes_within(device: torch.device, seconds: float) -> bool:
+    """Block the caller for at most ``seconds``; return whether all work queued on any stream is done."""
+    if not has_streams(device):
+        return True
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # of the work; the next call of the device raises it
+            wait_for_all(device)
+
+    waiting = threading.Thread(target=wait, name="partita wait", daemon=True)
+    waiting.start()
+    waiting.join(seconds)
+    return not waiting.is_alive()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,7 +2,9 @@
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -51,13 +53,16 @@ def usable_cores() -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Return the bytes of memory that this process may use (a container's limit counts), and how many are free."""
+    """Return the bytes of memory that this process may use, and how many are free.
+
+    Limits of the cgroups that it is in count: those of a container, a Slurm job or a systemd slice.
+    """
     sizes = _meminfo()
-    total = sizes.get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    free = sizes.get("MemAvailable", total)
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and limit < total:
-        return limit, min(free, limit - (used or 0) + _reclaimable())
+    node = sizes.get("MemTotal", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total, free = node, sizes.get("MemAvailable", node)
+    for limit, unused in _limits():
+        if limit < node:
+            total, free = min(total, limit), min(free, unused)
     return total, free
 
 
@@ -74,27 +79,57 @@ def _free_disk(folder: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _reclaimable() -> int:
-    """Return the bytes of the container's page cache, which the system frees on demand."""
-    try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+@dataclass(frozen=True)
+class _MemoryController:
+    """The files of a version of Linux's memory controller, and its hierarchy's folder below that of all cgroups.
+
+    ``reclaimable``: the key in ``memory.stat`` of the page cache that the system frees on demand.
+    """
+
+    folder: str
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_CGROUPS, _CGROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_VERSION_1 = _MemoryController("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _MemoryController("", "memory.max", "memory.current", "inactive_file")
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield the memory limit of each cgroup that this process is in, and the bytes that are free below that limit."""
+    for line in _lines(_CGROUPS_OF_PROCESS):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _VERSION_1 if controllers else _VERSION_2
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):
+            folder = _CGROUPS / files.folder / group
+            limit = _number(folder / files.limit)
+            if limit is not None:
+                reclaimable = _values(folder / "memory.stat").get(files.reclaimable, 0)
+                yield limit, limit - (_number(folder / files.used) or 0) + reclaimable
 
 
 def _meminfo() -> dict[str, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":") for line in lines)
-    return {name: int(amount.split()[0]) * 1024 for name, amount in pairs}
+    return {name: 1024 * kib for name, kib in _values(Path("/proc/meminfo")).items()}
 
 
-def _number(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
+def _values(file: Path) -> dict[str, int]:
+    """Return the numbers in a file of lines with a name and a number; empty without the file."""
+    words = (line.split() for line in _lines(file))
+    return {name.rstrip(":"): int(number) for name, number, *_ in words}
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file))
     return int(text) if text.isdecimal() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

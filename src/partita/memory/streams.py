@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -58,7 +59,7 @@ class Event:
         return True
 
     def is_behind(self) -> bool:
-        """Return True if an accelerator has not reached the point yet. Called from any thread."""
+        """Return True if the work is known not to have reached the point yet. Called from any thread."""
         return self._query is not None and not self._query()
 
 
@@ -67,8 +68,8 @@ def record(device: torch.device, *, keeps: object = None) -> Event:
     if not accelerator.has_streams(device):
         return Event()
     event = accelerator.new_event(device)
-    event.record()
-    return Event(event.wait, query=event.query, keeps=keeps)
+    accelerator.record_event(event, device)
+    return Event(partial(accelerator.wait_for_event, event, device), query=event.query, keeps=keeps)
 
 
 def record_for_host(device: torch.device) -> Event:
@@ -78,7 +79,7 @@ def record_for_host(device: torch.device) -> Event:
     if not accelerator.has_streams(device):
         return Event()
     event = accelerator.new_event(device)
-    event.record()
+    accelerator.record_event(event, device)
     return Event(event.synchronize)
 
 
@@ -131,15 +132,18 @@ class Stream:
         def launch() -> None:
             with stream:
                 work()
-                done.record()
+                accelerator.record_event(done, self._device)
 
         task = self._thread.run(None, [launch])
 
         def wait() -> None:
             task.wait()
-            done.wait()
+            accelerator.wait_for_event(done, self._device)
 
-        return Event(wait, wait_for=task.wait_for, keeps=work)
+        def has_passed() -> bool:
+            return not task.is_behind() and done.query()
+
+        return Event(wait, wait_for=task.wait_for, query=has_passed, keeps=work)
 
     def finish(self) -> None:
         """Block the caller until the thread has finished all work, ignoring errors."""
@@ -192,7 +196,7 @@ class Workers:
             job.start(None)
         else:
             before.then(job.start)
-        return Event(job.wait, wait_for=job.ends_within)
+        return Event(job.wait, wait_for=job.ends_within, query=partial(job.ends_within, 0.0))
 
     def forget(self, key: Hashable) -> None:
         """Wait for the jobs of ``key``, ignoring errors. Later jobs with the key do not depend on them."""

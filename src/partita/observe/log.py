@@ -33,6 +33,7 @@ class MetricsLog:
         self._is_main = is_main
         self._writer: MetricsWriter | None = None
         self._resumed_at: int | None = None  # step of a checkpoint that was loaded after the last row
+        self._starts_again = False
 
     def write(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Write a row after ``step`` complete batches. See :meth:`Engine.log`."""
@@ -48,7 +49,7 @@ class MetricsLog:
         if not self._is_main:
             return
         if self._writer is None:
-            self._writer = self._open(self._dir, self._resumed_at or 0)
+            self._writer = self._open(self._dir)
         elif self._resumed_at is not None:
             self._writer.rewind(self._resumed_at)
         self._resumed_at = None
@@ -58,20 +59,25 @@ class MetricsLog:
         """Continue after the checkpoint of ``step``: the next row removes the rows of later steps."""
         self._resumed_at = step
 
-    def _open(self, folder: Path, resumed_at: int) -> MetricsWriter:
-        """Open the files, and keep the rows until step ``resumed_at``.
+    def start_again(self) -> None:
+        """Start a run again that has no checkpoint: its first row removes the rows of the process before."""
+        self._starts_again = True
+
+    def _open(self, folder: Path) -> MetricsWriter:
+        """Open the files, and keep the rows until the step that the run resumes from.
 
         Raises:
             PartitaError: a new run would replace the rows of another one, or the files cannot be written.
         """
         path = folder / METRICS_FILE
-        if not resumed_at and path.exists() and path.stat().st_size:
+        is_new = self._resumed_at is None and not self._starts_again
+        if is_new and path.exists() and path.stat().st_size:
             raise PartitaError(
                 f"engine.log: '{path}' holds the rows of an earlier run: call engine.resume() before the first "
                 "engine.log to continue it, or set metrics.dir to another folder"
             )
         settings = self._config.model_dump(mode="json")
-        return MetricsWriter(Run(folder, resumed_at, settings), self._config.metrics.sinks, "metrics.dir")
+        return MetricsWriter(Run(folder, self._resumed_at, settings), self._config.metrics.sinks, "metrics.dir")
 
     def close(self) -> None:
         """Finish all files."""

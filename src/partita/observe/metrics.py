@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,15 +120,15 @@ class MetricsWriter:
 
     def rewind(self, step: int) -> None:
         """Remove the rows after ``step``, the step that training has rewound to."""
-        self._file.close()
+        self._close_file()
         self._begin(step, is_evaluated=True)
         self._notify(lambda sink: sink.rewind(step))
 
-    def _begin(self, after: int, *, is_evaluated: bool) -> None:
+    def _begin(self, after: int | None, *, is_evaluated: bool) -> None:
         folder = self._folder
-        try:
+        with self._errors_explained():
             folder.mkdir(parents=True, exist_ok=True)
-            kept = _rows_until(folder / METRICS_FILE, after, is_evaluated) if after else ""
+            kept = "" if after is None else _rows_until(folder / METRICS_FILE, after, is_evaluated)
             written = folder / f".{METRICS_FILE}.new"
             with written.open("w") as file:  # a temporary file, so that a run that ends here leaves the rows unchanged
                 file.write(kept)
@@ -135,20 +136,44 @@ class MetricsWriter:
                 os.fsync(file.fileno())
             written.rename(folder / METRICS_FILE)
             self._file = (folder / METRICS_FILE).open("a")
-        except OSError as error:
-            raise PartitaError(
-                f"cannot write metrics into '{folder}': {error.strerror}; set {self._setting} to another folder"
-            ) from None
 
     def write(self, row: Row) -> None:
+        """Write a row, and show it in the sinks.
+
+        Raises:
+            PartitaError: the folder cannot be written.
+        """
         kind = next(name for name, of_kind in _KINDS.items() if isinstance(row, of_kind))
-        self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
-        self._file.flush()
+        with self._errors_explained():
+            self._file.write(json.dumps({"kind": kind, **asdict(row)}) + "\n")
+            self._file.flush()
         self._notify(lambda sink: sink.write(row.step, row.figures))
 
     def close(self) -> None:
-        self._file.close()
-        self._notify(lambda sink: sink.close())
+        """Close the file and the sinks.
+
+        Raises:
+            PartitaError: rows that could not be written before still cannot.
+        """
+        try:
+            self._close_file()
+        finally:
+            self._notify(lambda sink: sink.close())
+
+    def _close_file(self) -> None:
+        with self._errors_explained():
+            self._file.close()
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Convert system errors in the block to errors that name the folder and its setting."""
+        try:
+            yield
+        except OSError as error:
+            raise PartitaError(
+                f"cannot write metrics into '{self._folder}': {error.strerror or error}; set {self._setting} to "
+                "another folder"
+            ) from None
 
     def _notify(self, call: Callable[[MetricsSink], None]) -> None:
         for name, sink in list(self._sinks.items()):

@@ -5,6 +5,7 @@ Each library is imported when it is selected. It takes its own settings from the
 """
 
 import importlib.util
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from partita.errors import ConfigError, PartitaError
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a sink is opened for: its folder, the step it resumes from (0: a new run), and its settings."""
+    """The run that a sink is opened for: its folder, the step it resumes from (None: a new run), and its settings."""
 
     folder: Path
-    after: int = 0
+    after: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -42,6 +43,9 @@ class MetricsSink(ABC):
 
 
 _EVENT_FILES = "events.out.tfevents.*"
+# The parts of a name: before the second in which the file was made, this second, and the rest.
+_EVENT_NAME = re.compile(r"(events\.out\.tfevents\.)([0-9]+)(.*)")
+_LONGEST_WAIT_S = 2.0
 
 
 class TensorBoard(MetricsSink):
@@ -49,19 +53,35 @@ class TensorBoard(MetricsSink):
 
     def __init__(self, run: Run) -> None:
         self._events = run.folder / "tensorboard"
-        if not run.after:
+        if run.after is None:
             for earlier in self._events.glob(_EVENT_FILES):  # otherwise both runs would be drawn as one
                 earlier.unlink()
-        self._open(run.after + 1 if run.after else None)
+        self._open(None if run.after is None else run.after + 1)
 
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Readers order files by name. It has the second, and then a number whose text has no fixed length.
-        newest = max((int(path.name.split(".")[3]) for path in self._events.glob(_EVENT_FILES)), default=0)
-        while time.time() < newest + 1:
+        if self._first_second() > time.time() + _LONGEST_WAIT_S:
+            self._renumber()  # the clock of the process that wrote them was ahead of this one
+        first = self._first_second()
+        while time.time() < first:
             time.sleep(0.05)
         self._board: Any = SummaryWriter(str(self._events), purge_step=purge_step)
+
+    def _first_second(self) -> int:
+        """Return the first second in which the name of a new event file comes after those of the others."""
+        return max((int(name[2]) + 1 for _, name in self._named()), default=0)
+
+    def _renumber(self) -> None:
+        """Replace the second in the names of event files by their place, so that a new file comes after them."""
+        for place, (path, name) in enumerate(sorted(self._named(), key=lambda each: each[0].name)):
+            path.rename(path.with_name(f"{name[1]}{place:010}{name[3]}"))
+
+    def _named(self) -> list[tuple[Path, re.Match[str]]]:
+        """Return the event files, with the parts of their names."""
+        files = ((path, _EVENT_NAME.fullmatch(path.name)) for path in self._events.glob(_EVENT_FILES))
+        return [(path, name) for path, name in files if name]
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -86,7 +106,7 @@ class WandB(MetricsSink):
         import wandb
 
         identity = _Identity(run.folder / "wandb_run")
-        kept = identity.read() if run.after else None
+        kept = None if run.after is None else identity.read()
         self._run: Any = wandb.init(
             dir=str(run.folder),
             name=run.folder.name,
@@ -116,7 +136,7 @@ class MLflow(MetricsSink):
         import mlflow
 
         identity = _Identity(run.folder / "mlflow_run")
-        kept = identity.read() if run.after else None
+        kept = None if run.after is None else identity.read()
         self._mlflow: Any = mlflow
         self._run_id = mlflow.start_run(run_id=kept, run_name=None if kept else run.folder.name).info.run_id
         identity.write(self._run_id)

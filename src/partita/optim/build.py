@@ -38,7 +38,7 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(
-    params: list[nn.Parameter],
+    params: list[Any],
     config: schema.Config,
     given: Optimizer | Factory | None,
     extension: Extension = CORE,

@@ -6,11 +6,11 @@ that of NVIDIA's Apex.
 
 import logging
 import math
-import struct
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from partita.comm.collective_errors import shared_errors
 from partita.config import schema
 from partita.errors import PartitaError
 from partita.memory import accelerator
+from partita.optim.update_message import ARRIVED, DROPPED, MANY_SCALES, NO_SCALE, UpdateMessage
 from partita.sharding.finite import NUM_COMPARED
 from partita.sharding.parameter import Member
 from partita.sharding.reducer import GradientReducer
@@ -79,13 +80,15 @@ class LossScale:
             self.value = min(self.value * FACTOR, self._largest)
 
     def counters(self) -> dict[str, float]:
-        """Return the scale and the number of steps since the last non-finite gradient, for a checkpoint."""
-        return {"loss_scale": self.value, "good_steps": self._good_steps}
+        """Return a dynamic scale and the number of steps since the last non-finite gradient, for a checkpoint."""
+        return {"dynamic_loss_scale": self.value, "good_steps": self._good_steps} if self.dynamic else {}
 
     def restore(self, counters: dict[str, float]) -> None:
-        """Continue from an earlier result of :meth:`counters`, if the scale is dynamic."""
-        if self.dynamic:
-            self.value = float(counters["loss_scale"])
+        """Continue from an earlier result of :meth:`counters`, if this scale and that one are dynamic."""
+        earlier = counters.get("loss_scale", 1.0)  # earlier versions saved every scale; losses without one have 1
+        scale = counters.get("dynamic_loss_scale", None if earlier == 1.0 else earlier)
+        if self.dynamic and scale is not None:
+            self.value = float(scale)
             self._good_steps = int(counters["good_steps"])
 
     def overflowed(self, culprit: str) -> None:
@@ -117,20 +120,6 @@ def _narrowest(loss: Tensor) -> torch.dtype:
     return found
 
 
-# The message before an update, up to its flags: number of reduce passes, changes of values, loss scale.
-HEADER = "<qqd"
-# The flag of a parameter: its gradient arrived, or did and was dropped by the user.
-ARRIVED, DROPPED = 1, 2
-# The number of batches that were dropped is in the upper bits of the number of reduce passes.
-DROPS = 1 << 32
-# Changes of values are the digest of values written into parameters, with bits set if buffers changed and if the
-# optimizer's step has hooks, and above them the checksum of the batch.
-NEWS = 1 << 32
-HOOKS = NEWS << 1
-BATCH = HOOKS << 1
-NO_SCALE, MANY_SCALES = 0.0, math.nan
-
-
 @dataclass(frozen=True)
 class Agreed:
     """The messages of all ranks before an update, combined.
@@ -142,7 +131,7 @@ class Agreed:
         dropped: ids of the members whose gradient the user has dropped.
         scales: the loss scales of the ranks' gradients.
         has_written: True if a rank has written into parameters.
-        has_news: True if a rank has changed a buffer that is not broadcast.
+        has_changed_buffers: True if a rank has changed a buffer that is not broadcast.
         has_hooks: True if a rank's user has hooks on the optimizer's step.
     """
 
@@ -152,7 +141,7 @@ class Agreed:
     dropped: set[int]
     scales: tuple[float, ...]
     has_written: bool
-    has_news: bool
+    has_changed_buffers: bool
     has_hooks: bool
 
 
@@ -220,36 +209,45 @@ class Consensus:
         """
         reducer, members = self._reducer, self.members
         dropped = set(map(id, reducer.dropped_members))
-        used = [
-            DROPPED if id(member) in dropped else ARRIVED if id(member) in bucket.arrivals.used else 0
-            for bucket in reducer.buckets
-            for member in bucket.members
-        ]
-        changes = self._written.digest | self._arguments.checksum * BATCH
-        changes |= (NEWS if self._buffers.has_news() else 0) | (HOOKS if has_hooks else 0)
-        header = struct.pack(HEADER, self.num_drops * DROPS + reducer.num_passes, changes, self._own_scale)
-        message = header + bytes([*reducer.leftovers(), *used])
-        every = self._group.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8), call).wait()
-        rows = [bytes(row.tolist()) for row in every]
-        passes, changed, scales = zip(*(struct.unpack_from(HEADER, row) for row in rows), strict=True)
-        self._compare_batches([number // BATCH for number in changed])
-        columns = list(zip(*(row[struct.calcsize(HEADER) :] for row in rows), strict=True))
-        leftovers, flags = columns[: len(reducer.buckets)], columns[len(reducer.buckets) :]
+        message = UpdateMessage(
+            num_passes=reducer.num_passes,
+            num_drops=self.num_drops,
+            written=self._written.digest,
+            batch=self._arguments.checksum,
+            scale=self._own_scale,
+            has_changed_buffers=self._buffers.has_changed(),
+            has_hooks=has_hooks,
+            leftovers=reducer.leftovers(),
+            flags=[
+                DROPPED if id(member) in dropped else ARRIVED if id(member) in bucket.arrivals.used else 0
+                for bucket in reducer.buckets
+                for member in bucket.members
+            ],
+        )
+        rows = self._group.exchange(message.pack(), call).wait()
+        messages = [UpdateMessage.unpack(row, len(reducer.buckets)) for row in rows]
+        self._compare_batches([each.batch for each in messages])
+        flags = list(zip(*(each.flags for each in messages), strict=True))
         all_used = {id(member) for member, column in zip(members, flags, strict=True) if ARRIVED in column}
         all_used = self._used_by_copies(all_used, call)
         all_dropped = {id(member) for member, column in zip(members, flags, strict=True) if DROPPED in column}
         some = [member.fqn for member in members if id(member) in all_used & all_dropped]
-        if some or len({number // DROPS for number in passes}) > 1:
+        if some or len({each.num_drops for each in messages}) > 1:
             what = f"the gradient of '{some[0]}'" if some else "the gradients of a batch"
             raise PartitaError(
                 f"{call}: some ranks have dropped {what} (.grad = None, zero_grad()), and others have not: drop the "
                 "same gradients on all ranks"
             )
-        has_written = any(number % NEWS for number in changed)
-        has_news, has_hooks = (any(number & flag for number in changed) for flag in (NEWS, HOOKS))
-        num_passes = max(number % DROPS for number in passes)
-        is_left_over = [any(column) for column in leftovers]
-        return Agreed(num_passes, is_left_over, all_used, all_dropped, scales, has_written, has_news, has_hooks)
+        return Agreed(
+            num_passes=max(each.num_passes for each in messages),
+            leftovers=[any(column) for column in zip(*(each.leftovers for each in messages), strict=True)],
+            used=all_used,
+            dropped=all_dropped,
+            scales=tuple(each.scale for each in messages),
+            has_written=any(each.written for each in messages),
+            has_changed_buffers=any(each.has_changed_buffers for each in messages),
+            has_hooks=any(each.has_hooks for each in messages),
+        )
 
     def _compare_batches(self, checksums: Sequence[int]) -> None:
         """Warn, once, if all ranks have got the same batches from the start."""
@@ -349,8 +347,9 @@ class Consensus:
             PartitaError: on all ranks: the gradients have several loss scales, or the ranks wrote different values into
                 parameters.
         """
+        call = "the norm of engine.step"
         if len({each.device for each in squared_norms}) > 1:
-            squared_norms = _read_all(squared_norms)
+            squared_norms = _read_all(squared_norms, partial(self._all_ranks.read, call=call))
         mine = (
             torch.stack(list(squared_norms)).sum()
             if squared_norms
@@ -358,9 +357,10 @@ class Consensus:
         )
         scales = set(agreed.scales) - {NO_SCALE}
         scale = MANY_SCALES if len(scales) > 1 else next(iter(scales), NO_SCALE)
-        numbers = [float(accelerator.read(mine)), scale, float(agreed.has_written + 2 * agreed.has_news)]
+        squared_norm = float(self._all_ranks.read(mine, call))
+        numbers = [squared_norm, scale, float(agreed.has_written + 2 * agreed.has_changed_buffers)]
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        every = self._all_ranks.exchange(message, "the norm of engine.step").wait().tolist()
+        every = self._all_ranks.exchange(message, call).wait().tolist()
         changed = [int(number) for _, _, number in every]
         if any(number % 2 for number in changed):
             self.compare_written(step)
@@ -379,13 +379,13 @@ class Consensus:
             PartitaError: as :meth:`norm` does.
         """
         several = len(set(agreed.scales) - {NO_SCALE}) > 1 or any(map(math.isnan, agreed.scales))
-        if self._all_ranks.size > self._group.size or agreed.has_written or agreed.has_news or several:
+        if self._all_ranks.size > self._group.size or agreed.has_written or agreed.has_changed_buffers or several:
             self.norm((), agreed, step)
 
     def sums(self, squared_norms: Tensor, flags: Tensor) -> list[float]:
         """Return the sums over all ranks of the concatenated tensors."""
         own = torch.cat([part.to(self._device) for part in (squared_norms, flags)])
-        found: list[float] = accelerator.read(self._all_ranks.all_reduce(own)).tolist()
+        found: list[float] = self._all_ranks.read(self._all_ranks.all_reduce(own), "the norm of a unit").tolist()
         return found
 
     def culprit(self, number: int, name: str) -> Culprit:
@@ -399,14 +399,14 @@ class Consensus:
         return Culprit(first, ranks, messages[0] if messages else "")
 
 
-def _read_all(scalars: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of scalars on the host, in order, with one read of each device."""
+def _read_all(scalars: Sequence[Tensor], read: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return copies of scalars on the host, in order, with one ``read`` of each device."""
     by_device = defaultdict[torch.device, list[int]](list)
     for place, each in enumerate(scalars):
         by_device[each.device].append(place)
     found = list(scalars)
     for places in by_device.values():
-        for place, value in zip(places, accelerator.read(torch.stack([found[p] for p in places])), strict=True):
+        for place, value in zip(places, read(torch.stack([found[p] for p in places])), strict=True):
             found[place] = value
     return found
 

@@ -82,6 +82,9 @@ class UpdateListener:
     def settle(self, step: int, *, is_warming_up: bool) -> None:
         """Reduce all states to what a checkpoint saves, so that this run continues as one that loads it."""
 
+    def prepare(self, segment: Segment) -> None:
+        """Create the average of a segment that does not train yet, before stored values are loaded into it."""
+
     def clear(self) -> None:
         """Forget the states kept between updates, before other values are loaded."""
 

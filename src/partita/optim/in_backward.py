@@ -63,6 +63,7 @@ class BackwardUpdater(Updater):
                 "precision.gradients: in_backward has already updated the parameter: freeze it before the forward "
                 "(requires_grad_(False)), or set precision.gradients to fp32"
             )
+        self._runtime.store_written()  # values written since the backward
         agreed = self._consensus.before_update("engine.step")
         self._check_backward(agreed, "engine.step")
         self._consensus.check(agreed, self.steps + 1)
@@ -81,6 +82,7 @@ class BackwardUpdater(Updater):
             self._updates.wait(takes_up=not self._queued)
         self._queued = ()
         self._guard.step(False)
+        self._guard.call_hooks()
         skipped = [segment for segment, value in squared_norms if not math.isfinite(value)]
         if skipped:
             self._warn_of_skipped(skipped)
@@ -136,6 +138,7 @@ class BackwardUpdater(Updater):
         self._updates.queue(queued.updates, queued.measured)
         if len(self._queued) == len(self._reducer.buckets):  # backward needs no more parameters
             self._await_updates()
+            self._runtime.note_values()
         return queued.updates[-1].done
 
     def _await_updates(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from partita.kernels.state import Weights
 from partita.optim.extension import CollectiveOptimizer
 from partita.optim.states import View, flat
 from partita.sharding.parameter import Member
+from partita.sharding.runtime import Runtime
 from partita.sharding.segment import Segment
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -70,7 +71,7 @@ class UpdateRule(ABC, Generic[OptimizerT]):
         """Return whether the update also writes the parameters in compute, besides the master weights."""
 
     def scale(self, grads: Sequence[Tensor], factor: float) -> float:
-        """Multiply gradients by ``factor``, unless the update does it. Returns the factor for the update."""
+        """Multiply gradients by ``factor``, unless :meth:`connect` does it. Returns the factor for that call."""
         return factor
 
     @abstractmethod
@@ -96,12 +97,15 @@ class TorchRule(UpdateRule[Optimizer]):
         return False
 
     def scale(self, grads: Sequence[Tensor], factor: float) -> float:
+        if any(grad.dtype == torch.float16 for grad in grads):  # too small a range for unscaled gradients
+            return factor
         for grad in grads if factor != 1.0 else ():
             grad.mul_(factor)
         return 1.0
 
     def connect(self, view: View, grad: Tensor, factor: float, weights: LeasedWeights) -> None:
-        view.tensor.grad = grad.to(view.tensor.device, view.tensor.dtype)
+        grad = grad.to(view.tensor.device, view.tensor.dtype)
+        view.tensor.grad = grad if factor == 1.0 else grad.mul_(factor)
 
     def disconnect(self) -> None:
         pass  # SegmentUpdate.close removes the gradients
@@ -219,7 +223,8 @@ class Guard:
     """Wraps an optimizer's methods.
 
     ``step``, ``zero_grad`` and torch's ``GradScaler`` raise an error while they would silently do nothing. Values that
-    ``train`` and ``eval`` write into parameters (Schedule-Free's averages) are published.
+    ``train`` and ``eval`` write into parameters (Schedule-Free's averages) are published. Values that the user's hooks
+    on the step write into parameters are kept.
 
     Args:
         waiting: returns True while a batch's gradients wait for the engine's step.
@@ -227,9 +232,14 @@ class Guard:
     """
 
     def __init__(
-        self, optimizer: Optimizer, waiting: Callable[[], bool], writes: Callable[[], AbstractContextManager[None]]
+        self,
+        optimizer: Optimizer,
+        runtime: Runtime,
+        waiting: Callable[[], bool],
+        writes: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._optimizer = optimizer
+        self._runtime = runtime
         self._waiting = waiting
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._zero_grad = optimizer.zero_grad
@@ -262,25 +272,53 @@ class Guard:
     @property
     def watched(self) -> bool:
         """True if the user has hooks on the optimizer's step."""
-        optimizer = self._optimizer
-        return len(optimizer._optimizer_step_pre_hooks) > 1 or bool(optimizer._optimizer_step_post_hooks)
+        return self._has_hooks_before or bool(self._optimizer._optimizer_step_post_hooks)
+
+    @property
+    def _has_hooks_before(self) -> bool:
+        return len(self._optimizer._optimizer_step_pre_hooks) > 1
 
     def step(self, needed: bool, closure: Callable[[], Any] | None = None) -> None:
-        """Run the step of the engine; if it is not ``needed``, only to call the user's hooks.
+        """Run the step of the engine; if it is not ``needed``, only to count it and to call the user's hooks before it.
+
+        Hooks after the step are called by :meth:`call_hooks`, when the results are published.
 
         Args:
             closure: evaluates the loss and its gradients, for optimizers that do it in their step.
         """
+        optimizer = self._optimizer
         if needed or self.watched:
+            if self._has_hooks_before:
+                self._runtime.note_values()
+            hooks = optimizer._optimizer_step_post_hooks
+            optimizer._optimizer_step_post_hooks = OrderedDict()
+            hooks_before = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+            hooks_before.move_to_end(self._hook.id)  # after the user's, which may write
             self._steps = True
             try:
-                run_step(self._optimizer, closure)
+                run_step(optimizer, closure)
             finally:
                 self._steps = False
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+                optimizer._optimizer_step_post_hooks = hooks
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+
+    def call_hooks(self, *args: Any) -> None:
+        """Call the user's hooks after the optimizer's step. All parameters are updated, or wait for their update.
+
+        Args:
+            args: the arguments of the step.
+        """
+        if hooks := list(self._optimizer._optimizer_step_post_hooks.values()):
+            self._runtime.note_values()
+            for hook in hooks:
+                hook(self._optimizer, (self._optimizer, *args), {})
+            self._runtime.store_written()
 
     def _before_step(self, *_: Any) -> None:
-        if not self._steps and self._waiting():
+        if self._steps:
+            if self._has_hooks_before:  # which have run, and may have written into parameters
+                self._runtime.store_written()
+        elif self._waiting():
             raise PartitaError(
                 "optimizer.step() between backward and engine.step() finds no gradients and would change nothing; "
                 "call engine.step() alone, which clips, steps the optimizer and the schedule, and zeroes gradients"

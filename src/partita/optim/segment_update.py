@@ -174,10 +174,13 @@ class SegmentUpdate:
         return grad
 
     def fill(self) -> None:
-        """Round the master weights that the step has not updated to 16-bit parameters, if only the step wrote these."""
+        """Fill memory for 16-bit parameters that had no values before the step: round the master weights that the step
+        has not updated, and zero the padding.
+        """
         has_values = self._splits or (self._writes_stored and self.segment.stored.tier is not Tier.DISK)
         if self._param is None or has_values:
             return
+        self.segment.clear_gaps(self._param.tensor)
         updated = {id(view) for view, _ in self.changing if self._context.rule.has_updated(view)}
         for view in self._views:
             if id(view) not in updated:

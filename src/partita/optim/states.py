@@ -8,11 +8,13 @@ An optimizer may keep any states. On the disk tier every tensor with one value p
 disk, whatever its key, and is in the optimizer only during an update; counters and other values stay in memory.
 """
 
+import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +116,7 @@ class Views:
         self._views = {id(member.param): View(member, spans.get(member.fqn)) for member in members}
         # The parameters of each group, including those that this rank has no slice of.
         self.names_in_groups = defaultdict[int, list[str]](list)
-        self._grouped = set[int]()
+        self._groups = dict[int, int]()  # the number of each view's group, by the view's id
         self._by_segment = defaultdict[int, list[View]](list)
         for view in self:
             self._by_segment[id(view.member.segment)].append(view)
@@ -126,9 +128,9 @@ class Views:
         """Return the views of a segment's parameters."""
         return self._by_segment.get(id(segment), [])
 
-    def is_grouped(self, view: View) -> bool:
-        """Return whether the view's parameter belongs to one of the optimizer's groups."""
-        return id(view) in self._grouped
+    def group_of(self, view: View) -> int | None:
+        """Return the number of the optimizer's group that the view's parameter belongs to; None if it is in none."""
+        return self._groups.get(id(view))
 
     def of(self, param: Tensor) -> View | None:
         """Return the view of a parameter; None if it is in no unit of this rank."""
@@ -167,11 +169,11 @@ class Views:
             group["params"][:] = params  # the list itself: LBFGS keeps a reference to it
 
     def _add_to_group(self, number: int, view: View) -> None:
-        if id(view) in self._grouped:
+        if id(view) in self._groups:
             raise ConfigError(
                 f"optimizer group {number} contains '{view.member.fqn}', which is also in an earlier group"
             )
-        self._grouped.add(id(view))
+        self._groups[id(view)] = number
         self.names_in_groups[number].append(view.member.fqn)
 
     def _cut(self, state: dict[str, object], view: View) -> dict[str, object]:
@@ -219,33 +221,57 @@ def check_groups(optimizer: Optimizer, known: AbstractSet[int]) -> None:
 
 # The brackets of a place in a list, a tuple or a dictionary.
 _BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
-_PLACE = re.compile(r"([\[({])(\w+)[\])}]$")
+_PLACE = re.compile(r"([\[({])(\w+|=[\w%~-]+)[\])}]$")
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with the items of containers that have tensors, under keys such as 'Q[0]'.
 
-    Other containers are values: those without tensors, and dictionaries whose keys are not words.
+    Other containers are values: those without tensors, and dictionaries with keys other than numbers, text and tuples
+    of them.
     """
     found = dict[str, Any]()
     for key, value in state.items():
-        if type(value) not in _BRACKETS or not _has_tensors(value) or not _has_words(value):
+        places = _places(value) if type(value) in _BRACKETS and has_tensors(value) else None
+        if places is None:
             found[key] = value
             continue
         opening, closing = _BRACKETS[type(value)]
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        found |= flattened({f"{key}{opening}{place}{closing}": item for place, item in items})
+        found |= flattened({f"{key}{opening}{place}{closing}": item for place, item in places})
     return found
 
 
-def _has_tensors(value: object) -> bool:
+def has_tensors(value: object) -> bool:
+    """Return whether a value is a tensor, or a container with tensors."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, Tensor) or any(map(_has_tensors, items))
+    return isinstance(value, Tensor) or any(map(has_tensors, items))
 
 
-def _has_words(value: object) -> bool:
-    """Return True unless the value is a dictionary with another key than a word."""
-    return not isinstance(value, dict) or all(isinstance(key, str) and re.fullmatch(r"\w+", key) for key in value)
+def _places(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the items of a container, each with its place; None if a place cannot be written as text."""
+    if not isinstance(value, dict):
+        return [(str(number), item) for number, item in enumerate(value)]
+    places = [(place, item) for key, item in value.items() if (place := _written(key)) is not None]
+    return places if len(places) == len(value) else None
+
+
+def _written(key: Any) -> str | None:
+    """Return a dictionary's key as text: a word as it is, another literal escaped, without periods, after '='.
+
+    Keys of checkpoints have a period only before the name of a state. Return None for keys that are not literals.
+    """
+    if isinstance(key, str) and re.fullmatch(r"\w+", key):
+        return key
+    try:
+        is_literal = type(ast.literal_eval(repr(key))) is type(key)
+    except (SyntaxError, TypeError, ValueError):
+        return None
+    return "=" + quote(repr(key), safe="").replace(".", "%2E") if is_literal else None
+
+
+def _read(place: str) -> Any:
+    """Return the key that :func:`_written` wrote."""
+    return ast.literal_eval(unquote(place[1:])) if place.startswith("=") else place
 
 
 def _moved(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -267,7 +293,8 @@ def unflattened(state: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = value
     for (key, opening), values in items.items():
         in_order = [values[str(place)] for place in range(len(values))] if opening != "{" else []
-        found[key] = {"[": in_order, "(": tuple(in_order), "{": values}[opening]
+        by_key = {_read(place): value for place, value in values.items()} if opening == "{" else {}
+        found[key] = {"[": in_order, "(": tuple(in_order), "{": by_key}[opening]
     return unflattened(found) if depth else found
 
 
@@ -281,6 +308,8 @@ def _depth(key: str) -> int:
 
 # States with one value per block of the parameter.
 BLOCK_STATES = ("exp_avg_scale", "exp_avg_sq_scale")
+# All states of 8-bit moments: codes, and the scales of their blocks.
+BLOCK_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", *BLOCK_STATES})
 
 # Leases of a segment's states on disk, by key.
 Leases = dict[str, Lease]
@@ -421,7 +450,7 @@ def _is_on_disk(state: object) -> bool:
 
 def decoded(state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with 8-bit moments decoded."""
-    if any(key not in state for key in ("exp_avg", "exp_avg_sq", *BLOCK_STATES)):
+    if any(key not in state for key in BLOCK_MOMENTS):
         return state
     first, second = state["exp_avg"], state["exp_avg_sq"]
     first_scale, second_scale = (state[key] for key in BLOCK_STATES)

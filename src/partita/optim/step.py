@@ -2,7 +2,7 @@
 
 :class:`StepUpdater` synchronizes the ranks, finishes the reductions, measures the norm, clips, updates and publishes.
 Every stage runs the same code on the same shards: the norm is the sum of each rank's contribution in rank order, and
-gradients are scaled before they are gathered, so the results do not depend on the stage.
+gradients are scaled before they are gathered (in fp16, by the update), so the results do not depend on the stage.
 """
 
 import math
@@ -19,6 +19,7 @@ from partita.errors import PartitaError
 from partita.memory.streams import Event
 from partita.optim.extension import ComingUpdate
 from partita.optim.updater import StepResult, Updater, factor_of
+from partita.optim.updates import Factors
 from partita.sharding.buckets import Bucket
 from partita.sharding.parameter import Member
 from partita.sharding.squared_norm import total_squared_norm
@@ -154,6 +155,7 @@ class StepUpdater(Updater):
             for view in self.views:
                 view.tensor.grad = None
         self._runtime.publish()
+        self._guard.call_hooks(closure)
         self.steps += 1
         return StepResult(True, norm, self.scale.value, False, self.rates)
 
@@ -231,14 +233,16 @@ class StepUpdater(Updater):
         # Error-feedback residuals are of gradients as the optimizer gets them.
         scales_all = bool(self._reducer.sync_states)
         at_once = self._reducer.buckets if scales_all else self._updates.inline_buckets
-        if factor != 1.0:
+        # Without the loss scale, small gradients would be zero in fp16: the update multiplies them in fp32.
+        in_fp16 = any(bucket.dtype == torch.float16 for bucket in self._reducer.buckets)
+        applied, remaining = (1.0, factor) if in_fp16 else (factor, 1.0)
+        if applied != 1.0:
             for grad in (grad for bucket in at_once for grad in _owned(bucket, used)):
-                grad.mul_(factor)
-        self._reducer.gather(used, factor)
-        if scales_all:
-            factor = 1.0
+                grad.mul_(applied)
+        self._reducer.gather(used, applied, scale=1.0 / remaining)
         self._reducer.sync_states.commit(used)
-        self._updates.run(used, factor, self._guard, has_hooks=measured.has_hooks)
+        factors = Factors(inline=remaining, overlapped=remaining if scales_all else factor)
+        self._updates.run(used, factors, self._guard, has_hooks=measured.has_hooks)
 
     def _skip(self, scale: float) -> None:
         """Skip an update: find the parameter, lower the loss scale, and drop the gradients.
@@ -308,4 +312,4 @@ def _owned(bucket: Bucket, used: set[int]) -> list[Tensor]:
     """
     if bucket.shard is None:
         return [member.param.grad for member in bucket.members if member.param.grad is not None]
-    return bucket.norm_slices(bucket.shard.lease().tensor, used)
+    return bucket.norm_slices(bucket.shard.lease().wait(), used)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from partita.errors import ConfigError
 from partita.layout.state_bytes import ADAM_MOMENTS, Moments
 from partita.optim.optimizer import copies
+from partita.optim.states import flattened
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
@@ -342,8 +343,21 @@ def moments_of(optimizer: Optimizer, model: nn.Module | None = None) -> Moments:
 
 
 def state_names(optimizer: Optimizer) -> frozenset[str]:
-    """Return the names of the states after a first step; none if a trial is inconclusive."""
-    return frozenset(name for state in _states(optimizer) or () for name in state)
+    """Return the names of the states after a first step, as in checkpoints; none if a trial is inconclusive."""
+    return frozenset(name for state in created_states(optimizer) or () for name in state)
+
+
+def created_states(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]] | None:
+    """Return, for each group, the states after a first step on a small vector or matrix of ``dtype``, by their names in
+    checkpoints; None if the trials are inconclusive.
+    """
+    trials = [found for shape in (_SMALL[:1], _SMALL) if (found := _states(optimizer, dtype, shape)) is not None]
+    if not trials:
+        return None
+    return [
+        {name: value for state in of_group for name, value in flattened(state).items()}
+        for of_group in zip(*trials, strict=True)
+    ]
 
 
 def check_states_can_be_saved(optimizer: Optimizer) -> None:
@@ -393,23 +407,28 @@ def counted_attributes(optimizer: Optimizer, *, on_clone: bool) -> tuple[str, ..
     return tuple(key for key in changed if key not in others)
 
 
-def _states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+def _states(
+    optimizer: Optimizer, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = _SMALL
+) -> list[dict[str, Any]] | None:
     """Return the states of a small parameter in each group; None if a trial is inconclusive."""
-    if (stepped := _stepped(optimizer)) is None:
+    if (stepped := _stepped(optimizer, dtype=dtype, shape=shape)) is None:
         return None
     trial, _ = stepped
     return [trial.state.get(param, {}) for group in trial.param_groups for param in group["params"]]
 
 
 def _stepped(
-    optimizer: Optimizer, closure: Callable[[], Tensor] | None = None
+    optimizer: Optimizer,
+    closure: Callable[[], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = _SMALL,
 ) -> tuple[Optimizer, dict[str, Any]] | None:
     """Return a copy after a step on one small parameter in each group, and its attributes before; None if the step
     fails.
     """
     try:
         numbers = range(len(optimizer.param_groups))
-        params = [[nn.Parameter(torch.zeros(_SMALL, dtype=torch.float32, device="cpu"))] for _ in numbers]
+        params = [[nn.Parameter(torch.zeros(shape, dtype=dtype, device="cpu"))] for _ in numbers]
         for (param,) in params:
             param.grad = torch.ones_like(param)
         trial = _small_copy(optimizer, numbers, params)

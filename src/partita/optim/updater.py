@@ -112,7 +112,7 @@ class Updater(ABC):
         runtime.warm_up(self.is_warming_up)
         if scale.dynamic:
             self._reducer.finite.traces = True
-        self._guard = Guard(optimizer, lambda: self._reducer.holds_batch, self._writes)
+        self._guard = Guard(optimizer, runtime, lambda: self._reducer.holds_batch, self._writes)
 
     @property
     def listeners(self) -> tuple[UpdateListener, ...]:

@@ -33,6 +33,14 @@ from partita.sharding.unit import Unit
 PASSED = Event()
 
 
+@dataclass(frozen=True)
+class Factors:
+    """The factors that inline and overlapped updates multiply gradients by."""
+
+    inline: float
+    overlapped: float
+
+
 @dataclass
 class Update:
     """One call of the optimizer's step on some segments of some units.
@@ -165,42 +173,43 @@ class Updates:
 
     # ------------------------------------------------------------------ at the step
 
-    def run(self, used: AbstractSet[int], factor: float, guard: Guard, *, has_hooks: bool) -> None:
+    def run(self, used: AbstractSet[int], factors: Factors, guard: Guard, *, has_hooks: bool) -> None:
         """Update every unit; overlapped updates are still running on return.
 
         Args:
             used: ids of the members that got a gradient on any rank.
-            factor: the factor that gradients of overlapped updates are multiplied by.
             has_hooks: True if any rank's user has hooks on the optimizer's step. If there are both kinds of updates,
                 it decides their order, because ranks must start gathers in the same order.
         """
         self.note_settings()
         inline_last = has_hooks if self._inline else guard.watched
-        if inline_last:  # hooks find everything updated, and the inline step, which calls them, does the counting
-            self._start(used, factor)
+        if inline_last:  # hooks before the inline step find the other updates done, and that step does the counting
+            self._start(used, factors.overlapped)
             self.wait(takes_up=False)
-            self._run_inline(used, guard)
+            self._run_inline(used, factors.inline, guard)
         else:
-            self._run_inline(used, guard)
-            self._start(used, factor)
+            self._run_inline(used, factors.inline, guard)
+            self._start(used, factors.overlapped)
+        guard.call_hooks()
         if not self._under_way:
             self._context.states.count()
 
-    def _run_inline(self, used: AbstractSet[int], guard: Guard) -> None:
+    def _run_inline(self, used: AbstractSet[int], factor: float, guard: Guard) -> None:
         """Run one step on all units that are not overlapped."""
-        segments = [segment for update in self._one_per_unit(self._inline, used, 1.0) for segment in update.segments]
+        segments = [segment for update in self._one_per_unit(self._inline, used, factor) for segment in update.segments]
         with span("update"):
             Update(self._inline, segments, self._context).run(partial(self._step_inline, guard))
         publisher, later = self._context.publisher, self._gathered_later
         publisher.publish([unit for unit in self._inline if unit not in later])
         publisher.publish([unit for unit in later if unit.trained], ahead=True)
+        if self._full_updates is not None:
+            guard.step(False)
 
     def _step_inline(self, guard: Guard, chosen: AbstractSet[int], coming: Sequence[Member]) -> None:
         if self._full_updates is not None:
             take_up = self._step(chosen, coming)
-            if not guard.watched:
+            if not guard.watched:  # else the step that has the hooks does the counting
                 take_up()
-            guard.step(False)
             return
         if isinstance(optimizer := self._context.rule.optimizer, CollectiveOptimizer):
             optimizer.coming = coming

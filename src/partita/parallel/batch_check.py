@@ -14,6 +14,7 @@ from partita.comm.several_axes import SeveralAxes
 from partita.errors import PartitaError
 from partita.memory import accelerator
 from partita.sharding.pytree import tensors_in
+from partita.sharding.unit_events import levels
 from partita.table.mesh_shape import AXES, BATCH_AXES
 
 # The axes along which ranks get the same batch.
@@ -70,5 +71,6 @@ def _fingerprints(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Fi
 
 
 def _checksum(tensor: Tensor) -> int:
-    flat = accelerator.read(tensor).contiguous().view(-1)
+    *_, plain = levels(tensor)
+    flat = accelerator.read(plain).contiguous().view(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

@@ -40,13 +40,16 @@ _MARK, _MARK_AT = 0x5EED5, 40
 class RandomStreams:
     """Seeds torch's generators around the modules of a model in training, until :meth:`remove`.
 
+    Attributes:
+        seed: the seed that all modules' seeds are derived from. It may change between two steps.
+
     Args:
         data: this rank's coordinate on the data axis.
         slice_key: the slice that this rank has of each tensor in the blocks (``"sequence 1"``); empty: the full tensor.
     """
 
     def __init__(self, model: nn.Module, seed: int, data: int, device: torch.device, slice_key: str = "") -> None:
-        self._seed = seed
+        self.seed = seed
         self._data = data
         self._device = device
         self._step = self._micro_batch = self._forwards = 0
@@ -131,7 +134,7 @@ class RandomStreams:
             self._regions.clear()
             self._has_gradients = torch.is_grad_enabled()
             self._forwards += 1
-            return _hash(self._seed, self._step, self._micro_batch, self._forwards, self._data)
+            return _hash(self.seed, self._step, self._micro_batch, self._forwards, self._data)
         if enclosing >> _MARK_AT != _MARK:
             return None
         self._follow_task()

@@ -23,7 +23,7 @@ from partita.comm.synchronization_check import check_synchronized
 from partita.errors import PartitaError
 from partita.parallel.sequence.exchange import gather, gradient_of_slice, sum_over_slices
 from partita.parallel.sequence.slices import Slices
-from partita.parallel.tensor.functions import cross_entropy, gather_from_ranks, scatter_to_ranks
+from partita.parallel.tensor.functions import copy_to_ranks, cross_entropy, gather_from_ranks, scatter_to_ranks
 from partita.sharding.compiler import eager
 from partita.sharding.deferred import Deferred
 
@@ -273,9 +273,17 @@ class _Call:
     def sharding(self) -> LogitsSharding:
         return self.logits.sharding
 
-    def on(self, tensor: Tensor) -> Any:
-        """Call the function with ``tensor`` in place of the logits."""
-        args, kwargs = tree_map(lambda x: tensor if x is self.logits else x, (tuple(self.args), dict(self.kwargs)))
+    def on(self, tensor: Tensor, group: Group | None = None) -> Any:
+        """Call the function with ``tensor`` in place of the logits. Gradients of other tensors are summed over the
+        ranks of ``group``, if it is given.
+        """
+
+        def replaced(x: Any) -> Any:
+            if x is self.logits:
+                return tensor
+            return x if group is None or not isinstance(x, Tensor) else copy_to_ranks(x, group)
+
+        args, kwargs = tree_map(replaced, (tuple(self.args), dict(self.kwargs)))
         return self.func(*args, **kwargs)
 
     def sharded(self, local: Tensor, **changed: Any) -> ShardedLogits:
@@ -295,7 +303,9 @@ def _elementwise(call: _Call) -> Any:
         return NotImplemented
     if call.func.__name__ in _IN_PLACE:
         call.logits.changed_by.append(call.func.__name__)
-    return call.sharded(call.on(call.local))
+    vocabulary = call.sharding.vocabulary
+    # The gradient of a scalar is a sum over all classes, and each rank computes that of its own.
+    return call.sharded(call.on(call.local, None if converts or vocabulary is None else vocabulary.group))
 
 
 def _select(call: _Call) -> Any:
@@ -373,21 +383,22 @@ def _cross_entropy(call: _Call) -> Any:
     own = target
     if slices is not None:
         own = slices.take(target.view(call.sharding.num_samples, slices.length), 1).flatten()
+    sums = torch.promote_types(local.dtype, torch.float32)  # sums of many losses are out of fp16's range
     if vocabulary is None:
-        smoothing = given["label_smoothing"]
-        partial_loss = F.cross_entropy(
-            local, own, weight, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
-        )
+        kind, smoothing = "sum" if local.dtype == sums else "none", given["label_smoothing"]
+        losses = F.cross_entropy(local, own, weight, ignore_index=ignored, reduction=kind, label_smoothing=smoothing)
+        dtype = losses.dtype
     else:
-        losses = cross_entropy(local.float(), own, vocabulary.sizes, ignored, vocabulary.group).to(local.dtype)
+        losses = cross_entropy(local.float(), own, vocabulary.sizes, ignored, vocabulary.group)
+        dtype = local.dtype
         if reduction == "none":
-            return losses
-        partial_loss = losses.sum()
+            return losses.to(dtype)
+    partial_loss = losses.sum(dtype=sums)
     total = partial_loss if slices is None else sum_over_slices(partial_loss, slices)
     if reduction == "sum":
-        return total
+        return total.to(dtype)
     counted = target != ignored
-    return total / (counted.sum() if weight is None else weight[target[counted]].sum())
+    return (total / (counted.sum() if weight is None else weight[target[counted]].sum(dtype=sums))).to(dtype)
 
 
 def _needs_full_vocabulary(given: Mapping[str, Any]) -> bool:

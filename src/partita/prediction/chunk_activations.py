@@ -7,7 +7,7 @@ from partita.parallel.pipeline.run import gradients_before
 from partita.parallel.pipeline.schedule import Schedule, Shape, Work
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkBytes:
     """Activation bytes of one micro-batch's forward and backward through consecutive blocks.
 
@@ -46,7 +46,7 @@ class ChunkBytes:
     def offloaded_inputs(self) -> "ChunkBytes":
         """The bytes of the offloaded inputs alone, in their tier."""
         most, kept = self.offloaded_bytes
-        return ChunkBytes(most, kept, most, most, 0)
+        return ChunkBytes(forward_peak=most, kept_bytes=kept, backward_peak=most, in_place_peak=most, gradient_bytes=0)
 
 
 @dataclass(frozen=True)

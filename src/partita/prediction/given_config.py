@@ -13,6 +13,7 @@ from partita.activation.apply import inputs_tier
 from partita.config.load import load_config
 from partita.config.resolve import Resolved, resolve
 from partita.config.schema import Config
+from partita.config.write import writing
 from partita.engine.profile import PREDICTED, PROCESS, Span, read_trace, rows, write_trace
 from partita.errors import ConfigError, PartitaError
 from partita.layout.placement import has_auto_tiers, resolve_tiers
@@ -135,9 +136,8 @@ class Estimate:
 @contextmanager
 def _writable(path: Path) -> Iterator[None]:
     try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+        with writing(path):
+            yield
     except ValueError as error:
         if isinstance(error, PartitaError):
             raise

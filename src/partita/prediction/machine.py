@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from partita.config.write import YAML, write_yaml
 from partita.errors import ConfigError
 from partita.layout.budget import MemoryBudget
 from partita.prediction.curve import Curve
@@ -169,10 +170,7 @@ def write_machine(machine: Machine, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        path.write_text(yaml.safe_dump(plain_machine(machine), sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+    write_yaml(path, plain_machine(machine))
 
 
 def machine_named(name: str, **changed: float | None) -> Machine:
@@ -181,7 +179,7 @@ def machine_named(name: str, **changed: float | None) -> Machine:
     Raises:
         ConfigError: there is no machine of that name, or a value is out of range.
     """
-    is_file = name.endswith((".yaml", ".yml"))
+    is_file = name.endswith(YAML)
     found = read_machine(Path(name)) if is_file else machines().get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), machines(), n=2, cutoff=0.4)

@@ -15,7 +15,7 @@ from partita.memory.capacity import free_budget, host_memory, usable_cores
 from partita.memory.disk import scratch_folder
 from partita.prediction.curve import Curve
 from partita.prediction.machine import Machine
-from partita.prediction.processes import run_ranks
+from partita.prediction.processes import first_failure, run_ranks
 from partita.prediction.rank_measurement import Points, RankSettings
 
 # Ranks normally end long before.
@@ -62,9 +62,8 @@ def _measure(settings: Sequence[RankSettings], folder: Path) -> list[Mapping[str
     ended = run_ranks("partita.prediction.rank_measurement", tasks, folder, TIMEOUT_S)
     if ended is None:
         raise PartitaError(f"measuring this machine: ranks did not end within {TIMEOUT_S} s")
-    for rank, each in enumerate(ended):
-        if each.code:
-            raise PartitaError(f"measuring this machine: rank {rank} failed:\n{each.log}")
+    if any(each.code for each in ended):
+        raise PartitaError(f"measuring this machine: {first_failure(ended).text}")
     return [each.result for each in ended]
 
 

@@ -7,12 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from partita.config.load import load_config
 from partita.config.messages import format_bytes
 from partita.config.resolve import resolve
 from partita.config.schema import Config
+from partita.config.write import write_yaml
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.prediction.communication_variants import communication_variants
@@ -88,8 +87,12 @@ class Plan:
         return found
 
     def write(self, path: str | Path) -> None:
-        """Write :meth:`config` as YAML."""
-        Path(path).write_text(yaml.safe_dump(self.config(), sort_keys=False), encoding="utf-8")
+        """Write :meth:`config` as YAML.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        write_yaml(path, self.config())
 
     def write_trace(self, path: str | Path) -> None:
         """Write the predicted step of the best plan for Perfetto (ui.perfetto.dev).

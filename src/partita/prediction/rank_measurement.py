@@ -2,7 +2,7 @@
 
     python -m partita.prediction.rank_measurement PLACE FILE
 
-PLACE is a :class:`RankSettings` as JSON. The measured points are written to FILE, as JSON.
+PLACE is a :class:`RankSettings` as JSON. The measured points, or the error, are written to FILE as JSON.
 """
 
 import json
@@ -26,6 +26,7 @@ from partita.comm.world import Rendezvous
 from partita.memory import accelerator
 from partita.memory.allocate import allocate, allocate_host
 from partita.memory.disk import Disk
+from partita.prediction.processes import run_rank
 from partita.table.mesh_shape import AXES, MeshShape
 from partita.table.traffic import TrafficMeter
 
@@ -309,4 +310,5 @@ def _read_disk(clock: _Clock, settings: RankSettings) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(measure_rank(RankSettings(**json.loads(sys.argv[1])))), encoding="utf-8")
+    settings = RankSettings(**json.loads(sys.argv[1]))
+    sys.exit(run_rank(partial(measure_rank, settings), Path(sys.argv[2])))

@@ -257,7 +257,7 @@ class Search:
             return
         for recompute in recompute_options:
             num_fitting = 0
-            for micro in divisors(per_rank):
+            for micro in halvings(per_rank):
                 settings = PlanSettings(mesh, states, micro, per_rank // micro, *recompute)
                 found = self._largest_stage(settings, independent)
                 if found.fits and not (states.precision.one_micro_batch and settings.accumulate > 1):
@@ -356,7 +356,7 @@ class Search:
         return self._compute_times[key]
 
 
-def divisors(num: int) -> list[int]:
+def halvings(num: int) -> list[int]:
     """Return ``num``, repeatedly halved while it is even, and 1. The largest comes first."""
     found, size = list[int](), num
     while size:

@@ -377,16 +377,17 @@ class Bucket:
         slices = self.norm_slices(shard, set(map(id, self.layout.members)))
         return [total_squared_norm(slices)] if slices else []
 
-    def gather(self, call: SyncCall, used: AbstractSet[int], factor: float) -> None:
+    def gather(self, call: SyncCall, used: AbstractSet[int], factor: float, scale: float) -> None:
         """All-gather the reduced gradients if the optimizer needs more than this rank's shard.
 
         Args:
             used: ids of the members that got a gradient on any rank.
             factor: the factor that this rank's shard was multiplied by.
+            scale: the divisor that turns it into the gradients that the optimizer gets.
         """
         assert self.shard is not None
-        unused = self.layout.pieces_of_unused(used)
-        self.sync.gather(self.shard.lease().tensor, self.buffer.full, call, factor=factor, unused=unused)
+        shard, unused = self.shard.lease().wait(), self.layout.pieces_of_unused(used)
+        self.sync.gather(shard, self.buffer.full, call, factor=factor, scale=scale, unused=unused)
 
     def clear(self) -> Slot | None:
         """Change to OPEN and drop all gradients. Returns the slot that is free now, if a backward did not end."""

@@ -96,7 +96,7 @@ class BufferSync:
         self._has_trained |= self._structure.model.training
         self._follow()
 
-    def has_news(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether a buffer changed on this rank that is not broadcast yet, or not in its current shape, dtype or
         device; called once per update.
         """

@@ -73,12 +73,15 @@ class GradientSync:
         ops, scratch = self._sum_operations, call.scratch
         call.interpreter.run(ops, full, out, purpose="gradients", accumulate=add, scratch=scratch)
 
-    def gather(self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, unused: Unused) -> None:
+    def gather(
+        self, shard: Tensor, full: Tensor | None, call: SyncCall, *, factor: float, scale: float, unused: Unused
+    ) -> None:
         """All-gather the sums, once their norm is known, if the optimizer needs more than this rank's row.
 
         Args:
             shard: this rank's row, multiplied by ``factor``.
             full: the output, ``[num_rows, num_columns]``.
+            scale: the divisor that turns ``shard`` into the gradients that the optimizer gets.
         """
         assert full is not None
         ops = self._gather_operations

@@ -143,7 +143,7 @@ def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     def widened(value: Tensor) -> Tensor:
         if not isinstance(value, _ReadInFp32):
             return value
-        copies.append((value, value.float()))
+        copies.append((value, _copy_in_fp32(value)))
         return copies[-1][1]
 
     args, kwargs = map_tensors((tuple(args), kwargs), widened)
@@ -153,3 +153,11 @@ def _run_in_fp32(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
             with torch.no_grad():
                 tensor.copy_(copy)
     return result
+
+
+def _copy_in_fp32(value: Tensor) -> Tensor:
+    """Return a copy that counts writes, as tensors that are created in inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        return value.float()
+    with torch.inference_mode(False), torch.no_grad():
+        return value.float()

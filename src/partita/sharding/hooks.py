@@ -330,7 +330,11 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 class UnitEvents:
-    """Subscriptions to the visits of units, and hooks on the model. A unit that nobody subscribed to has no hooks."""
+    """Subscriptions to the visits of units, and hooks on the model. A unit that nobody subscribed to has no hooks.
+
+    Attributes:
+        check_inputs: called with the arguments of each forward of the model, except those recomputed in a backward.
+    """
 
     def __init__(self) -> None:
         self._hooks = dict[int, UnitHooks]()
@@ -338,6 +342,7 @@ class UnitEvents:
         self._sharded = dict[int, Unit]()  # units that do not rest whole, by their storages
         self.backwards = Backwards()
         self.early_output = EarlyOutput()
+        self.check_inputs: Callable[[Sequence[Any], Mapping[str, Any]], object] = _nothing
 
     def subscribe(self, units: Iterable[Unit], subscriber: Subscriber) -> None:
         """Have ``subscriber`` called at the events of these units."""

@@ -1,7 +1,8 @@
 """LayerDrop of Hugging Face models (arXiv 1909.11556): in training, each rank skips layers at random.
 
-With sharded parameters every rank must run every module, so it is switched off there. transformers does the same for
-some models under FSDP and DeepSpeed's ZeRO-3.
+With sharded parameters every rank must run every module, so it is switched off there, as it is where ranks run parts
+of a forward (of its layers, or of its positions). transformers does the same for some models under FSDP and DeepSpeed's
+ZeRO-3.
 """
 
 import inspect
@@ -14,8 +15,8 @@ from partita.transforms.modules import Level
 _RUNS_ALL = "_is_fsdp_managed_module"
 
 
-def switch_off(model: nn.Module, changes: Level) -> str:
-    """Have every layer run. Returns: a notice for the user; empty if no module drops layers."""
+def switch_off(model: nn.Module, changes: Level, reason: str) -> str:
+    """Have every layer run. Returns: a notice for the user, with the ``reason``; empty if no module drops layers."""
     found = list[str]()
     for name, module in model.named_modules():
         if isinstance(getattr(module, "layerdrop", None), float) and module.layerdrop:
@@ -27,9 +28,7 @@ def switch_off(model: nn.Module, changes: Level) -> str:
         found.append(name or type(module).__name__)
     if not found:
         return ""
-    return (
-        f"{', '.join(found)}: no layers are dropped in training, because sharded parameters need every rank to run them"
-    )
+    return f"{', '.join(found)}: no layers are dropped in training, because {reason}"
 
 
 def _draws_by_config(module: nn.Module) -> bool:

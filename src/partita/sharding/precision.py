@@ -69,7 +69,8 @@ def _is_rounded(member: Member, values: Tensor) -> bool:
     param = member.param
     with torch._C.DisableTorchFunctionSubclass():
         fits = param.shape == values.shape and not member.span.place.is_part
-        return fits and values.is_floating_point() and values.itemsize > param.itemsize
+        is_exact = values.dtype == param.dtype or values.itemsize < param.itemsize
+        return fits and values.is_floating_point() and not is_exact
 
 
 # Modules with base classes, whose methods every model inherits.

@@ -459,12 +459,13 @@ class GradientReducer:
             self.pools.give_back_scratch(slot, self._launched)
         self.drain()
 
-    def gather(self, used: AbstractSet[int], factor: float) -> None:
+    def gather(self, used: AbstractSet[int], factor: float, *, scale: float = 1.0) -> None:
         """All-gather reduced gradients for an optimizer that needs them unsharded, and averages that all ranks keep.
 
         Args:
             used: ids of the members that got a gradient on any rank.
             factor: the factor that the sums were multiplied by.
+            scale: the divisor that turns them into the gradients that the optimizer gets.
         """
         chosen = [bucket for bucket in self.buckets if bucket.sync.gathers]
         slot = self.pools.scratch(chosen)
@@ -473,7 +474,7 @@ class GradientReducer:
         def run() -> None:
             for bucket in chosen:
                 received = None if slot is None else over(slot.storage, torch.uint8, slot.num_bytes)
-                bucket.gather(SyncCall(self._seeded(), received), used, factor)
+                bucket.gather(SyncCall(self._seeded(), received), used, factor, scale)
 
         if chosen:
             gathered = self._stream.run(partial(after, awaited, run))

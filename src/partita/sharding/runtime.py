@@ -231,6 +231,7 @@ class Runtime:
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare a forward of the model: a hook that returns the arguments to use."""
         if torch._C._current_graph_task_id() == -1:
+            self.events.check_inputs(args, kwargs)
             self.events.backwards.forget()
             self.unsharder.begin_forward()
         self._refresh()
@@ -252,6 +253,12 @@ class Runtime:
     def _refresh(self) -> None:
         """Detect changes of parameters since the last forward: unfrozen, replaced or moved ones."""
         self.structure.check()
+        self.train_unfrozen()
+
+    def train_unfrozen(self) -> None:
+        """Set up parameters that were unfrozen since the last call. A backward calls this, too: its forward may have
+        been that of a submodule.
+        """
         slices_sequences = self.collectives.mesh.shape.sequence > 1
         with torch._C.DisableTorchFunctionSubclass():
             for _, member in self.members():
@@ -264,6 +271,7 @@ class Runtime:
                         "by engine.gradient(name)"
                     )
 
+    @torch.inference_mode(False)  # states that are allocated in inference mode could not be updated
     def _train(self, member: Member) -> None:
         """Set up a parameter that begins to train: its bucket and its hook."""
         segment = member.segment
@@ -316,7 +324,7 @@ class Runtime:
         return id(param) in self._members and self.structure.assign(*self._members[id(param)], values, self.written)
 
     def store_written(self) -> None:
-        """Store the values that the user's code has written into parameters. No update may be running."""
+        """Store the values that the user's code has written into parameters."""
         self.unsharder.end_reads()
         self.written.store_all()
 
@@ -371,16 +379,26 @@ class Runtime:
             self.publisher.deliver(segment, lease.wait(), segment.plan.master, exact=True)
             lease.end(changed=False)
         if segments:
-            self.updated()
+            self.rewritten()
+
+    def rewritten(self) -> None:
+        """Note a change of the parameters by code outside of steps."""
+        self.unsharder.order_after_writes()
+        self.updated()
 
     def updated(self) -> None:
         """Note a change of the parameters: earlier graphs are invalid, which autograd detects by version counters."""
         self.unsharder.updated()
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([m.param for unit in self.units for m in unit.members])
+        self.note_values()
+        self.written.note()
+
+    def note_values(self) -> None:
+        """Note the values of parameters that may be written through their ``data`` as those of the last update."""
         for unit in self.written.exposed_units():
             unit.finish_update()
-        self.written.note()
+        self.written.note_values()
 
     def members(self) -> Iterator[tuple[Unit, Member]]:
         """Yield every parameter of the model with its unit."""

@@ -8,7 +8,7 @@ Names used everywhere:
 - ``master``: the values that the optimizer updates; ``stored`` or a slice of it if their encodings are equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -59,11 +59,19 @@ class MasterWeights:
         """Return full weights: ``master`` itself, or its low halves joined with the same elements of ``parameters``."""
         return join(parameters.to(master.device), master) if self.splits else master
 
-    def set(self, values: Tensor, names: AbstractSet[str], before: Tensor | None = None) -> None:
+    def set(
+        self,
+        values: Tensor,
+        names: AbstractSet[str],
+        rounded: Callable[[Tensor], Tensor],
+        before: Tensor | None = None,
+    ) -> None:
         """Overwrite the weights of the named parameters.
 
         Args:
             values: this rank's shard of all parameters: in the compute dtype, or in fp32 to store them exactly.
+            rounded: rounds weights to ``values`` as an update would. Weights that ``values`` are the rounded form of
+                are kept.
             before: the parameters before they were written, if known. Elements equal to ``values`` keep their low
                 halves.
         """
@@ -78,9 +86,9 @@ class MasterWeights:
                 elif self.splits:
                     same = None if before is None else before[place].to(values.device) == values[place]
                     master[place] = 0 if same is None else master[place].where(same, torch.zeros_like(master[place]))
-                else:  # keep a master weight that the value is the rounded form of
-                    own = master[place].to(values.dtype) == values[place]
-                    master[place] = torch.where(own, master[place], values[place].to(master))
+                else:
+                    is_kept = rounded(master[place]) == values[place]
+                    master[place] = torch.where(is_kept, master[place], values[place].to(master))
         lease.end(changed=True)
 
 
@@ -118,6 +126,11 @@ class Segment:
     def is_first_copy(self) -> bool:
         """True if this rank saves its shard, among the ranks that have the same one."""
         return self.planned.is_first_copy(self._rank)
+
+    @property
+    def is_first_owner(self) -> bool:
+        """True if this rank saves the states of the full parameters that it owns, among their owners."""
+        return self.planned.is_first_owner(self._rank)
 
     @property
     def is_first_of_replica(self) -> bool:
@@ -227,6 +240,26 @@ class Segment:
         lease.end(changed=False)
         return self.master
 
+    def clear_gaps(self, values: Tensor) -> None:
+        """Zero the padding in ``values``, which have the layout of this rank's master weights.
+
+        Block-wise formats encode the padding together with the parameters before it.
+        """
+        end = 0
+        for span in self.master_spans:
+            values[end : span.offset].zero_()
+            end = span.offset + span.num_elements
+        values[end:].zero_()
+
+    def set_master_from_full(self, names: AbstractSet[str], before: Tensor | None = None) -> None:
+        """Store the values that the named parameters have in ``full`` in the master weights.
+
+        Args:
+            before: see :meth:`MasterWeights.set`.
+        """
+        assert self.master is not None
+        self.master.set(self.part(self.full, self.plan.master), names, self.rounded, before)
+
     def set_master(self, values: Mapping[str, Tensor]) -> None:
         """Store fp32 values in the master weights; the parameters have the rounded ones already.
 
@@ -238,7 +271,7 @@ class Segment:
         for span in self.layout.spans:
             if span.fqn in values:
                 full[span.offset :][: span.num_elements] = values[span.fqn]
-        self.master.set(self.part(full, self.plan.master), values.keys())
+        self.master.set(self.part(full, self.plan.master), values.keys(), lambda weights: weights)
 
     def slice_for_master(self, values: Tensor) -> Tensor:
         """Return the slice of this rank's stored parameters, ``values``, whose master weights this rank has."""

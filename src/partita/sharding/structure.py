@@ -63,8 +63,9 @@ class Written:
     def __init__(self, units: Sequence[Unit], rank: int) -> None:
         self._warns = rank == 0
         self._sharded = [unit for unit in units if not unit.always_unsharded]
-        members = [member for unit in units if unit.always_unsharded for member in unit.members]
-        self._always_unsharded = [member for member in members if _has_owner(member.segment)]
+        pairs = [(unit, member) for unit in units if unit.always_unsharded for member in unit.members]
+        self._unit_of = {id(member): unit for unit, member in pairs}
+        self._always_unsharded = [member for _, member in pairs if _has_owner(member.segment)]
         self._versions = dict[int, int]()  # by the member's id; unknown until the first note()
         self._exposed = dict[int, _Exposed]()  # by the member's id
         self._sums = dict[str, Tensor]()
@@ -79,6 +80,9 @@ class Written:
         members = [*self._always_unsharded, *(member for unit in self._sharded for member in unit.members)]
         with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer through Python
             self._versions = {id(member): member.param._version for member in members}
+
+    def note_values(self) -> None:
+        """Note the values of exposed parameters as those that the engine made. Their updates are complete."""
         self._exposed = {key: exposed for key, exposed in self._exposed.items() if exposed.is_alive}
         self._update_checksums(exposed.member for exposed in self._exposed.values())
 
@@ -117,17 +121,18 @@ class Written:
         self._add_checksums(members)
 
     def store_all(self) -> None:
-        """Store all written values. No update may be running."""
+        """Store all written values. Waits for running updates of the written parameters."""
         if written := self._found(self._always_unsharded):
             by_segment = defaultdict[int, list[Member]](list)
             for member in written:
+                self._unit_of[id(member)].finish_update()
                 by_segment[id(member.segment)].append(member)
             for members in by_segment.values():
                 segment = members[0].segment
                 self._warn_of_rounding(members[0])
                 if segment.master is not None and not segment.master_is_parameter:
                     names = {member.fqn for member in members}  # earlier values are unknown: split masters are rounded
-                    segment.master.set(segment.part(segment.full, segment.plan.master), names)
+                    segment.set_master_from_full(names)
             self.forget(written)
             self._add_checksums(written)
         for unit in self._sharded:
@@ -288,7 +293,7 @@ def store_shards(segment: Segment, names: AbstractSet[str]) -> None:
     stored = lease.wait()
     if segment.master is not None and not segment.master_is_parameter:
         before = segment.slice_for_master(stored)
-        segment.master.set(segment.part(segment.full, segment.plan.master), names, before)
+        segment.set_master_from_full(names, before)
     for span in segment.stored_spans:
         if span.fqn in names:
             place = slice(span.offset, span.offset + span.num_elements)

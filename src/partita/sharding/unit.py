@@ -125,19 +125,22 @@ class Unit:
         """True if the pool has a free slot for this unit."""
         return self._resources.pool.available(self.planned.num_bytes)
 
-    def start_unshard(self, spare: bool = False, exact: bool = False) -> None:
+    def start_unshard(self, spare: bool = False, exact: bool = False, changed: Event | None = None) -> None:
         """Change from SHARDED to UNSHARDING: start to gather the secondary shards if there are any, else the stored
         ones.
 
         Args:
             spare: allow memory beyond the pool.
             exact: gather the exact stored values, even if compute uses quantized ones.
+            changed: passes when values that were written outside of updates are stored.
         """
         self.is_exact = exact
         slot, updated, from_secondary = self._attach_slot(spare=spare), self.updated, self.has_secondary and not exact
 
         def gather() -> None:
             slot.last_use.wait()
+            if changed is not None:
+                changed.wait()
             updated.wait()
             gathers, scratch = list[Running](), self._resources.scratch
             for segment in self.segments:

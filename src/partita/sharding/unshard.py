@@ -15,6 +15,7 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.memory.step_events import span
+from partita.memory.streams import Event, record
 from partita.sharding.placeholder import is_sharded
 from partita.sharding.structure import Written
 from partita.sharding.unit import Unit, UnitState
@@ -67,7 +68,7 @@ def gradient_node(param: torch.Tensor) -> Any:
     """Return autograd's node that accumulates the gradient; a new one has the parameter's current shape."""
     if not param.requires_grad:
         return None
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         view = param.view_as(param)
     assert view.grad_fn is not None
     return view.grad_fn.next_functions[0][0]
@@ -105,6 +106,8 @@ class Unsharder:
         self._referred: dict[Unit, References] = {}  # of units in engine.gathered, or that keep their memory since
         self._reads: list[Unit] = []  # unsharded for the user's code between forwards
         self._forward_depth = 0
+        self._has_graph = False  # a forward since the last step may have a graph
+        self._changed = Event()  # passes when values that were written outside of updates are stored
         self.version = 0
         self.within_batch = False
         self.subscriber = Subscriber(
@@ -129,6 +132,7 @@ class Unsharder:
     def open(self, unit: Unit) -> None:
         """Unshard a unit, and keep it unsharded until the matching :meth:`close`."""
         unit.open_calls += 1
+        self._has_graph |= torch.is_grad_enabled()
         if unit.open_calls == 1 and not unit.holds:
             if self._records:
                 self._recorded.append((unit, torch._C._current_graph_task_id() != -1))
@@ -243,11 +247,12 @@ class Unsharder:
         """
         for unit in units:
             if unit.state is not UnitState.SHARDED and not (unit.planned.unshards_exactly or unit.is_exact):
-                if unit.in_use:
+                if unit.in_use and not self._is_unused(unit):
                     raise PartitaError(
                         f"unit '{unit.title}' is in use with quantized parameters (communication.parameters); exact "
-                        "values are available outside of forward and backward"
+                        "values are available after engine.step(), and after forwards under torch.no_grad()"
                     )
+                unit.pinned = False
                 self._evict(unit)
         for unit in units:
             unit.holds += 1
@@ -259,6 +264,10 @@ class Unsharder:
                 self._referred[unit].begin_again(self.version)
             elif unit.holds == 1:
                 self._referred[unit] = References(unit, self.version)
+
+    def _is_unused(self, unit: Unit) -> bool:
+        """Return whether a unit stays unsharded only because of a forward without a graph, which is over."""
+        return not (unit.open_calls or unit.holds or self._has_graph or self.keeps_unsharded)
 
     def release_hold(self, units: Sequence[Unit]) -> None:
         """End a :meth:`hold`. Parameters that a new graph or view refers to keep their values in memory, for a later
@@ -315,6 +324,7 @@ class Unsharder:
         self.end_reads()
         for unit in self.units:
             unit.pinned = False
+        self._has_graph = False
         self.reset()
         self._drop_kept()
         if self.units:
@@ -337,8 +347,16 @@ class Unsharder:
         for unit in self.units:
             unit.has_secondary = False
             unit.pinned = False
+        self._has_graph = False
         self._reshard_idle()
         self._drop_kept()
+
+    def order_after_writes(self) -> None:
+        """Make later gathers wait for the values that code outside of steps has written on the current stream. (Those
+        that a step publishes have an event per unit.)
+        """
+        if self.units:
+            self._changed = record(self.units[0].storage.device)
 
     def _reshard_idle(self) -> None:
         if self.within_batch:  # idle units stay unsharded, or were prefetched for the next micro-batch
@@ -382,7 +400,7 @@ class Unsharder:
         except PartitaError:
             self._order = []  # the ranks differ: prefetch nothing while calls are closed
             raise
-        unit.start_unshard(spare, exact)
+        unit.start_unshard(spare, exact, self._changed)
         return True
 
     def _finish_gather(self, unit: Unit) -> None:

@@ -48,7 +48,7 @@ def _shard(segment: Segment, values: Tensor) -> Tensor:
 def write_weights(runtime: Runtime, segment: Segment, shard: Tensor) -> None:
     """Replace the weights of a segment that trains, on all ranks, by each rank's fp32 shard, ``[shard_elements]``.
 
-    The parameters get the values rounded as an update rounds them. A collective; call ``runtime.updated()`` after the
+    The parameters get the values rounded as an update rounds them. A collective; call ``runtime.rewritten()`` after the
     last segment.
     """
     assert segment.master is not None

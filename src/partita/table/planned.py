@@ -103,6 +103,13 @@ class PlannedSegment:
             self.mesh.coordinate(rank, axis) == 0 for axis in (*self.row.all_replica_axes, *self.row.copies.axes)
         )
 
+    def is_first_owner(self, rank: int) -> bool:
+        """Return whether ``rank`` saves the states of the full parameters that it owns, among the ranks that own the
+        same ones: those with the same master weights.
+        """
+        axes = (*self.row.separate_axes, *self.row.master_replica_axes, *self.row.copies.axes)
+        return all(self.mesh.coordinate(rank, axis) == 0 for axis in axes)
+
     def is_first_of_replica(self, rank: int) -> bool:
         """Return whether ``rank`` is the first in its replica with its shard.
 

@@ -129,6 +129,11 @@ class StatePlan:
         return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.param_stored.shard_axes))
 
     @property
+    def master_replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks store the same shard of the master weights."""
+        return tuple(axis for axis in expand(self.summed_axes) if axis not in expand(self.master.shard_axes))
+
+    @property
     def all_replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have the same shard, with those of replicas that train separately (whose weights
         are equal after they are averaged). Inspection and checkpoints use the first rank along them.

@@ -1,18 +1,22 @@
 """Low-rank adapters of a Hugging Face model, by peft: added to the model, and saved without it."""
 
+import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.huggingface.export import files_of_weights
 from partita.train.job import LoraSection
+
+_MODEL_CARD = "README.md"
 
 
 def add_lora(module: nn.Module, lora: LoraSection) -> nn.Module:
@@ -86,18 +90,34 @@ def export_adapters(engine: Engine, folder: Path) -> None:
     Raises:
         PartitaError: on all ranks: the folder cannot be written.
     """
-    module: Any = engine.module
     values, problem = engine.state_dict(trainable=True), None
     if engine.is_main:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in (*files_of_weights(folder), folder / "config.json"):
-                stale.unlink(missing_ok=True)
-            module.save_pretrained(str(folder), state_dict=values, save_embedding_layers=False)
-        except OSError as error:
-            problem = f"cannot write the adapters into '{folder}': {error.strerror or error}; set train.out"
+            _write(engine.module, values, folder)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"cannot write the adapters into '{folder}': {reason}; free disk space, or set train.out"
     if engine.any(problem is not None):
         raise PartitaError(problem or "rank 0 cannot write the adapters: see its error")
+
+
+def _write(module: Any, values: Mapping[str, Any], folder: Path) -> None:
+    """Write adapters in place of the weights in ``folder``, which stay if writing fails."""
+    temporary, card = folder / ".adapters", folder / _MODEL_CARD
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        if card.exists():
+            shutil.copyfile(card, temporary / _MODEL_CARD)  # peft updates it
+        module.save_pretrained(str(temporary), state_dict=values, save_embedding_layers=False)
+        written = {path.name: path for path in temporary.iterdir()}
+        for name, path in written.items():
+            path.rename(folder / name)
+        for stale in (*files_of_weights(folder), folder / "config.json"):
+            if stale.name not in written:
+                stale.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_adapters(folder: Path) -> None:

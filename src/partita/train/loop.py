@@ -154,7 +154,7 @@ class _Run:
         if self._is_first:
             try:
                 check_out(job, resumes=self._start > 0)
-                writer = MetricsWriter(Run(job.out, self._start, job.model_dump(mode="json")), job.sinks)
+                writer = MetricsWriter(Run(job.out, self._start or None, job.model_dump(mode="json")), job.sinks)
             except PartitaError as raised:
                 error = raised
         if self._engine.any(error is not None):

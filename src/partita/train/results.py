@@ -11,20 +11,23 @@ from partita.train.job import Job
 
 # Written when a run ends.
 WEIGHTS, JOB_FILE = "model", "job.yaml"
+# Results of a run that has not ended.
+_UNFINISHED = [METRICS_FILE]
 
 
 def check_out(job: Job, *, resumes: bool) -> None:
     """Check that the folder does not hold the results of another run.
 
-    A run that resumes from a checkpoint keeps its folder. So does one that is restarted before its first checkpoint: by
-    its launcher, or by hand if it has a folder for checkpoints and has not ended.
+    A run that resumes from a checkpoint keeps its folder. So does one that has not ended and is restarted before its
+    first checkpoint: by its launcher, or by hand if it has a folder for checkpoints.
 
     Raises:
         ConfigError: there are results in ``train.out``, and ``train.overwrite`` is off.
     """
-    if resumes or job.train.overwrite or launch_environment().restarts:
+    if resumes or job.train.overwrite:
         return
-    if not (found := _results(job, job.out)):
+    found = _results(job, job.out)
+    if not found or (found == _UNFINISHED and launch_environment().restarts):
         return
     raise ConfigError(
         f"train.out: '{job.out}' holds the results of an earlier run ({', '.join(found)}); pass --overwrite to replace "
@@ -46,4 +49,4 @@ def out_override(folder: Path) -> str:
 def _results(job: Job, folder: Path) -> list[str]:
     """Return the names of the results of another run in a folder."""
     found = [name for name in (WEIGHTS, JOB_FILE, METRICS_FILE) if (folder / name).exists()]
-    return [] if found == [METRICS_FILE] and job.engine.checkpoint.dir is not None else found
+    return [] if found == _UNFINISHED and job.engine.checkpoint.dir is not None else found

@@ -1,12 +1,16 @@
 """A training loop with accelerate's Accelerator on partita, compared with the plain one."""
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from partita import ConfigError, PartitaError
 from partita.integrations.huggingface import Accelerator
 from partita.integrations.huggingface.local_sgd import LocalSGD
-from tests.integrations.huggingface.runs import alone
+from tests.integrations.huggingface.runs import alone, llama
 from tests.kit.ranks import on_ranks
 
 MAX_NORM = 0.05
@@ -381,3 +385,130 @@ def test_local_sgd_is_a_setting() -> None:
     assert on_ranks(2, locally, False) == [""] * 2
     for said in on_ranks(2, locally, True):
         assert "set communication: {every: 4, replicas: 2, outer_lr: 1, outer_momentum: 0" in said
+
+
+def trained(accelerator: Any, model: nn.Module, rate: float = 0.1) -> tuple[Any, Any]:
+    """Prepare a model and an optimizer, and make one update."""
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+    updated(accelerator, model, optimizer)
+    return model, optimizer
+
+
+def updated(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def freed(folder: Path) -> tuple[bool, bool]:
+    """Free a model, and train another; return whether the first is gone, and the second is loaded from its state."""
+    with alone():
+        accelerator = made(3)
+        first = weakref.ref(trained(accelerator, network())[0])
+        accelerator.prepare(nn.Linear(8, 1))  # it never gets an optimizer
+        accelerator.free_memory()
+        gc.collect()
+        model, _ = trained(accelerator, network(1))
+        accelerator.save_state(str(folder))
+        expected = accelerator.get_state_dict(model)
+        close(accelerator)
+    with alone():
+        accelerator = made(3)
+        model, _ = trained(accelerator, network(2))
+        accelerator.load_state(str(folder))
+        found = accelerator.get_state_dict(model)
+        close(accelerator)
+    return first() is None, all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_free_memory_closes_every_engine(tmp_path: Path) -> None:
+    for is_gone, is_equal in on_ranks(2, freed, tmp_path):
+        assert is_gone
+        assert is_equal
+
+
+def one_of_two_is_freed() -> None:
+    with alone():
+        accelerator = made(3)
+        models = [network(), network(1)]
+        prepared = accelerator.prepare(*models, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in models))
+        accelerator.free_memory(prepared[0], prepared[2])
+        updated(accelerator, prepared[1], prepared[3])
+        trained(accelerator, network(2))
+        close(accelerator)
+
+
+def test_other_models_stay_when_the_first_is_freed() -> None:
+    on_ranks(2, one_of_two_is_freed)
+
+
+def rates(config: dict[str, Any]) -> list[float]:
+    """Return the learning rates of three updates with the config's schedule."""
+    with alone():
+        accelerator = made(1, config)
+        model, optimizer = accelerator.prepare(model := network(), torch.optim.SGD(model.parameters(), lr=1.0))
+        found = []
+        for _ in range(3):
+            found.append(optimizer.param_groups[0]["lr"])
+            updated(accelerator, model, optimizer)
+        close(accelerator)
+    return found
+
+
+def test_the_schedule_of_the_config() -> None:
+    assert on_ranks(1, rates, {"schedule": {"warmup_steps": 4}})[0] == pytest.approx([0.2, 0.4, 0.6])
+    assert on_ranks(1, rates, {})[0] == [1.0, 1.0, 1.0]
+
+
+def compiled(stage: int) -> tuple[bool, bool, bool]:
+    with alone():
+        accelerator = made(stage)
+        plain = {name: value.clone() for name, value in network().state_dict().items()}
+        model, optimizer = accelerator.prepare(
+            model := torch.compile(network(), backend="eager"), torch.optim.SGD(model.parameters(), lr=0.0)
+        )
+        updated(accelerator, model, optimizer)
+        found = accelerator.get_state_dict(model)
+        has_engine, has_waiting = accelerator.engines.of(model) is not None, bool(accelerator._waiting)
+        close(accelerator)
+    same = found.keys() == plain.keys() and all(torch.equal(found[name], value) for name, value in plain.items())
+    return has_engine, not has_waiting, same
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_compiled_before(stage: int) -> None:
+    assert on_ranks(1, compiled, stage) == [(True, True, True)]
+
+
+def by_arguments(config: dict[str, Any], **kwargs: Any) -> tuple[str, str, int]:
+    """Return the modules that the engine's config compiles, its backend, and the number of compiled modules."""
+    with alone():
+        accelerator = made(1, config, **kwargs)
+        model, _ = accelerator.prepare(model := llama(), torch.optim.SGD(model.parameters(), lr=0.1))
+        compile_ = accelerator.engines.of(model).engine.config.compile
+        num_compiled = sum(module._compiled_call_impl is not None for module in model.modules())
+        close(accelerator)
+    return compile_.modules, compile_.backend, num_compiled
+
+
+def test_the_arguments_compile_the_blocks() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK", raising=False)
+        assert by_arguments({}) == ("none", "inductor", 0)
+        modules, backend, num_compiled = by_arguments({}, dynamo_backend="eager")
+        assert (modules, backend) == ("units", "eager")
+        assert num_compiled > 1
+        assert by_arguments({"compile": {"modules": "model"}}, dynamo_backend="eager") == ("model", "eager", 1)
+        plugin = TorchDynamoPlugin(backend="inductor", options={"max_autotune": True})
+        with alone(), pytest.raises(ConfigError, match="dynamo_plugin: partita compiles the model's blocks itself"):
+            Accelerator(cpu=True, dynamo_plugin=plugin)
+
+
+def test_a_model_without_an_optimizer_runs_on_the_device() -> None:
+    with alone():
+        accelerator = made(1)
+        meta = torch.device("meta")
+        with mock.patch.object(Accelerator, "device", meta):
+            model = accelerator.prepare(network())
+            assert model(torch.ones(2, 8, device=meta)).device == meta
+        close(accelerator)

@@ -119,7 +119,9 @@ def test_a_script_of_trls_with_one_line_before_it(tmp_path: Path) -> None:
 
 
 def test_the_arguments_of_other_libraries_are_read(tmp_path: Path) -> None:
-    """DeepSpeed's and FSDP's arguments are read; together with a partita configuration they are refused."""
+    """DeepSpeed's and FSDP's arguments are read, also from copies of the arguments and from JSON text. Together with a
+    partita configuration they are refused.
+    """
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
     content = {
         "zero_optimization": zero,
@@ -130,11 +132,12 @@ def test_the_arguments_of_other_libraries_are_read(tmp_path: Path) -> None:
     }
     reads = f"""
 from partita.integrations.huggingface import activate; activate()
-import json, sys
-from transformers import Trainer
+import dataclasses, json, sys
+from transformers import Seq2SeqTrainingArguments, Trainer
 from partita import ConfigError
 from tests.integrations.huggingface.runs import arguments, llama, losses_of, samples
-args = arguments(sys.argv[1], deepspeed={content!r})
+given = arguments(sys.argv[1], deepspeed={content!r})
+args = Seq2SeqTrainingArguments(**given.to_dict())  # as TRL's trainers change the class of the arguments
 trainer = Trainer(model=llama(), args=args, train_dataset=samples(9, 1))
 trainer.train()
 config = trainer.accelerator.engines.of(trainer.model).engine.config
@@ -145,8 +148,21 @@ except ConfigError as error:
     said = str(error)
 wrapped = {{"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
 fsdp = arguments(sys.argv[1], fsdp="full_shard offload", fsdp_config=wrapped)
+Trainer(model=llama(), args=fsdp)
+text = {{"deepspeed": json.dumps({{"zero_optimization": {{"stage": 3}}}}), "fsdp_config": json.dumps(wrapped)}}
+copies = [
+    dataclasses.replace(trainer.args, seed=5),
+    dataclasses.replace(fsdp, seed=5),
+    arguments(sys.argv[1], deepspeed=text["deepspeed"]),
+    dataclasses.replace(fsdp, fsdp_config=text["fsdp_config"]),
+]
+try:
+    arguments(sys.argv[1], deepspeed=text["deepspeed"][:-1])
+except ConfigError as error:
+    invalid = str(error)
 print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.stage, "said": said,
-    "fsdp": fsdp.partita_settings,
+    "fsdp": fsdp.partita_settings, "given": given.partita_settings, "invalid": invalid,
+    "copies": [copied.partita_settings for copied in copies],
     "tier": config.zero.offload.optimizer, "clip": config.clip_grad_norm, "compute": config.precision.compute}}))
 """
     done = found(run(reads, tmp_path))
@@ -155,3 +171,5 @@ print("FOUND", json.dumps({{"losses": losses_of(trainer), "stage": config.zero.s
     assert "and a configuration of partita are both given" in str(done["said"])
     offload = {"parameters": "host", "optimizer": "host"}
     assert done["fsdp"] == {"zero": {"stage": 3, "offload": offload, "units": ["LlamaDecoderLayer"]}}
+    assert done["copies"] == [done["given"], done["fsdp"], {"zero": {"stage": 3}}, done["fsdp"]]
+    assert str(done["invalid"]).startswith("TrainingArguments(deepspeed=...), line 1: not valid JSON")

@@ -39,7 +39,8 @@ ARGUMENTS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "include
 def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
     """Four ranks at two data coordinates log the same as two plain ranks, with evaluation and a short last batch."""
     per_rank = ARGUMENTS | {"average_tokens_across_devices": False}
-    plain = on_ranks(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank)])[0]
+    balanced = ARGUMENTS | {"train_sampling_strategy": "batch_rebalance"}
+    plain = on_ranks(2, histories, [Run(None, each, num_samples=18) for each in (ARGUMENTS, per_rank, balanced)])[0]
     runs = [
         Run({"zero": {"stage": stage}, "parallel": AXES[axis]}, arguments, num_samples=18)
         for axis, stage, arguments in (
@@ -48,13 +49,53 @@ def test_a_trainer_is_the_plain_one_on_as_many_data_ranks() -> None:
             ("sequence", 2, ARGUMENTS),
             ("pipeline", 1, ARGUMENTS),
             ("pipeline", 3, per_rank),
+            ("tensor", 2, balanced),
         )
     ]
     for found in on_ranks(4, histories, runs, timeout=TIMEOUT_S):
-        for rows, expected in zip(found, (plain[0], plain[1], plain[0], plain[0], plain[1]), strict=True):
+        for rows, expected in zip(found, (*plain[:2], plain[0], *plain), strict=True):
             assert len(rows) == len(expected) > 6
             for row, wanted in zip(rows, expected, strict=True):
                 assert row == pytest.approx(wanted, rel=2e-5), row["step"]
+
+
+def drawn(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Collate rows, with random tokens in place of a third of theirs."""
+    batch: dict[str, torch.Tensor] = transformers.default_data_collator(rows)
+    tokens = batch["input_ids"]
+    chosen = torch.rand(tokens.shape) < 1 / 3
+    return batch | {"input_ids": torch.where(chosen, torch.randint(3, VOCABULARY, tokens.shape), tokens)}
+
+
+def drawn_by_rank(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    return drawn(rows)
+
+
+def trained_on_drawn(config: dict[str, Any] | None, by_rank: bool) -> list[dict[str, float]]:
+    """Train on random tokens, which two workers draw; with ``by_rank``, each rank itself, by its number."""
+    workers = {} if by_rank else {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}
+    run = Run(config, {"num_train_epochs": 1, **workers}, num_samples=9)
+    with alone(), scratch() as folder:
+        trainer = trainer_of(run, folder, data_collator=drawn_by_rank if by_rank else drawn)
+        try:
+            trainer.train()
+            return rows_of(trainer)
+        finally:
+            end(trainer)
+
+
+def test_workers_draw_the_same_numbers_for_ranks_that_share_a_model() -> None:
+    (plain,) = on_ranks(1, trained_on_drawn, None, False, timeout=120)
+    for rows in on_ranks(2, trained_on_drawn, {"parallel": {"tensor": 2}}, False, timeout=120):
+        assert len(rows) == len(plain) > 2
+        for row, wanted in zip(rows, plain, strict=True):
+            assert row == pytest.approx(wanted, rel=2e-5), row["step"]
+
+
+def test_different_samples_on_ranks_that_share_a_model_are_refused() -> None:
+    with pytest.raises(PartitaError, match=r"one data coordinate \(0\) got different batches: 'input_ids' of ranks 0"):
+        on_ranks(2, trained_on_drawn, {"parallel": {"tensor": 2}}, True)
 
 
 Seen = tuple[list[tuple[float, float]], list[int], float, list[int]]
@@ -118,6 +159,26 @@ def test_what_the_loop_cannot_feed_is_refused() -> None:
     assert "parallel.pipeline: 2 under accelerate's loop, which calls forward and backward itself" in pipeline
     assert "write the loop with partita.initialize and engine.train_batch" in pipeline
     assert "set dispatch_batches=False" in dispatched
+
+
+def generated(stage: int) -> tuple[list[int], list[int]]:
+    """Return tokens that the unmodified model generates, and those that it generates after `prepare`."""
+    prompt = {"input_ids": torch.arange(5, 12)[None], "max_new_tokens": 4, "do_sample": False}
+    with alone():
+        made = Accelerator(cpu=True, partita_config={"parallel": {"sequence": 2}, "zero": {"stage": stage}})
+        model: Any = llama()
+        expected = model.generate(**prompt)[0].tolist()
+        model, _ = made.prepare(model, torch.optim.AdamW(model.parameters()))
+        found = model.generate(**prompt)[0].tolist()
+        made.engines.close()
+        return expected, found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_slices_of_the_sequence_generates_as_in_one_process(stage: int) -> None:
+    for expected, found in on_ranks(2, generated, stage):
+        assert len(found) == 11
+        assert found == expected
 
 
 def resumed(stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]], bool]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
 
 from partita import ConfigError
 from partita.config import deepspeed
@@ -173,6 +174,68 @@ def test_a_model_goes_from_one_trainer_to_the_next() -> None:
         on_ranks(2, one_after_the_other, [Run(at(3), BF16 | {"max_steps": 1})] * 2, timeout=120)
 
 
+def trained_again(run: Run) -> Rows:
+    """Train with ``auto_find_batch_size``, which starts again after the first backward has run out of memory."""
+    errors = [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
+
+    def fail_once(gradient: Tensor) -> None:
+        if errors:
+            raise errors.pop()
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail_once)
+
+    with alone(), scratch() as folder:
+        model: Any = model_of(run)
+        model.model.embed_tokens.register_forward_hook(watch)  # its gradient comes last
+        trainer = trainer_of(run, folder, model=model)
+        trainer.train()
+        assert not errors
+        end(trainer)
+        return rows_of(trainer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_batch_that_an_error_has_ended_leaves_no_gradients(stage: int) -> None:
+    arguments = BF16 | {"lr_scheduler_type": "constant", "warmup_steps": 0, "num_train_epochs": 1}
+    (expected,) = on(1, Run(at(stage), arguments | {"per_device_train_batch_size": 1}))
+    (found,) = on_ranks(1, trained_again, Run(at(stage), arguments | {"auto_find_batch_size": True}), timeout=120)
+    assert len(found) > 4
+    assert found == expected
+
+
+class FailOnce(TrainerCallback):
+    """A callback that fails once, between clipping and the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.errors = [KeyError("the user's")]
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.errors:
+            raise self.errors.pop()
+
+
+def steps_after_an_error(run: Run) -> int:
+    """Train again after an error between clipping and the step; return the engine's steps in the second training."""
+    with alone(), scratch() as folder:
+        trainer: Any = trainer_of(run, folder, callbacks=[FailOnce()])
+        with pytest.raises(KeyError, match="the user's"):
+            trainer.train()
+        engine = trainer.accelerator.engines.of(trainer.model).engine
+        before: int = engine.global_step
+        trainer.train()
+        end(trainer)
+        return int(engine.global_step) - before
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "in_backward"])
+def test_a_step_that_an_error_has_prevented_is_not_made_later(gradients: str) -> None:
+    arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 1000.0, "max_steps": 3}
+    run = Run(at(1, precision={"gradients": gradients}), arguments)
+    assert on_ranks(1, steps_after_an_error, run) == [3]
+
+
 def test_units_that_are_updated_in_backward() -> None:
     """Updates in backward, which clip by unit, have the plain losses if nothing is clipped."""
     arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 1000.0}
@@ -214,10 +277,13 @@ def lines_of(run: Run, scheduled: bool) -> list[str]:
         given = {"optimizers": (optimizer, LambdaLR(optimizer, lambda step: 1.0))} if scheduled else {}
         trainer = trainer_of(run, folder, model=model, **given)
         logger.addHandler(lines)
+        level = logger.level
+        logger.setLevel(logging.INFO)
         try:
             trainer.train()
         finally:
             logger.removeHandler(lines)
+            logger.setLevel(level)
             end(trainer)
     return lines.found
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from partita import ConfigError
 from partita.integrations.huggingface import on_partita
 from tests.integrations.huggingface.runs import alone, end, llama, losses_of, scratch
 from tests.kit.ranks import on_ranks
@@ -124,6 +125,18 @@ def assert_alike(found: dict[str, list[list[float]]]) -> None:
 def test_as_plain_trl() -> None:
     """SFT, DPO with a reference model and GRPO have the losses of plain TRL at stage 3, on two ranks."""
     assert_alike(on_ranks(2, plain_and_sharded, ["sft", "dpo", "grpo"], [3], False, timeout=200)[0])
+
+
+def generating_on_tensor_ranks() -> str:
+    with alone(), scratch() as folder, pytest.raises(ConfigError) as raised:
+        trl_trainer("grpo", {"parallel": {"tensor": 2}}, folder, lora=False)
+    return str(raised.value)
+
+
+def test_a_trainer_that_generates_its_samples_has_data_ranks_only() -> None:
+    for said in on_ranks(2, generating_on_tensor_ranks, timeout=120):
+        assert said.startswith("parallel: 2 ranks share a model, and each of them would generate other samples in GRPO")
+        assert "leave parallel out; zero.stage: 3 shards" in said
 
 
 @pytest.mark.thorough

@@ -128,6 +128,48 @@ def test_without_configure_optimizers_they_are_the_configs() -> None:
     assert rates[2] < rates[1] == 1e-2
 
 
+class Shifted(Regression):
+    """A regression with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((1,), 0.1))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return super().loss([batch[0] + self.shift, batch[1]])
+
+
+Fitted = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+@quietly()
+def after_validation(stage: int, precision: Any, validates: bool) -> Fitted:
+    """Fit a module, maybe after a validation of it, and release it. Return the losses, the engine's weights at the end
+    of the fit, and the state dict of the released module.
+    """
+    strategy, module = on_partita(stage), Shifted()
+    made = trainer(strategy, dist.get_world_size(), max_epochs=1, precision=precision)
+    if validates:
+        made.validate(module, loader(), verbose=False)
+    made.fit(module, loader())
+    at_end = {name: value for name, value in strategy.engine.state_dict().items() if name != "shift"}
+    strategy._end()
+    return module.losses, at_end, module.state_dict()
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16-mixed"), (3, "bf16-true"), (2, "16-mixed")])
+def test_a_module_keeps_its_weights_from_one_engine_to_the_next(stage: int, precision: str) -> None:
+    alone = on_ranks(2, after_validation, stage, precision, False)
+    validated = on_ranks(2, after_validation, stage, precision, True)
+    expected = alone[0][1]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
+    for (losses, _, released), (found, at_end, found_released) in zip(alone, validated, strict=True):
+        assert found == losses
+        for values in filter(None, (released, at_end, found_released)):
+            assert {value.dtype for value in values.values()} == {torch.float32}
+            assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
 class OnMeta(Regression):
     """A module whose network is built on the meta device in ``configure_model``."""
 

@@ -43,7 +43,8 @@ def with_training_state(library: str, stored: Stored, folder: Path) -> ExternalC
         values[SCHEDULER] = load_mapped(file)
     if (file := _first(folder, SCALERS)) is not None:
         scaler = load_mapped(file)
-        values[ENGINE] = {"loss_scale": float(scaler["scale"]), "good_steps": int(scaler["_growth_tracker"])}
+        good_steps = int(scaler["_growth_tracker"])
+        values[ENGINE] = {"dynamic_loss_scale": float(scaler["scale"]), "good_steps": good_steps}
     values |= {f"{RANDOM}{rank}": state for rank, state in _random_states(folder)}
     if others := sorted(path.name for path in folder.glob("random_states_*.pkl")):
         notices.append(f"{others[0]} is not converted: random numbers continue from the new run's random state")

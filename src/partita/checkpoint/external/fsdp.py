@@ -15,6 +15,13 @@ from partita.errors import PartitaError
 
 SHARDED = ("pytorch_model_fsdp_0", "optimizer_0")
 FULL = ("pytorch_model_fsdp.bin", "optimizer.bin")
+OF_ONE_RANK = "pytorch_model_fsdp*_rank*.bin"
+
+
+def is_fsdp(folder: Path) -> bool:
+    """Return whether a folder is an FSDP checkpoint, which :func:`open_fsdp` opens or refuses."""
+    whole = (folder / SHARDED[0] / METADATA, folder / FULL[0])
+    return any(path.exists() for path in whole) or any(folder.glob(OF_ONE_RANK))
 
 
 def open_fsdp(folder: Path) -> Stored | None:
@@ -33,7 +40,7 @@ def open_fsdp(folder: Path) -> Stored | None:
         if (folder / optimizer).exists():
             stored.add_optimizer(optimizer)
         return stored
-    if shards := sorted(folder.glob("pytorch_model_fsdp*_rank*.bin")):
+    if shards := sorted(folder.glob(OF_ONE_RANK)):
         raise PartitaError(
             f"checkpoint: '{shards[0]}' is one rank's shard, which only FSDP on the same number of ranks can read: "
             "save with fsdp_state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT"

@@ -3,9 +3,16 @@
 from pathlib import Path
 
 from partita.checkpoint.backend import Stored
-from partita.checkpoint.external.fsdp import open_fsdp
+from partita.checkpoint.external.fsdp import is_fsdp, open_fsdp
+from partita.checkpoint.format.folder import find_checkpoint
 from partita.checkpoint.format.stored import open_stored
 from partita.checkpoint.format.system import explain_os_errors
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether :func:`open_any` finds a checkpoint, which may be damaged."""
+    with explain_os_errors(folder):
+        return is_fsdp(folder) or find_checkpoint(folder) is not None
 
 
 def open_any(folder: Path) -> Stored:

@@ -15,7 +15,6 @@ from partita.checkpoint.names import GROUPS, MODEL, STATE
 from partita.checkpoint.serializable import to_serializable
 from partita.checkpoint.training_state import ENGINE
 from partita.checkpoint.versions import versions
-from partita.config.schema import Precision
 from partita.errors import PartitaError
 from partita.table.flat_range import FlatRange
 
@@ -44,8 +43,7 @@ class ExternalCheckpoint:
         for key in self.stored.values:
             if key.startswith((MODEL, STATE, GROUPS)) and key.rpartition(".")[2] not in IMPLEMENTATION:
                 self.values.setdefault(key, self.stored.value(key))
-        counters = {"steps": self.step, "loss_scale": Precision().initial_loss_scale, "good_steps": 0}
-        self.values[ENGINE] = counters | self.values.get(ENGINE, {})
+        self.values[ENGINE] = {"steps": self.step} | self.values.get(ENGINE, {})
 
     def tensors(self) -> list[str]:
         """Return the keys of the weights and optimizer states."""

@@ -165,10 +165,10 @@ def _add_optimizer(external: ExternalCheckpoint, folder: Path, run: Mapping[str,
             f"settings of the optimizer's groups are not converted, the configured ones apply: {error}"
         )
         return
-    if isinstance(scaler := found.get("loss_scaler"), _Inert):
-        state = vars(scaler)
-        good_steps = state.get("cur_iter", 0) - state.get("last_overflow_iter", -1) - 1
-        external.values[ENGINE] |= {"loss_scale": float(state["cur_scale"]), "good_steps": int(good_steps)}
+    scaler = found.get("loss_scaler")
+    if isinstance(scaler, _Inert) and "cur_iter" in (state := vars(scaler)):  # only a dynamic scale counts
+        good_steps = state["cur_iter"] - state.get("last_overflow_iter", -1) - 1
+        external.values[ENGINE] |= {"dynamic_loss_scale": float(state["cur_scale"]), "good_steps": int(good_steps)}
     groups, names = found["param_groups"], [list(shapes) for shapes in run.get("param_shapes") or ()]
     if len(groups) == 1:  # stage 3 may have split it into several of these
         names = [[name for group in names for name in group]]

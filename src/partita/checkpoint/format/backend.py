@@ -130,7 +130,17 @@ class FileDraft(Draft):
             start_partial(self._partial)
 
     def join(self) -> None:
-        self._lock = Lock(self._partial / _lock_name(self._rank))
+        path = self._partial / _lock_name(self._rank)
+        with explain_os_errors(path):
+            try:
+                self._lock = Lock(path)
+            except FileNotFoundError as error:
+                if not self._rank:
+                    raise
+                raise PartitaError(
+                    f"checkpoint: rank {self._rank} does not see the folder '{self._partial}', which rank 0 has made: "
+                    "checkpoint.dir, or the folder of engine.save, must be one that all nodes share"
+                ) from error
 
     @property
     def snapshot_bytes(self) -> int:

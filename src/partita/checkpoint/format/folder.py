@@ -62,28 +62,35 @@ def next_sequence(folder: Path) -> int:
     return 1 + max(map(_sequence, _found(folder).values()), default=0)
 
 
-def resolve_checkpoint(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, or else the checkpoint in it that was published last.
+def find_checkpoint(folder: Path) -> Path | None:
+    """Return ``folder`` if it is a checkpoint, or else the checkpoint in it that was published last; None if there is
+    none.
 
     A checkpoint that has a hidden name while it is replaced is found by its original name.
-
-    Raises:
-        PartitaError: there is none.
     """
     with explain_os_errors(folder):
         if (folder / MANIFEST).exists() or (folder / METADATA).exists():
             return folder
     if (match := _STEP.fullmatch(folder.name)) and (replaced := _found(folder.parent).get(int(match[1]))):
         return replaced
-    found = list(complete_checkpoints(folder).values())
-    if not found:
-        if not folder.exists():
-            raise PartitaError(f"checkpoint: '{folder}' does not exist: it has no complete checkpoint (step-N)")
-        raise PartitaError(
-            f"checkpoint: '{folder}' is not a checkpoint, and has no complete one (step-N): name the folder that a run "
-            "saved into"
-        )
-    return found[-1]
+    return next(reversed(complete_checkpoints(folder).values()), None)
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint of :func:`find_checkpoint`.
+
+    Raises:
+        PartitaError: there is none.
+    """
+    found = find_checkpoint(folder)
+    if found is not None:
+        return found
+    if not folder.exists():
+        raise PartitaError(f"checkpoint: '{folder}' does not exist: it has no complete checkpoint (step-N)")
+    raise PartitaError(
+        f"checkpoint: '{folder}' is not a checkpoint, and has no complete one (step-N): name the folder that a run "
+        "saved into"
+    )
 
 
 def partial_of(folder: Path, step: int, token: str) -> Path:

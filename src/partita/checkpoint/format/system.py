@@ -130,11 +130,13 @@ class Lock:
     """A new file that is locked until :meth:`release`, or until the process ends for any reason (over NFS as well).
 
     On a filesystem without locks, the file counts as locked as long as it exists.
+
+    Raises:
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
-        with explain_os_errors(path):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX)
 

@@ -62,7 +62,7 @@ def init_distributed(
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
     else:
         seconds = timeout.total_seconds()
-        world.join(Rendezvous(launch.rank, launch.world_size, seconds, launch.restarts, url=launch.url), device)
+        world.join(Rendezvous(launch.rank, launch.world_size, seconds, url=launch.url), device)
 
 
 def get_local_rank() -> int:

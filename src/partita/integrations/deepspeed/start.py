@@ -16,14 +16,13 @@ from partita.comm.mesh import Mesh
 from partita.config import deepspeed as configuration
 from partita.config.converted import Converted
 from partita.config.launchers import launch_environment
-from partita.config.load import load_config
 from partita.config.resolve import resolve
-from partita.engine.start import initialize as start_engine
+from partita.engine.build import UserArguments
+from partita.engine.start import start as start_engine
 from partita.errors import ConfigError
 from partita.integrations.deepspeed import zero
 from partita.integrations.deepspeed.comm import init_distributed
 from partita.integrations.deepspeed.engine import DeepSpeedEngine
-from partita.optim.build import Factory, build_optimizer
 
 _log = logging.getLogger("partita")
 Source = str | Path | Mapping[str, Any]
@@ -106,12 +105,9 @@ def initialize(*positional: Any, **named: Any) -> tuple[DeepSpeedEngine, Optimiz
         given.args.local_rank = launch.local_rank or 0
     converted = configuration.read(source, launch.world_size, launch.local_world_size)
     settings = _with_one_checkpoint_per_tag(converted)
-    engine = start_engine(
-        given.model,
-        settings,
-        optimizer=given.optimizer if given.optimizer is not None else _on_parameters(given, settings),
-        scheduler=given.lr_scheduler,
-    )
+    groups = _groups(given, settings)
+    arguments = UserArguments(optimizer=given.optimizer, scheduler=given.lr_scheduler, parameters=groups)
+    engine = start_engine(given.model, settings, arguments)
     if not launch.rank:
         for line in converted.summary():
             _log.info("%s", line)
@@ -131,20 +127,21 @@ def _with_one_checkpoint_per_tag(converted: Converted) -> dict[str, Any]:
     return {**converted.settings, "checkpoint": {"keep": 1}}
 
 
-def _on_parameters(given: Arguments, settings: Mapping[str, Any]) -> Factory | None:
-    """Return a factory that builds the configured optimizer on ``model_parameters``.
+def _groups(given: Arguments, settings: Mapping[str, Any]) -> list[Any] | None:
+    """Return the ``model_parameters`` of the configured optimizer.
 
-    Returns None if these are not given or are all trained parameters, if no optimizer is configured, or if the model is
-    not a module.
+    Returns None if these are not given or are all trained parameters, if no optimizer is configured or another one is
+    given, or if the model is not a module.
     """
-    if given.model_parameters is None or "optimizer" not in settings or not isinstance(given.model, nn.Module):
+    if given.optimizer is not None or given.model_parameters is None or "optimizer" not in settings:
+        return None
+    if not isinstance(given.model, nn.Module):
         return None
     groups = list(given.model_parameters)
     trained = {id(param) for param in given.model.parameters() if param.requires_grad}
     if all(isinstance(param, Tensor) for param in groups) and trained <= {id(param) for param in groups}:
         return None
-    config = load_config(settings)
-    return lambda params: build_optimizer(groups, config, None, kernels=False)
+    return groups
 
 
 def _is_dataset(data: Any) -> bool:

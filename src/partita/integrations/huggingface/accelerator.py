@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
 from partita.checkpoint.settings import apply_rates
 from partita.comm import world
@@ -47,7 +48,8 @@ class Accelerator(accelerate.Accelerator):
             defaults. Omit keys that are also arguments of the Accelerator (mixed precision, accumulation), or omit the
             arguments: ``gradient_accumulation_steps`` of 1 means ``batch.accumulate`` of the config.
         partita_values: additional configuration values, by key.
-        trains_by_batch: the loop passes full batches to ``engine.train_batch``, as pipelines need them.
+        for_trainer: the loop is partita's Trainer, which passes full batches to ``engine.train_batch``, as pipelines
+            need them, and keeps its engine from one training to the next.
         **kwargs: accelerate's own arguments. The sizes of ``parallelism_config`` become ``parallel`` of the config.
 
     Raises:
@@ -61,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         partita_config: Source = None,
         partita_values: Mapping[str, object] | None = None,
-        trains_by_batch: bool = False,
+        for_trainer: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_no_other_library(kwargs)
@@ -87,19 +89,39 @@ class Accelerator(accelerate.Accelerator):
         self.native_amp = precision.autocast
         self.scaler = None
         batch = {"batch.accumulate": steps} if steps > 1 else {}
-        settings = merged(config, batch | dict(partita_values or {}))
+        settings = merged(config, batch | dict(partita_values or {}) | self._compilation(config))
         resolved = resolve(settings, self.num_processes, self.device.type)
         mesh = resolved.mesh
         if steps == 1 and "batch.accumulate" not in (partita_values or {}):
             self.gradient_accumulation_steps = resolved.batch.accumulate
         self._must_accumulate = self.gradient_accumulation_steps != steps
         self.num_stages = mesh.pipeline
-        self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop", trains_by_batch=trains_by_batch)
+        self.data_rank = data_rank(mesh, self.process_index, "accelerate's loop", trains_by_batch=for_trainer)
         self._sharing = Sharing(self.data_rank)
         batch_by_engine = settings if mesh.pipeline > 1 else _without_batch(settings)
-        self.engines = Engines(batch_by_engine, precision.compute, self.device)
+        self.engines = Engines(batch_by_engine, precision.compute, self.device, has_scheduler=for_trainer)
         self._schedule = config.schedule
-        self._waiting = list[nn.Module]()  # prepared models without a prepared optimizer
+        self._for_trainer = for_trainer
+        # Prepared models without a prepared optimizer, and the hooks that move them to the device.
+        self._waiting = dict[nn.Module, RemovableHandle]()
+
+    def _compilation(self, config: Config) -> dict[str, object]:
+        """Return the values of ``compile`` that the arguments ask for, and keep accelerate from compiling the models.
+
+        Raises:
+            ConfigError: the arguments have options of the backend, which the config does not have.
+        """
+        plugin = self.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO or plugin.disable:
+            return {}
+        if plugin.options:
+            raise ConfigError(
+                "dynamo_plugin: partita compiles the model's blocks itself, without options of the backend: leave "
+                "options out, or compile the blocks before they are prepared (block.compile(options=...))"
+            )
+        backend, plugin.backend = plugin.backend.value.lower(), DynamoBackend.NO
+        values = {"modules": "units", "backend": backend, "mode": plugin.mode, "dynamic": plugin.dynamic}
+        return {f"compile.{key}": value for key, value in values.items() if key not in config.compile.model_fields_set}
 
     # ------------------------------------------------------------------ preparing
 
@@ -109,7 +131,9 @@ class Accelerator(accelerate.Accelerator):
         The engine of a model that trains is created when its optimizer is prepared, in this call or in a later one.
         """
         models = [item for item in args if isinstance(item, nn.Module)]
-        self._waiting += [model for model in models if self.engines.of(model) is None and _trains(model)]
+        for model in models:
+            if self.engines.of(model) is None and _trains(model):
+                self._wait_for_optimizer(model)
         for item in args:
             if isinstance(item, Optimizer) and not isinstance(item, EngineOptimizer):
                 self._match(item)
@@ -121,14 +145,26 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a model; with ``evaluation_mode``, a model that does not train, such as a reference model."""
         prepared = self.engines.of(model)
         if prepared is None and not (evaluation_mode or not _trains(model)):
-            if model not in self._waiting:
-                self._waiting.append(model)
+            self._wait_for_optimizer(model)
             return model
         if prepared is None:
             prepared = self.engines.freeze(model)
             hook_generation(prepared.engine)
         wrapped: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return wrapped
+
+    def _wait_for_optimizer(self, model: nn.Module) -> None:
+        """Note a model whose optimizer may be prepared later. Until then, its first forward moves it to the device."""
+
+        def to_device(module: nn.Module, args: Any) -> None:
+            module.to(self.device)
+
+        if model not in self._waiting:
+            self._waiting[model] = model.register_forward_pre_hook(to_device)
+
+    def _stop_waiting(self, model: nn.Module) -> None:
+        if (hook := self._waiting.pop(model, None)) is not None:
+            hook.remove()
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Prepare the optimizer of a model that was prepared earlier or in the same call."""
@@ -172,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
         wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._waiting:
             if any(id(parameter) in wanted for parameter in model.parameters()):
-                self._waiting = [other for other in self._waiting if other is not model]
+                self._stop_waiting(model)
                 prepared = self.engines.train(model, optimizer)
                 hook_generation(prepared.engine)
                 super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -207,9 +243,10 @@ class Accelerator(accelerate.Accelerator):
             optimizer.gradients_added()
         prepared = self.engines.the_trained()
         if self._waiting and not any(one.trains for one in self.engines):
+            name = type(next(iter(self._waiting))).__name__
             raise PartitaError(
-                f"accelerator.backward: the prepared {type(self._waiting[0]).__name__} has no optimizer yet, so its "
-                "gradients would not be reduced; prepare its optimizer, too, before the first backward"
+                f"accelerator.backward: the prepared {name} has no optimizer yet, so its gradients would not be "
+                "reduced; prepare its optimizer, too, before the first backward"
             )
         loss = loss / self.gradient_accumulation_steps
         if prepared is not None and not kwargs:
@@ -378,9 +415,13 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------------ end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release everything that was prepared, and close the engines of the given models."""
-        models = [item for item in objects if isinstance(item, nn.Module) and self.engines.of(item) is not None]
-        self.engines.close(models)
+        """Release everything that was prepared. Close the engines of the given models; of all, if nothing is given."""
+        models = [item for item in objects if isinstance(item, nn.Module)]
+        if not objects and not self._for_trainer:
+            models = [*self._waiting, *(prepared.engine.module for prepared in self.engines)]
+        for model in models:
+            self._stop_waiting(model)
+        self.engines.close(model for model in models if self.engines.of(model) is not None)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:

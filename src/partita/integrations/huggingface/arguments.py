@@ -1,5 +1,6 @@
 """Settings that are both trainer arguments and configuration keys. If they differ, an error shows both values."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,6 +9,7 @@ from partita.config.load import load_config
 from partita.config.messages import Row, conflict, setting
 from partita.config.schema import Config
 from partita.errors import ConfigError
+from partita.integrations.data_rank import DataRank
 
 # precision.compute for accelerate's mixed_precision.
 _COMPUTE = {"bf16": "bf16", "fp16": "fp16"}
@@ -175,6 +177,16 @@ def _of_schedule(config: Config, args: Any, num_steps: int) -> Iterator[Argument
         later = args.max_steps + schedule.initial_steps
         is_equal = schedule.total_steps == later
         yield Argument("schedule.total_steps", "max_steps", later if is_equal else args.max_steps)
+
+
+def of_data_rank(args: Any, data_rank: DataRank) -> Any:
+    """Return ``TrainingArguments`` whose process index and number of processes are those of the data ranks."""
+    if data_rank.copies == 1:
+        return args
+    found = copy.copy(args)
+    own = {"process_index": data_rank.index, "world_size": data_rank.num}
+    found.__class__ = type(type(args).__name__, (type(args),), own)
+    return found
 
 
 def _total(args: Any, config: Config) -> int:

@@ -38,12 +38,14 @@ class Engines:
         config: the config of every engine, with the trainer's values.
         compute: ``precision.compute``; None: the dtype of each model's parameters.
         device: the device of every engine.
+        has_scheduler: the training loop always has a scheduler; else engines step the schedule in the config.
     """
 
-    def __init__(self, config: Config, compute: str | None, device: torch.device) -> None:
+    def __init__(self, config: Config, compute: str | None, device: torch.device, *, has_scheduler: bool) -> None:
         self._config = config
         self._compute = compute
         self._device = device
+        self._has_scheduler = has_scheduler
         self._prepared = dict[int, PreparedModel]()
 
     def __iter__(self) -> Iterator[PreparedModel]:
@@ -51,7 +53,7 @@ class Engines:
 
     def of(self, model: Any) -> PreparedModel | None:
         """Return the :class:`PreparedModel` of a model, compiled or not; None if the model has no engine."""
-        return self._prepared.get(id(getattr(model, "_orig_mod", model)))
+        return self._prepared.get(_key(model))
 
     def with_optimizer(self, optimizer: Optimizer) -> PreparedModel | None:
         """Return the :class:`PreparedModel` whose engine steps this optimizer; None if there is none."""
@@ -85,6 +87,10 @@ class Engines:
     def _training(self) -> list[PreparedModel]:
         return [one for one in self._prepared.values() if one.trains]
 
+    @property
+    def _steps_schedule(self) -> bool:
+        return bool(self._config.schedule.model_fields_set) and not self._has_scheduler
+
     def omit_section(self, section: str) -> None:
         """Remove a section of the config for later engines, because the training loop handles it."""
         self._config = load_config(self._config.model_dump(exclude_unset=True, exclude={section}))
@@ -106,11 +112,11 @@ class Engines:
             model,
             merged(self._config, {"precision.compute": self._compute or _compute_of(model)}),
             optimizer=optimizer,
-            scheduler=ConstantRates,
+            scheduler=None if optimizer is not None and self._steps_schedule else ConstantRates,
             mesh=first.engine.mesh if first is not None else None,
             device=self._device,
         )
-        made = self._prepared[id(model)] = PreparedModel(engine, optimizer is not None, dtypes)
+        made = self._prepared[_key(model)] = PreparedModel(engine, optimizer is not None, dtypes)
         setattr(model, _OWNER, EngineOwner(self))
         hook_saving(made)
         return made
@@ -138,10 +144,8 @@ class Engines:
 
     def close(self, models: Iterable[nn.Module] | None = None) -> None:
         """Close the engines of these models (None: of all)."""
-        wanted = list(self._prepared) if models is None else [id(model) for model in models]
-        # The first engine owns the process groups, if they were started here: close it last.
-        for found in reversed([key for key in self._prepared if key in wanted]):
-            engine = self._prepared.pop(found).engine
+        for key in list(self._prepared) if models is None else [_key(model) for model in models]:
+            engine = self._prepared.pop(key).engine
             engine.close()
             unhook_generation(engine.module)
             unhook_saving(engine.module)
@@ -156,6 +160,11 @@ class EngineOwner:
 
     def __reduce__(self) -> tuple[type["EngineOwner"], tuple[()]]:
         return EngineOwner, ()
+
+
+def _key(model: Any) -> int:
+    """Return the key of a model, which is that of its compiled form, too."""
+    return id(getattr(model, "_orig_mod", model))
 
 
 def _compute_of(model: nn.Module) -> str:

@@ -12,10 +12,10 @@ from partita.memory.capacity import free_budget
 
 
 def hook_generation(engine: Engine) -> None:
-    """Make the model's ``generate`` gather sharded parameters. It becomes a collective."""
+    """Make the model's ``generate`` run on full parameters and full sequences. It becomes a collective."""
     model = engine.module
     shard_bytes = sum(unit.num_bytes for unit in engine.units if not unit.always_unsharded)
-    if (shard_bytes or engine.mesh.size("pipeline") > 1) and callable(getattr(model, "generate", None)):
+    if (shard_bytes or _must_gather(engine)) and callable(getattr(model, "generate", None)):
         model.generate = Generation(engine, model.generate, shard_bytes)  # type: ignore[assignment, arg-type]
 
 
@@ -24,11 +24,18 @@ def unhook_generation(model: nn.Module) -> None:
     model.__dict__.pop("generate", None)
 
 
+def _must_gather(engine: Engine) -> bool:
+    """Return whether text can only be generated inside ``engine.gathered()``: in a pipeline no rank has all units, and
+    on slices of the sequence a cache of keys and values has this rank's positions only.
+    """
+    return engine.mesh.size("pipeline") > 1 or engine.mesh.size("sequence") > 1
+
+
 class Generation:
     """A ``generate`` that first gathers all parameters.
 
-    If they do not fit on some rank, all ranks generate in lockstep and gather unit by unit. A pipeline always gathers,
-    because no rank has all units.
+    If they do not fit on some rank, all ranks generate in lockstep and gather unit by unit, except with pipeline or
+    sequence parallelism.
 
     Args:
         num_bytes: bytes of the sharded parameters.
@@ -45,7 +52,7 @@ class Generation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
         engine.check_synchronized("generate")
-        if engine.mesh.size("pipeline") == 1 and engine.any(self._num_bytes > self._free_bytes()):
+        if not _must_gather(engine) and engine.any(self._num_bytes > self._free_bytes()):
             return self._generate(*args, **kwargs | {"synced_gpus": engine.mesh.num_ranks > 1})
         with engine.gathered():
             return self._generate(*args, **kwargs | {"synced_gpus": False})

@@ -37,6 +37,12 @@ class EngineOptimizer(AcceleratedOptimizer):
         """Note that the engine has made the next step already, with the batch of a pipeline."""
         self._ahead = result
 
+    def discard_batch(self) -> None:
+        """Discard the gradients, and a step made ahead, of a batch that an error has ended."""
+        self._engine.zero_grad()
+        self._holds_gradients = False
+        self._ahead = None
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.gradient_state.sync_gradients:
             result = self._ahead or self._engine.step()

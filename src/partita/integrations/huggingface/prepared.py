@@ -26,8 +26,13 @@ class PreparedModel:
     def state_dict(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the model's full state dict in the original dtypes on rank 0; empty on other ranks.
 
+        A compiled model has the names of the model that it was compiled from.
+
         Args:
             names: names to include (None: all).
         """
         values = self.engine.state_dict(names=names)
-        return {name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in values.items()}
+        return {
+            name.removeprefix("_orig_mod."): value.to(self.dtypes[name]) if name in self.dtypes else value
+            for name, value in values.items()
+        }

@@ -1,6 +1,6 @@
 """transformers' Trainer, and every trainer derived from it, with an engine behind its accelerator."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from partita.engine.batches import LossCall
 from partita.engine.engine import Engine
 from partita.errors import ConfigError, PartitaError
 from partita.integrations.huggingface.accelerator import CHECKPOINT, Accelerator, Source
-from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule
+from partita.integrations.huggingface.arguments import check_training_arguments, given, has_schedule, of_data_rank
 from partita.integrations.huggingface.checkpoints import newest_on_rank_0, why_incomplete
+from partita.integrations.huggingface.optimizer import EngineOptimizer
 from partita.integrations.huggingface.patched import patched
 from partita.integrations.huggingface.prepared import PreparedModel
 from partita.integrations.huggingface.saving import keep_dtype, saved_weights
-from partita.integrations.huggingface.training_arguments import SETTINGS
+from partita.integrations.huggingface.training_arguments import SETTINGS, without_sharding
 from partita.layout.blueprint import row_of
 from partita.optim.build import build_schedule
 
@@ -56,7 +57,8 @@ class Trainer(transformers.Trainer):
         self._makes_optimizer = optimizer is None
         self._makes_scheduler = scheduler is None
         self._pending = list[dict[str, Any]]()  # micro-batches of a pipeline's next batch
-        super().__init__(*args, **kwargs)
+        with ExitStack() as self._during_init:
+            super().__init__(*args, **kwargs)
 
     @property
     def _prepared(self) -> PreparedModel | None:
@@ -72,6 +74,8 @@ class Trainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
         config = self._config = load_config(self._source())
+        if getattr(args, SETTINGS, None) is not None:
+            self._during_init.enter_context(without_sharding(args))
         check_training_arguments(config, args, own_optimizer=self._makes_optimizer)
         values = {
             "batch.micro": args.train_batch_size,
@@ -80,11 +84,13 @@ class Trainer(transformers.Trainer):
         }
         if args.auto_find_batch_size:
             _check_unsharded(config, args)
-        made = partial(self.accelerator_class, partita_config=config, partita_values=values, trains_by_batch=True)
+        made = partial(self.accelerator_class, partita_config=config, partita_values=values, for_trainer=True)
         with patched(transformers.trainer, "Accelerator", made):
             super().create_accelerator_and_postprocess()
         if self._makes_scheduler:
             self.accelerator.engines.omit_section("schedule")  # create_scheduler handles it
+        if self.accelerator.data_rank.copies > 1:
+            _check_samples(type(self), self.accelerator.data_rank.copies)
         if self.accelerator.num_stages > 1:
             _check_loss(type(self), self.accelerator.num_stages)
 
@@ -97,6 +103,13 @@ class Trainer(transformers.Trainer):
         """Undo the base class's division by :meth:`get_tp_size`: gathered values already count each sample once."""
         found = super()._get_num_items_in_batch(*args)
         return found if found is None else found * self.get_tp_size()
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader whose sampler and workers depend on the data rank only: ranks that share a model get the same
+        samples.
+        """
+        with patched(self, "args", of_data_rank(self.args, self.accelerator.data_rank)):
+            return super()._get_dataloader(*args, **kwargs)
 
     def _source(self) -> Source:
         """Return the configuration of the class, the constructor, or ``TrainingArguments(deepspeed=..., fsdp=...)``."""
@@ -205,7 +218,6 @@ class Trainer(transformers.Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as ``transformers.Trainer.train`` does; True resumes from the newest complete checkpoint."""
-        self._pending.clear()  # of a run that an error has ended
         if resume_from_checkpoint is True:
             folder = Path(self.args.output_dir)
             resume_from_checkpoint = str(newest_on_rank_0(folder, self.args.process_index))
@@ -214,6 +226,13 @@ class Trainer(transformers.Trainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._engine.wait_for_checkpoint()
         return output
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train without the gradients of a batch that an error has ended."""
+        self._pending.clear()
+        if self._prepared is not None and isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer.discard_batch()
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Skip a partita checkpoint: the engine loads its weights later, with the optimizer's states."""
@@ -276,6 +295,20 @@ def on_partita(trainer_class: type[transformers.Trainer], config: Source = None)
     bases = (trainer_class,) if issubclass(trainer_class, Trainer) else (Trainer, trainer_class)
     own = {"default_config": config, "__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return type(trainer_class.__name__, bases, own)
+
+
+def _check_samples(kind: type[transformers.Trainer], copies: int) -> None:
+    """Check that a trainer gets its samples from a loader, which gives the ranks that share a model the same ones.
+
+    Raises:
+        ConfigError: its class generates them.
+    """
+    if hasattr(kind, "_generate_and_score_completions"):
+        raise ConfigError(
+            f"parallel: {copies} ranks share a model, and each of them would generate other samples in "
+            f"{kind.__name__}, which counts processes instead of data ranks: leave parallel out; zero.stage: 3 shards "
+            "the model over all ranks"
+        )
 
 
 def _check_loss(kind: type[transformers.Trainer], num_stages: int) -> None:

@@ -1,6 +1,6 @@
 """The module of Lightning's strategies: a model with its engine."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,13 +22,17 @@ class EngineModule(nn.Module):
     forward hooks, where parameters that belong directly to the model are unsharded.
 
     Attributes: ``engine``; ``module``, its model; ``trains``, True if the engine trains it.
+
+    Args:
+        dtypes: the original dtypes of the model's parameters and buffers, by name.
     """
 
-    def __init__(self, engine: Engine, trains: bool) -> None:
+    def __init__(self, engine: Engine, trains: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.engine = engine
         self.trains = trains
         self.module = engine.module
+        self._dtypes = dtypes
         self._has_gradients = False
         self._optimizer_class = type(engine.optimizer)
         # Lightning derives the class of its wrapper around an optimizer from the optimizer's class.
@@ -88,12 +92,14 @@ class EngineModule(nn.Module):
         return self.engine.no_sync() if unsharded else nullcontext()
 
     def close(self) -> None:
-        """Close the engine, and restore the ordinary model and optimizer.
+        """Close the engine, and restore the ordinary model, with its original dtypes, and optimizer.
 
         Raises:
             PartitaError: the unsharded model does not fit into memory; the engine stays open.
         """
-        self.engine.close(whole=True)
+        self.engine.close(whole=True, dtypes=self._dtypes)
+        for name, buffer in self.module.named_buffers():
+            buffer.data = buffer.to(self._dtypes.get(name, buffer.dtype))
         self._release()
 
     def fail(self, error: BaseException) -> None:
@@ -109,17 +115,25 @@ def start(
     model: nn.Module, config: Config, optimizer: Optimizer | None, device: torch.device, weights: str | None
 ) -> EngineModule:
     """Create an engine that trains the model on ``device``."""
-    return EngineModule(_engine(model, config, optimizer, device, weights), trains=True)
+    dtypes = _dtypes(model)
+    return EngineModule(_engine(model, config, optimizer, device, weights), trains=True, dtypes=dtypes)
 
 
 def start_frozen(model: nn.Module, config: Config, device: torch.device, weights: str | None) -> EngineModule:
     """Create an engine that only evaluates the model, without gradients and optimizer states."""
+    dtypes = _dtypes(model)
     trained = [param for param in model.parameters() if param.requires_grad]
     _require_gradients(trained, False)
     try:
-        return EngineModule(_engine(model, config, None, device, weights), trains=False)
+        return EngineModule(_engine(model, config, None, device, weights), trains=False, dtypes=dtypes)
     finally:
         _require_gradients(trained, True)
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtypes of all parameters and buffers, by name."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.dtype for name, tensor in tensors}
 
 
 def _engine(

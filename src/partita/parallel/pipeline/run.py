@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from partita.comm.collectives import Collectives
 from partita.layout.off_stage import is_off_stage
-from partita.memory import accelerator
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.pipeline.cut import modules_outside_blocks
 from partita.parallel.pipeline.deferred_gradients import WeightGradients
@@ -179,7 +178,8 @@ class Pipeline:
 
     def share_loss(self, total: Tensor) -> Tensor:
         """Return the last stage's ``total`` on all ranks of the pipeline."""
-        every = self._group.exchange(accelerator.read(total.float()).view(1), "the loss of a batch").wait()
+        call = "the loss of a batch"
+        every = self._group.exchange(self._group.read(total.float(), call).view(1), call).wait()
         return every[-1, 0]
 
 

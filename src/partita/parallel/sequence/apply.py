@@ -21,6 +21,8 @@ from partita.transforms.modules import Level
 
 SEQUENCE = "sequence"
 KEY = f"parallel.{SEQUENCE}"
+# The attribute of routers that drop the tokens beyond an expert's capacity (Switch Transformers, NLLB-MoE).
+_CAPACITY = "expert_capacity"
 
 
 class SequenceParallel:
@@ -31,7 +33,8 @@ class SequenceParallel:
         lines: one line for each module that runs on slices.
 
     Raises:
-        ConfigError: the model has no blocks, or an attention implementation without a dense mask.
+        ConfigError: the model has no blocks, a router with a capacity, or an attention implementation without a dense
+            mask.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: Group, alone: Group, changes: Level) -> None:
@@ -43,11 +46,13 @@ class SequenceParallel:
                 f"{KEY}: {group.size}: {type(model).__name__} has no blocks (repeated modules in a ModuleList or "
                 "Sequential) that could run on slices of the sequence; leave parallel.sequence out"
             )
+        _check_routers(stacks, group.size)
         kinds = _offer_attention(model, changes)
         self.stacks = [Blocks(blocks, mesh, group, alone, changes, intercept=not kinds) for blocks in stacks]
         changes.on_undo(model.register_forward_pre_hook(Hook(self._refuse_attentions), with_kwargs=True).remove)
         changes.on_undo(model.register_forward_pre_hook(Hook(self._begin)).remove)
         changes.on_undo(model.register_forward_hook(Hook(self._end), always_call=True).remove)
+        changes.on_undo(model.register_forward_hook(Hook(self._check_gathered)).remove)
         implementations = " and ".join(sorted(kinds)) or "scaled_dot_product_attention"
         self.lines = [
             f"{name}: a slice of the sequence, attention by {implementations}" for blocks in stacks for name in blocks
@@ -61,10 +66,17 @@ class SequenceParallel:
     @eager
     def _begin(self, module: nn.Module, args: Any) -> None:
         forward_begins(self.group)
+        for stack in self.stacks:
+            stack.drop_slices()
 
     @eager
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         forward_ends(self.group)
+
+    @eager
+    def _check_gathered(self, module: nn.Module, args: Any, output: Any) -> None:
+        for stack in self.stacks:
+            stack.check_gathered()
 
     def _refuse_attentions(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         flag = "output_attentions"
@@ -88,6 +100,24 @@ class SlicedOutputLayer:
         if hidden.dim() != 3 or hidden.shape[1] != slices.length:
             return forward(*args, **kwargs)
         return as_sequence_slice(forward(slice_for_rank(hidden, 1, slices), *args[1:], **kwargs), slices)
+
+
+def _check_routers(stacks: Sequence[Mapping[str, nn.Module]], size: int) -> None:
+    """Refuse routers with a capacity: on a slice, a rank counts the tokens of its own positions only. The check of the
+    first batch cannot detect this, because few of its positions exceed a capacity.
+
+    Raises:
+        ConfigError: a block has such a router. The message names the router.
+    """
+    for blocks in stacks:
+        for name, block in blocks.items():
+            for inner, module in block.named_modules(prefix=name):
+                if _CAPACITY in vars(module):
+                    raise ConfigError(
+                        f"{KEY}: {size}: '{inner}' ({type(module).__name__}) drops the tokens beyond an expert's "
+                        "capacity, which it counts along the sequence, and a rank has only a slice of the sequence; "
+                        f"set {KEY}: 1, and split the model in another way (parallel.tensor, parallel.pipeline)"
+                    )
 
 
 def _offer_attention(model: nn.Module, changes: Level) -> set[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partita.errors import PartitaError
 from partita.parallel.dot_product import DotProduct, ReplaceSdpa
 from partita.parallel.sequence.choose import ALL_TO_ALL, GATHER_KEYS, Sizes, choose
-from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads
+from partita.parallel.sequence.exchange import gather, heads_for_positions, positions_for_heads, take_heads
 from partita.parallel.sequence.ring import ring_attention
 from partita.parallel.sequence.slices import Slices
 from partita.sharding.compiler import eager
@@ -91,7 +91,7 @@ def sequence_attention(
         raise PartitaError(
             f"parallel.sequence: expected attention over this rank's {slices.num_own} of {slices.length} positions; "
             f"got {num_own} queries and {call.key.shape[2]} keys. Only self-attention within the input of a block is "
-            "supported: set parallel.sequence: 1"
+            "supported: generate text inside engine.gathered(), or set parallel.sequence: 1"
         )
     if slices.group.size == 1:
         return own(call)
@@ -122,7 +122,7 @@ def attention_by_heads(call: AttentionCall, slices: Slices, own: AttentionFuncti
 
 
 def _of_heads(x: Tensor | None, heads: Sequence[int]) -> Tensor | None:
-    return x[:, list(heads)] if x is not None and x.dim() == 4 and x.shape[1] > 1 else x
+    return take_heads(x, heads) if x is not None and x.dim() == 4 and x.shape[1] > 1 else x
 
 
 def _for_own_queries(call: AttentionCall, slices: Slices) -> AttentionCall:

@@ -62,6 +62,7 @@ class Blocks:
         self._first, *_ = blocks.values()
         *_, self._last = blocks.values()
         self.slices: Slices | None = None  # of the last forward
+        self.is_sliced = False  # from the first block's call until the last one's output has been gathered
         self.on_first_call: OnFirstCall | None = None
         self._called = set[int]()  # blocks, by id
         self._of_inputs: MutableMapping[Tensor, Slices] = WeakTensorKeyDictionary()
@@ -113,18 +114,19 @@ class Blocks:
     def _slices_of_call(self, module: nn.Module, hidden: Tensor, name: str) -> Slices:
         """Return the slices of a block's input.
 
-        The first block creates them. Every rank computes all positions of a batch without samples, or with fewer
-        positions than ranks: its slices are those of a group of one rank. A call that the model's own checkpointing
-        recomputes in backward has the slices of the original call.
+        The first call in a forward creates them. Every rank computes all positions of a batch without samples, or with
+        fewer positions than ranks: its slices are those of a group of one rank. A call that the model's own
+        checkpointing recomputes in backward has the slices of the original call.
 
         Raises:
             PartitaError: the input does not have this rank's positions.
         """
         if (repeated := torch._C._current_graph_task_id() != -1) and hidden in self._of_inputs:
             return self._of_inputs[hidden]
-        if (module is self._first or self.slices is None) and not repeated:
+        if (module is self._first or not self.is_sliced) and not repeated:
             can_be_split = len(hidden) > 0 and hidden.shape[1] >= self.group.size
             self.slices = Slices.even(hidden.shape[1], self.group if can_be_split else self.alone, self.mesh)
+            self.is_sliced = True
             self._sliced.clear()
         elif self.slices is None or hidden.shape[1] != self.slices.num_own:
             raise PartitaError(
@@ -170,17 +172,34 @@ class Blocks:
             return slices.take(tensor, 1).clone() if is_whole else tensor
 
         output = placeholder(*(map_tensors(given, whole) for given in (args, kwargs)))
-        return output if block is self._last else map_tensors(output, own)
+        self.is_sliced = block is not self._last
+        return map_tensors(output, own) if self.is_sliced else output
 
     def drop_slices(self) -> None:
-        """Drop the cached slices of a forward in which another rank runs the last block."""
+        """Drop the cached slices of a forward that ended before the last block: another rank runs it, or it failed."""
+        self.is_sliced = False
         self._sliced.clear()
+
+    def check_gathered(self) -> None:
+        """Check that a forward that ends has called the last block.
+
+        Raises:
+            PartitaError: it has not, so the code after the blocks computed with this rank's slice.
+        """
+        if self.is_sliced:
+            self.drop_slices()
+            raise PartitaError(
+                f"parallel.sequence: {self.group.size}: the forward ended without a call of "
+                f"'{self.name(self._last)}', after which the slices of the sequence are gathered: call every block in "
+                "each forward (a block that is left out at random may return its input), or set parallel.sequence: 1"
+            )
 
     @eager
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         slices: Slices | None = kwargs.get(_KEYWORD)
         if slices is None:
             return None
+        self.is_sliced = False
         self._sliced.clear()
         return map_tensors(output, lambda x: gather(x, 1, slices) if is_slice(x, slices) else x)
 

@@ -116,6 +116,14 @@ def heads_for_positions(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     return result
 
 
+def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Return ``x[:, heads]``. An index would be copied to the device, which blocks the caller: this needs none."""
+    first, last = heads[0], heads[-1]
+    if tuple(heads) == tuple(range(first, last + 1)):
+        return x[:, first : last + 1]
+    return torch.cat([x[:, head : head + 1] for head in heads], 1)
+
+
 @eager
 def positions_for_heads(x: Tensor, heads: Heads, slices: Slices) -> Tensor:
     """Exchange ``[batch, own heads, all positions, size]`` for ``[batch, heads, own positions, size]`` by all-to-all.
@@ -188,9 +196,9 @@ class _HeadsForPositions(torch.autograd.Function):
         ctx.heads = heads
         ctx.slices = slices
         ctx.num_heads = x.shape[1]
-        own = x[:, list(heads[slices.group.index])]
-        received = slices.group.all_to_all([x[:, list(taken)] for taken in heads], slices.shapes(own, 2), PURPOSE)
-        return torch.cat(received, 2)
+        sent = [take_heads(x, taken) for taken in heads]
+        shapes = slices.shapes(sent[slices.group.index], 2)
+        return torch.cat(slices.group.all_to_all(sent, shapes, PURPOSE), 2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:

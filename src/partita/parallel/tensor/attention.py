@@ -199,23 +199,14 @@ def _set_numbers(splitter: Splitter, module: nn.Module, heads: Heads, rule_name:
             splitter.record(child, f"heads {queries} of {heads.queries}", rule_name)
         elif splitter.name(child) not in splitter.decisions:
             for owner in child.modules():
-                _use_copies(splitter, owner)
+                splitter.replicate_own(owner)
             if any(True for _ in child.parameters()):
                 splitter.record(child, "copies, on own heads; gradients summed", rule_name)
-    _use_copies(splitter, module)
+    splitter.replicate_own(module)
     own = heads.queries_of(rank)
     changes.wrap_forward(module, SplitDropout(module, splitter.copy_input, own, heads.queries, heads=True))
     counts = "+".join(str(length(heads.queries_of(rank))) for rank in range(heads.size))
     splitter.record(module, f"{counts} of {heads.queries} query heads over {heads.keys} key heads", rule_name)
-
-
-def _use_copies(splitter: Splitter, module: nn.Module) -> None:
-    """Keep a copy of a module's own parameters on every rank, and apply it to this rank's heads."""
-    params = [param for param in module.parameters(recurse=False) if id(param) not in splitter.parallel.parts]
-    for param in params:
-        splitter.replicate(param)
-    if params:
-        splitter.changes.wrap_forward(module, splitter.use_local_shards(module))
 
 
 class AlibiSlice:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from partita.parallel.random import rank_specific_rng
 from partita.parallel.tensor.functions import CopyToTensorRanks
@@ -71,7 +71,7 @@ class _SplitDropoutMode(TorchFunctionMode):
 
     def __init__(self, split: SplitDropout) -> None:
         super().__init__()
-        self._split = split
+        self.split = split
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,8 +79,18 @@ class _SplitDropoutMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             with torch._C.DisableTorchFunction():
-                return self._split.dropout(*args, **kwargs)
+                return self.split.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5] > (0.0,)):
-            with self._split.rank_rng(args[0].device):
+            with self.split.rank_rng(args[0].device):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def kernel_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Return the context in which an attention kernel that is no function of torch draws its dropout mask: inside a
+    split module, each tensor rank draws different random numbers.
+    """
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, _SplitDropoutMode):
+            return mode.split.rank_rng(device)
+    return nullcontext()

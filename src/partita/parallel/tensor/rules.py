@@ -6,8 +6,9 @@ transformers). 4. Layers that are found by their shapes and pass a check (:mod:`
 states, whatever the surrounding code does.
 """
 
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -29,6 +30,11 @@ KEY = "parallel.tensor_rules"
 _READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # Classes, by name, whose forward writes to the weights of their submodules (it clamps `weight.data`).
 _WRITE_INSIDE = ("Gemma3nTextAltUp",)
+# Classes, by name, whose layers may stay split although the module has other parameters: they apply these to full
+# features.
+_FULL_FEATURES = ("InklingMLP", "DogeCDMoE")
+# Activation functions, by name, that apply the same learned parameters to every feature.
+_LEARNED_ACTIVATIONS = ("PReLU", "XIELUActivation")
 
 
 def split_model(splitter: Splitter, mesh: Mesh, tensor_rules: Iterable[tuple[str, TensorRule]]) -> None:
@@ -81,8 +87,31 @@ def _by_config(splitter: Splitter, mesh: Mesh, pattern: str, rule: TensorRule) -
             split_vocabulary(splitter, mesh, owners, rule_name)
         elif rule in ("column", "column_gathered"):
             splitter.column(module, rule_name, gathers=rule == "column_gathered")
+            if rule == "column":
+                _notify_of_copies(splitter, module, rule_name)
         else:
             splitter.row(module, rule_name, splits=rule == "row_split")
+
+
+def _notify_of_copies(splitter: Splitter, layer: nn.Module, rule_name: str) -> None:
+    """Add a notice if the module that contains a layer, whose outputs stay split, has other parameters. If it applies
+    them to the outputs, each rank has a partial gradient of them.
+    """
+    parent = splitter.model.get_submodule(splitter.name(layer).rpartition(".")[0])
+    others = [
+        f"{name}.{key}" if name else key
+        for name, inner in parent.named_modules()
+        for key, _ in inner.named_parameters(recurse=False)
+        if not (is_linear(inner) or is_embedding(inner))
+    ]
+    if others:
+        kind = type(parent).__name__
+        notice = (
+            f"{rule_name}: 'column' leaves outputs split over the ranks. If {kind} applies '{others[0]}' to them, the "
+            "gradient of that parameter is wrong: set 'column_gathered', and 'row_split' for the next layer"
+        )
+        if notice not in splitter.parallel.notices:
+            splitter.parallel.notices.append(notice)
 
 
 def _problem(splitter: Splitter, module: nn.Module, rule: TensorRule) -> str | None:
@@ -151,17 +180,34 @@ def _by_metadata(splitter: Splitter) -> None:
             module.get_submodule(each) for each in names
         } <= layers.keys():
             _by_heads(splitter, module, split_separate, rule_name)
-        elif layers and not _mixes_features(module) and all(map(splitter.is_free, layers)):
+        elif layers and not _mixes_features(splitter, module, layers) and all(map(splitter.is_free, layers)):
             _split_layers(splitter, module, layers, rule_name)
 
 
-def _mixes_features(module: nn.Module) -> bool:
-    """Return whether the code between a module's layers reads all features.
+def _mixes_features(splitter: Splitter, module: nn.Module, layers: Container[nn.Module]) -> bool:
+    """Return whether the code between a module's ``layers`` reads, or may read, more than this rank's features.
 
     Attention is split by heads only. The threshold of sparse activations (Gemma3n) is computed from the mean and
-    deviation of all features.
+    deviation of all features. A second input (the attention output that NeoMME multiplies by gates) has all features.
+    Other parameters may be applied to the split features; only those of learned activations are known to be the same
+    for each feature.
     """
-    return "ttention" in type(module).__name__ or bool(getattr(module, "activation_sparsity", 0.0))
+    kind = type(module).__name__
+    if "ttention" in kind or bool(getattr(module, "activation_sparsity", 0.0)):
+        return True
+    arguments = inspect.signature(module.forward).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each for each in arguments if each.default is each.empty and each.kind not in variadic]
+    others = (inner for inner in module.modules() if inner not in layers and [*inner.parameters(recurse=False)])
+    are_known = kind in _FULL_FEATURES or all(_is_learned_activation(splitter, inner) for inner in others)
+    return len(required) > 1 or not are_known
+
+
+def _is_learned_activation(splitter: Splitter, module: nn.Module) -> bool:
+    """Return whether a module is an activation function with parameters of one element each."""
+    params = list(module.parameters(recurse=False))
+    is_scalar = bool(params) and all(param.numel() == 1 for param in params)
+    return is_scalar and type(module).__name__ in _LEARNED_ACTIVATIONS and not splitter.is_tied(module)
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
@@ -171,7 +217,7 @@ def _style(plan: dict[str, str], name: str) -> str | None:
 
 def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Module, str], rule_name: str) -> None:
     """Split the linear layers of a module if their sizes match: the column-parallel layers have as many outputs as the
-    row-parallel layers have inputs.
+    row-parallel layers have inputs. Each rank applies a copy of the learned activations to its features.
     """
     columns = [layer for layer, style in layers.items() if style == "colwise"]
     rows = [layer for layer, style in layers.items() if style == "rowwise"]
@@ -182,6 +228,10 @@ def _split_layers(splitter: Splitter, module: nn.Module, layers: Mapping[nn.Modu
         splitter.column(layer, rule_name, gathers=False)
     for layer in rows:
         splitter.row(layer, rule_name)
+    for inner in module.modules():
+        if _is_learned_activation(splitter, inner):
+            splitter.replicate_own(inner)
+            splitter.record(inner, "copies, on own features; gradients summed", rule_name)
     split_dropout(splitter, module, width)
 
 

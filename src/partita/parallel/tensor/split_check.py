@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from partita.memory.accelerator import HOST
 from partita.parallel.applied import AppliedParallelism
 from partita.parallel.tensor.functions import CopyToTensorRanks
 from partita.parallel.tensor.splitter import Splitter
@@ -77,7 +78,7 @@ def _on_slices(
     """Return the outputs of rank ``ranks.index``; an empty list if ``split`` does not split the module."""
     parallel = AppliedParallelism()
     with parallel.transforms.temporary():
-        if split(Splitter(module, CopyToTensorRanks(ranks), parallel), module, "a proof") is not None:
+        if split(Splitter(module, CopyToTensorRanks(ranks), parallel, HOST), module, "a proof") is not None:
             return []
         shares = {name: parallel.shares.get(id(param)) for name, param in module.named_parameters()}
         own = {name: share.place.take(values[name]) for name, share in shares.items() if share is not None}

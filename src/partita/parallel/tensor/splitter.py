@@ -31,12 +31,17 @@ class Decision:
 class Splitter:
     """Splits the modules of a model over the ranks of ``copy_input.group``, and records the decisions.
 
+    Args:
+        device: the device on which forwards run.
+
     Attributes:
         names: the names of the modules, by id.
         decisions: by the module's name; at most one per module.
     """
 
-    def __init__(self, model: nn.Module, copy_input: CopyToTensorRanks, parallel: AppliedParallelism) -> None:
+    def __init__(
+        self, model: nn.Module, copy_input: CopyToTensorRanks, parallel: AppliedParallelism, device: torch.device
+    ) -> None:
         self.model = model
         self.copy_input = copy_input
         self.parallel = parallel
@@ -45,6 +50,7 @@ class Splitter:
         self.rank = copy_input.group.index
         self.names = {id(module): name for name, module in model.named_modules()}
         self.decisions = dict[str, Decision]()
+        self._device = device
         self._num_owners = _count_owners(model)
 
     def is_free(self, module: nn.Module) -> bool:
@@ -81,6 +87,14 @@ class Splitter:
         self._share(param, averaged=(), summed=(TENSOR,))
         self.parallel.parts[id(param)] = TensorSharding(self.copy_input.group)
 
+    def replicate_own(self, module: nn.Module) -> None:
+        """Keep a copy of a module's own parameters on every rank, and apply it to this rank's heads or features."""
+        params = [param for param in module.parameters(recurse=False) if id(param) not in self.parallel.parts]
+        for param in params:
+            self.replicate(param)
+        if params:
+            self.changes.wrap_forward(module, self.use_local_shards(module))
+
     def use_local_shards(self, module: nn.Module) -> UseLocalShards:
         """Return the context in which the module computes with this rank's shards of its parameters."""
         parts = self.parallel.parts
@@ -115,7 +129,8 @@ class Splitter:
                 self.shard(bias, 0, given)
             split = f"outputs {'+'.join(map(str, sizes))} of {num}"
         else:
-            chosen = torch.tensor(indices(given[self.rank]), device=module.get_parameter("weight").device)
+            # Parameters may still be on the host or on `meta`: the index is on the device to which they are moved.
+            chosen = torch.tensor(indices(given[self.rank]), device=self._device)
             for param in module.parameters(recurse=False):
                 self.replicate(param)
             split = f"copies, of which each rank uses {'+'.join(map(str, sizes))} outputs of {num}; gradients summed"

@@ -106,9 +106,9 @@ def simulate_rank(
         with accelerator.SIMULATED:
             model = simulated_model.build()
         connections = SimulatedRanks(role.rank, resolved.mesh.num_ranks, requests)
-        mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections)
+        mesh = Mesh(resolved.mesh, accelerator.SIMULATED, connections, for_engines=True)
         arguments = UserArguments(None, None, simulated_model.loss_fn, None)
-        with without_values(), Engine(model, resolved, mesh, arguments, owns_mesh=True) as engine:
+        with without_values(), Engine(model, resolved, mesh, arguments) as engine:
             for group in engine.optimizer.param_groups:  # PyTorch's fused kernels need memory
                 group.update(fused=False, foreach=False)
             # The second step, which prefetches, may gather in another order than the first. Between accelerators, an
@@ -130,8 +130,8 @@ def _train(engine: Engine, simulated_model: SimulatedModel) -> None:
 
 def _report(engine: Engine, role: Role, live_bytes: int, before: TrafficReport, calls: list[Collective]) -> RankReport:
     resolved = engine.blueprint.resolved
-    num_chunks, meets = resolved.config.parallel.num_chunks, accelerator.is_host(engine.mesh.device)
-    shape = StepShape(resolved.batch.accumulate, returns_loss=True, meets=meets, chunks=num_chunks)
+    num_chunks, syncs = resolved.config.parallel.num_chunks, accelerator.is_host(engine.mesh.device)
+    shape = StepShape(resolved.batch.accumulate, returns_loss=True, syncs_each_micro_batch=syncs, chunks=num_chunks)
     return RankReport(
         role,
         engine.memory_report(),

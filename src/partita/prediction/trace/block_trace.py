@@ -1,21 +1,16 @@
 """Memory, computation and communication of a forward and a backward, block by block."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from partita.activation.inputs import NUM_STAYING
 from partita.prediction.chunk_activations import ChunkBytes
+from partita.prediction.trace.chunk_peaks import ChunkPeaks
 from partita.prediction.trace.sizes import NO_PEAK, NOTHING, Peak, Size
 from partita.table.residence import Tier
-
-# Number of offloaded inputs still on the device, in addition to that of the running block: the copy of an input ends
-# while the second block after its own runs.
-NUM_ON_DEVICE = NUM_STAYING + 1
 
 
 @dataclass
@@ -118,61 +113,7 @@ class Trace:
                 during that of each block.
             in_place: names of parameters whose gradients stay in ``param.grad``.
         """
-        first, last = start == 0, stop == len(self.blocks)
-        blocks, prologue, epilogue = self.blocks[start:stop], self.prologue, self.epilogue
-        num, pending_bytes = len(blocks), [*pending] or [0] * (1 + len(blocks))
-        offloaded, deferred, grown = self._offloaded_bytes(start, stop), 0, 0
-        below_first = (
-            prologue.kept.num_bytes
-            if first
-            else self.shared_inputs.num_bytes + sum(block_trace.received_bytes for block_trace in blocks[:1])
-        )
-        kept = [block_trace.kept.num_bytes for block_trace in blocks]
-        if kept and not first:
-            kept[0] += blocks[0].consumed.num_bytes
-        below = list(accumulate(kept, initial=below_first))
-        most = below[-1] - offloaded(num - NUM_ON_DEVICE)
-        # The output that a stage sends, and its gradient, stay until the stage's backward is done.
-        sent = 0 if last else self.blocks[stop].received_bytes
-        forward = [
-            prologue.forward_peak.num_bytes if first else below_first,
-            most + epilogue.forward_peak.num_bytes if last else 0,
-        ]
-        forward += [
-            below[at] - offloaded(at - NUM_ON_DEVICE) + block_trace.forward_peak.num_bytes
-            for at, block_trace in enumerate(blocks)
-        ]
-        backward = growing = most + sent
-        # Each block, and the bytes of all other tensors when its backward begins.
-        walk = [(prologue, pending_bytes[0] + 2 * sent)] * first
-        for at, block_trace in enumerate(blocks):
-            ended = 2 * sent if at < num - 1 or last else block_trace.stage_end_bytes
-            walk.append(
-                (
-                    block_trace,
-                    below[at + 1] - offloaded(min(at - 1, num - NUM_ON_DEVICE)) + pending_bytes[at + 1] + ended,
-                )
-            )
-        walk += [(epilogue, most)] * last
-        for block_trace, existing in reversed(walk):
-            base = existing + deferred
-            stay, in_place_peak = block_trace.growth(in_place)
-            backward = max(backward, base + block_trace.backward_peak.num_bytes)
-            growing = max(growing, base + in_place_peak + grown)
-            grown, deferred = grown + stay, deferred + block_trace.deferred_bytes
-        stays = below[-1] - offloaded(num) + (epilogue.kept.num_bytes if last else 0)
-        back = 0 if first else blocks[0].received_bytes
-        offloaded_bytes, here = (
-            (offloaded(num - NUM_STAYING), offloaded(num)),
-            offloaded(num) - offloaded(num - NUM_ON_DEVICE),
-        )
-        return ChunkBytes(max(forward), stays, backward, growing, grown, deferred, 0, back, offloaded_bytes, here)
-
-    def _offloaded_bytes(self, start: int, stop: int) -> Callable[[int], int]:
-        """Return a function from a number of blocks to the bytes of their offloaded inputs."""
-        sums = list(accumulate((block_trace.input_bytes for block_trace in self.blocks[start:stop]), initial=0))
-        stays_on_device = self.offload_tier is Tier.DEVICE
-        return lambda num: 0 if stays_on_device else sums[max(0, num)]
+        return ChunkPeaks(self, start, stop).bytes([*pending] or [0] * (1 + stop - start), in_place)
 
     def of(self, samples: int) -> "Trace":
         """Return the trace for another number of samples."""

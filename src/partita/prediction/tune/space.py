@@ -13,7 +13,7 @@ from partita.layout.units import find_blocks
 from partita.prediction.machine import Machine
 from partita.prediction.model_source import ModelSource
 from partita.prediction.plan_settings import CHECKPOINTS, PlanSettings, StateSettings, state_precisions
-from partita.prediction.search import Forecast, Search, divisors
+from partita.prediction.search import Forecast, Search, halvings
 from partita.table.mesh_shape import MeshShape
 from partita.table.slots import bytes_ahead
 from partita.table.state_plan import neighbouring_stages
@@ -194,7 +194,7 @@ class Space:
         """
         data, per_rank = settings.mesh.data, self.samples // settings.mesh.data
         sets_batch = settings.samples == self.samples or bool(self.base.batch.model_fields_set)
-        for micro in [settings.micro] if sets_batch else divisors(per_rank):
+        for micro in [settings.micro] if sets_batch else halvings(per_rank):
             if self.samples % (micro * data) == 0:
                 yield replace(settings, micro=micro, accumulate=per_rank // micro)
 

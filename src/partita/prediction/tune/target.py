@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from partita.config.load import load_config, read_sections
 from partita.config.schema import Config
+from partita.config.write import YAML
 from partita.errors import ConfigError
 from partita.prediction.model_source import ModelSource, read_source
 from partita.train.job import Job, load_job
@@ -34,7 +35,7 @@ class Target:
     def is_job(self) -> bool:
         """True if ``text`` names a job's file: YAML, or a JSON file with a job's sections."""
         path = Path(self.text)
-        if path.suffix in (".yaml", ".yml"):
+        if path.suffix in YAML:
             return True
         if path.suffix != ".json" or not path.is_file():
             return False

@@ -1,7 +1,6 @@
 """A trial: a few measured steps of one config in separate processes. Failures are outcomes, too."""
 
 import json
-import signal
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from partita.memory.capacity import usable_cores
-from partita.prediction.processes import RankResult, run_ranks
+from partita.prediction.processes import RankResult, first_failure, run_ranks
 from partita.prediction.tune.target import Target
 
 
@@ -77,26 +76,9 @@ def _free_port() -> int:
 
 
 def _result_of(ended: Sequence[RankResult]) -> TrialResult:
-    """Return the outcome of a trial from the results of its ranks.
-
-    If a rank was ended by a signal, or lacks memory, the other ranks fail as a consequence. So it is reported first.
-    """
+    """Return the outcome of a trial from the results of its ranks."""
     found: list[dict[str, Any]] = [each.result or {} for each in ended]
     if all("step_s" in each for each in found):
         return TrialResult(max(each["step_s"] for each in found), max(each["peak_bytes"] for each in found))
-    for rank, each in enumerate(ended):
-        if each.code is not None and each.code < 0:
-            return _result_of_signal(rank, -each.code)
-    errors = [(not each["lacks_memory"], rank, each["error"]) for rank, each in enumerate(found) if "error" in each]
-    if errors:
-        other, rank, error = min(errors)
-        return TrialResult(failed=f"rank {rank}: {error}", lacks_memory=not other)
-    rank, failed = next((rank, each) for rank, each in enumerate(ended) if each.code)
-    last = failed.log.splitlines()[-1] if failed.log else "without output"
-    return TrialResult(failed=f"rank {rank} ended with exit code {failed.code}: {last}")
-
-
-def _result_of_signal(rank: int, number: int) -> TrialResult:
-    is_kill = number == signal.SIGKILL
-    hint = "; Linux sends it when memory runs out" if is_kill else ""
-    return TrialResult(failed=f"rank {rank} was ended by {signal.Signals(number).name}{hint}", lacks_memory=is_kill)
+    failure = first_failure(ended)
+    return TrialResult(failed=failure.text, lacks_memory=failure.lacks_memory)

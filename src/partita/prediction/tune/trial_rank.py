@@ -4,7 +4,6 @@ TASK is a :class:`~partita.prediction.tune.trial.TrialTask` as JSON. The measure
 as JSON.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from partita.engine.engine import Engine
 from partita.engine.start import initialize
 from partita.layout.state_bytes import gradient_bytes_in_place
 from partita.memory import accelerator
-from partita.memory.out_of_memory import is_out_of_memory
+from partita.prediction.processes import run_rank
 from partita.prediction.trace.run import loss_of
 from partita.prediction.tune.target import give_values
 from partita.prediction.tune.trial import TrialTask
@@ -93,21 +92,7 @@ def autograd_peak_bytes(engine: Engine, step: Callable[[], object]) -> int:
 
 def main(text: str, file: Path) -> int:
     """Measure, write the result or the error to ``file``, and return the exit code."""
-    try:
-        found = measure(TrialTask.of(text))
-    except Exception as error:  # all errors are outcomes of the trial
-        message = (str(error) or type(error).__name__).splitlines()[0]
-        lacks_memory = is_out_of_memory(error) or any(is_out_of_memory(each) for each in _causes(error))
-        found = {"error": f"{type(error).__name__}: {message}", "lacks_memory": lacks_memory}
-    written = file.with_suffix(".part")
-    written.write_text(json.dumps(found))
-    written.replace(file)
-    return int("error" in found)
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    cause = error.__cause__ or error.__context__
-    return [] if cause is None else [cause, *_causes(cause)]
+    return run_rank(lambda: measure(TrialTask.of(text)), file)
 
 
 def _end_with_parent() -> None:

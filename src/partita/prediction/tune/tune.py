@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from partita.config.launchers import launch_environment
 from partita.config.messages import format_bytes
 from partita.config.resolve import resolve
 from partita.config.schema import Config
+from partita.config.write import write_yaml
 from partita.errors import ConfigError
 from partita.memory import accelerator
 from partita.memory.capacity import host_memory, usable_cores
@@ -75,10 +74,7 @@ class Tuned:
         job, content = self.target.job(), self.config()
         if job is not None:
             content = {**job.model_dump(mode="json", exclude_unset=True), "engine": content}
-        try:
-            Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"'{path}' cannot be written: {error.strerror}; name another file") from None
+        write_yaml(path, content)
 
 
 @dataclass(frozen=True)

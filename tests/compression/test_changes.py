@@ -132,7 +132,7 @@ def telescopes(codec: str, compute: str, accumulate: int) -> None:
         assert 0.01 * LR < float(behind) < 5 * LR, "an update is of about LR"
         for name, weight in engine.state_dict().items():
             torch.testing.assert_close(weight, -LR * given[name], rtol=1e-4, atol=1e-5 if compute == "fp32" else 1e-4)
-        engine._parts.runtime.settle()
+        engine._parts.runtime.prepare_for_checkpoint()
         assert torch.equal(own_rests(engine), master.to(torch.float16).float() if compute == "fp16" else master)
 
 

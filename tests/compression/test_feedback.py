@@ -57,7 +57,7 @@ def held(engine: partita.Engine) -> Tensor:
 def held_sums(engine: partita.Engine) -> dict[str, Tensor]:
     """Settle the residuals; return their sum over all ranks for each parameter, flattened."""
     runtime = engine._parts.runtime
-    runtime.reducer.sync_states.settle()
+    runtime.reducer.sync_states.prepare_for_checkpoint()
     sums = {m.fqn: torch.zeros(m.span.num_elements) for _, m in runtime.members()}
     for segment in (segment for unit in runtime.units for segment in unit.trained if segment.is_first_copy):
         own = runtime.reducer.sync_states.saved(segment)

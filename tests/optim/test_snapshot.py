@@ -60,8 +60,8 @@ def test_what_several_steps_count_is_counted_once() -> None:
     stepped = [snapshot.step({id(param)}) for param in (first, second)]
     assert values([first, second]) == [0.5, 0.5]
     assert (optimizer.steps, optimizer.param_groups[0]["k"], float(optimizer.param_groups[0]["power"])) == (0, 0, 1.0)
-    for take_up in stepped:
-        take_up()
+    for copy_counters in stepped:
+        copy_counters()
     assert (optimizer.steps, optimizer.param_groups[0]["k"], float(optimizer.param_groups[0]["power"])) == (1, 1, 0.5)
 
 

@@ -114,7 +114,7 @@ MUTATIONS = (
     Mutation("sharding/reducer.py", "awaited = [record(self._device), *(slot", "awaited = [*(slot", "stage 2"),
     Mutation("sharding/reducer.py", "slot in (scratch, sums) if", "slot in (scratch,) if", "in backward"),
     Mutation("sharding/reducer.py", "            self._launched.wait()\n", "            pass\n", "stage 2"),
-    Mutation("sharding/reducer.py", "take_back(sent, self._launched)", "take_back(sent, Event())", "stage 2"),
+    Mutation("sharding/reducer.py", "release_sent(sent, self._launched)", "release_sent(sent, Event())", "stage 2"),
     Mutation("sharding/reducer.py", "partial(after, awaited, run)", "partial(after, [], run)", "stage 0"),
     Mutation("sharding/reducer.py", "                gathered.wait()\n", "                pass\n", "stage 0"),
     Mutation("optim/updates.py", "        ready.wait()\n", "", "in backward"),

@@ -105,7 +105,7 @@ class Checkpoints:
         self._updater.take_written()
         self._updater.views.attach(self._updater.optimizer)  # groups that were added after the last step
         runtime = self._content.runtime
-        self._updater.settle()
+        self._updater.prepare_for_checkpoint()
         self._training.owning_rank = owning_ranks(runtime.model, runtime.collectives.all_ranks, shared=runtime.runs_all)
         self._training.compare_ranks(runtime.collectives.all_ranks)
         about = {

@@ -112,7 +112,7 @@ def load(content: Content, training: TrainingState, backend: Backend, folder: Pa
         if error is not None:
             raise error
         restored = loading.fill_others()
-    content.updater.loaded()
+    content.updater.after_load()
     content.runtime.rewritten()
     trim()
     return restored

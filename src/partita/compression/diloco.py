@@ -250,7 +250,7 @@ class DilocoListener(UpdateListener):
 
     # ----------------------------------------------------------------- checkpoints
 
-    def settle(self, step: int, *, is_warming_up: bool) -> None:
+    def prepare_for_checkpoint(self, step: int, *, is_warming_up: bool) -> None:
         """End the round, and average the residuals and the optimizer's states over the replicas.
 
         Afterwards all replicas have the same states. A checkpoint stores one replica's states, and this run continues

@@ -2,8 +2,8 @@
 
 Each rank keeps a *residual*: the error of the values that it sent, in units of the mean gradient. Only the sum of the
 residuals over the ranks matters. There are two copies, from before and after the step: the second one becomes valid
-with the update, so a skipped step changes nothing. The residual of a rank's own shard is added without encoding. For a
-checkpoint, :meth:`ErrorFeedbackSync.settle` moves the sum of all residuals there, in the running engine too.
+with the update, so a skipped step changes nothing. The residual of a rank's own shard is added without encoding. For
+checkpoints, :meth:`ErrorFeedbackSync.prepare_for_checkpoint` moves the sum of all residuals there, in this run too.
 
 Sources: Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error feedback fixes SignSGD",
 2019.
@@ -189,7 +189,10 @@ class ErrorFeedbackSync(GradientSync):
 
     @property
     def row_residual(self) -> Tensor:
-        """The residual of this rank's row, ``[num_columns]``. After :meth:`settle`, all others are zero."""
+        """The residual of this rank's row, ``[num_columns]``.
+
+        After :meth:`prepare_for_checkpoint`, all others are zero.
+        """
         first: Tensor = self._split(self.residuals)[0]
         return first.view(self.layout.num_rows, -1)[self.row]
 
@@ -198,7 +201,7 @@ class ErrorFeedbackSync(GradientSync):
         shards: Sequence[Tensor] = self.row_residual.split(sizes)
         return next(shard for each, shard in zip(self.layout.segments, shards, strict=True) if each is segment)
 
-    def settle(self, interpreter: Interpreter) -> None:
+    def prepare_for_checkpoint(self, interpreter: Interpreter) -> None:
         """Move the exact sum of the residuals over the ranks into each rank's :attr:`row_residual`."""
         assert not self._is_open
         values = self.residuals.to(interpreter.device)

@@ -255,9 +255,9 @@ class LowRankSync(ErrorFeedbackSync):
         super().discard()
         self.factors.discard()
 
-    def settle(self, interpreter: Interpreter) -> None:
+    def prepare_for_checkpoint(self, interpreter: Interpreter) -> None:
         self.factors.clear()
-        super().settle(interpreter)
+        super().prepare_for_checkpoint(interpreter)
 
     def clear(self) -> None:
         super().clear()

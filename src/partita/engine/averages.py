@@ -75,7 +75,7 @@ class Ema(UpdateListener):
     def after_update(self, step: int, *, is_warming_up: bool) -> None:
         self._due = step
 
-    def settle(self, step: int, *, is_warming_up: bool) -> None:
+    def prepare_for_checkpoint(self, step: int, *, is_warming_up: bool) -> None:
         self.complete()
 
     def complete(self) -> None:

@@ -174,7 +174,7 @@ def _build(
             by_kernels = isinstance(rule_for(optimizer), KernelRule)
             runtime = Runtime(model, blueprint, collectives, memory, parallel.transforms, source, by_kernels=by_kernels)
         failed = ExitStack()
-        failed.callback(runtime.give_back)
+        failed.callback(runtime.restore_model)
         with shared_errors(all_ranks, failed.close):
             split = SplitParameters((member for _, member in runtime.members()), parallel.parts, mesh)
             failed.callback(split.remove)

@@ -79,7 +79,7 @@ class UpdateListener:
     def after_update(self, step: int, *, is_warming_up: bool) -> None:
         """Called when the update is complete or running."""
 
-    def settle(self, step: int, *, is_warming_up: bool) -> None:
+    def prepare_for_checkpoint(self, step: int, *, is_warming_up: bool) -> None:
         """Reduce all states to what a checkpoint saves, so that this run continues as one that loads it."""
 
     def prepare(self, segment: Segment) -> None:

@@ -23,7 +23,7 @@ from partita.table.residence import Tier
 # Weights and gradients.
 NUM_SENT = 2
 
-TakeUp = Callable[[], None]
+CopyCounters = Callable[[], None]
 
 
 class FullUpdates:
@@ -48,7 +48,7 @@ class FullUpdates:
             view.is_full_at_owner = True
             view.in_groups = _empty(view) if self.owners.is_owner(fqn) else None
 
-    def run(self, members: Sequence[Member], step: Callable[[AbstractSet[int]], TakeUp]) -> TakeUp:
+    def run(self, members: Sequence[Member], step: Callable[[AbstractSet[int]], CopyCounters]) -> CopyCounters:
         """Run the optimizer on full parameters, each at its owner. A collective.
 
         Args:
@@ -57,16 +57,16 @@ class FullUpdates:
 
         Returns: the last result of ``step``, which takes up what it counted.
         """
-        take_up = step(frozenset())  # counts also on ranks without parameters
+        copy_counters = step(frozenset())  # counts also on ranks without parameters
 
         def work(name: str, weights: Tensor, grad: Tensor) -> Tensor:
-            nonlocal take_up
+            nonlocal copy_counters
             param = self._views[name].in_groups
             assert param is not None
             param.data = weights.to(param.device)
             param.grad = grad.to(param.device)
             try:
-                take_up = step({id(param)})
+                copy_counters = step({id(param)})
                 return param.data
             finally:
                 param.grad = None
@@ -75,7 +75,7 @@ class FullUpdates:
         self.owners.run(
             [member.fqn for member in members if member.fqn in self._views], _weights_and_grad, work, _store
         )
-        return take_up
+        return copy_counters
 
 
 def _check(view: View, name: str) -> None:

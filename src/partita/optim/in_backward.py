@@ -48,7 +48,7 @@ class BackwardUpdater(Updater):
 
     _queued: tuple[_Queued, ...] = ()
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         pass  # no sync keeps states here
 
     def update(self) -> StepResult:
@@ -79,7 +79,7 @@ class BackwardUpdater(Updater):
         lr = self.rates
         self.steps += 1
         if self._guard.watched:  # the step that calls the hooks does the counting
-            self._updates.wait(takes_up=not self._queued)
+            self._updates.wait(copies_counters=not self._queued)
         self._queued = ()
         self._guard.step(False)
         self._guard.call_hooks()

@@ -148,9 +148,9 @@ class Snapshot:
             clone.coming = coming
         clone.__dict__.update(copies(self._attributes, self._attributes))
         run_step(clone)
-        return partial(self._take_up, groups, copies(clone.__dict__, self._counted))
+        return partial(self._copy_counters, groups, copies(clone.__dict__, self._counted))
 
-    def _take_up(self, groups: Groups, attributes: dict[str, Any]) -> None:
+    def _copy_counters(self, groups: Groups, attributes: dict[str, Any]) -> None:
         """Copy values that the step has changed to the optimizer; other settings stay as they are now."""
         for group, before, after in zip(self._optimizer.param_groups, self._groups, groups, strict=False):
             for key in after.keys() - {"params"}:  # also counters that the step has created

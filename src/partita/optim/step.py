@@ -109,7 +109,7 @@ class StepUpdater(Updater):
             listener.before_update(ComingUpdate(self.steps, measured.used, is_warming_up))
         self._run(measured, factor_of(norm, measured.scale, max_norm))
         if is_warming_up and not self.is_warming_up:
-            self.loaded()
+            self.after_load()
         self._reducer.zero()
         if any(listener.reads_weights for listener in self._listeners):
             self.wait_for_updates()
@@ -215,7 +215,7 @@ class StepUpdater(Updater):
             norm, scale = self._consensus.norm(norms, agreed, self.steps + 1)
         return Measured(agreed.used, norm / scale, scale, agreed.has_hooks)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Use the strategies of the next step, after the warm-up or after loading. A collective."""
         self.wait_for_updates()
         self._runtime.warm_up(self.is_warming_up)

@@ -223,14 +223,14 @@ class Updater(ABC):
         """True in the warm-up, which lasts for a number of updates."""
         return self.steps - self.skipped < self._warmup_steps
 
-    def settle(self) -> None:
+    def prepare_for_checkpoint(self) -> None:
         """Reduce all states to what a checkpoint saves, as if this run had loaded it. A collective."""
         for listener in self._listeners:
-            listener.settle(self.steps, is_warming_up=self.is_warming_up)
-        self._runtime.settle()
+            listener.prepare_for_checkpoint(self.steps, is_warming_up=self.is_warming_up)
+        self._runtime.prepare_for_checkpoint()
 
     @abstractmethod
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Called after states were loaded. A collective."""
 
     @property

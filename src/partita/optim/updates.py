@@ -185,7 +185,7 @@ class Updates:
         inline_last = has_hooks if self._inline else guard.watched
         if inline_last:  # hooks before the inline step find the other updates done, and that step does the counting
             self._start(used, factors.overlapped)
-            self.wait(takes_up=False)
+            self.wait(copies_counters=False)
             self._run_inline(used, factors.inline, guard)
         else:
             self._run_inline(used, factors.inline, guard)
@@ -207,9 +207,9 @@ class Updates:
 
     def _step_inline(self, guard: Guard, chosen: AbstractSet[int], coming: Sequence[Member]) -> None:
         if self._full_updates is not None:
-            take_up = self._step(chosen, coming)
+            copy_counters = self._step(chosen, coming)
             if not guard.watched:  # else the step that has the hooks does the counting
-                take_up()
+                copy_counters()
             return
         if isinstance(optimizer := self._context.rule.optimizer, CollectiveOptimizer):
             optimizer.coming = coming
@@ -290,11 +290,11 @@ class Updates:
                 unit.await_update(update.done)
         self._under_way = list(updates)
 
-    def wait(self, *, takes_up: bool = True) -> None:
+    def wait(self, *, copies_counters: bool = True) -> None:
         """Wait until every update is complete, and parameters are ready for the next forward.
 
         Args:
-            takes_up: True to copy changed counters to the optimizer.
+            copies_counters: True to copy changed counters to the optimizer.
         """
         updates = self._under_way
         self._under_way = []
@@ -307,7 +307,7 @@ class Updates:
             with span("wait for update", unit.title):
                 unit.updated.wait()
             unit.finish_update()
-        if takes_up:
+        if copies_counters:
             for update in updates:
                 update.stepped()
         self._context.states.count()

@@ -96,14 +96,17 @@ class GradientSync:
     def discard(self) -> None:
         """End a step without an update."""
 
-    def settle(self, interpreter: Interpreter) -> None:
+    def prepare_for_checkpoint(self, interpreter: Interpreter) -> None:
         """Reduce the states to what a checkpoint saves, in this run too. A collective, between two steps."""
 
     def clear(self) -> None:
         """Forget the states kept between steps, before other values are loaded."""
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint; call :meth:`settle` first."""
+        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint.
+
+        Call :meth:`prepare_for_checkpoint` first.
+        """
         return None
 
     def start(self, members: Sequence[Member], state_of: StateOf, interpreter: Interpreter) -> None:

@@ -96,7 +96,7 @@ class GradientPools:
         if isinstance(bucket.buffer, PooledBuffer) and bucket.buffer.full is None:
             bucket.buffer.borrow(self._collecting.borrow(bucket.num_bytes))
 
-    def take_back(self, slot: Slot, last_use: Event) -> None:
+    def release_sent(self, slot: Slot, last_use: Event) -> None:
         """Return a bucket's slot, which is free once ``last_use`` has passed."""
         self._collecting.give_back(slot, last_use)
 
@@ -107,24 +107,24 @@ class GradientPools:
         num_bytes = max((self._scratch_bytes[id(bucket)] for bucket in buckets), default=0)
         return self._receiving.borrow(num_bytes) if num_bytes else None
 
-    def in_slot(self, slot: Slot | None, bucket: Bucket) -> Tensor | None:
+    def scratch_of(self, slot: Slot | None, bucket: Bucket) -> Tensor | None:
         """Return the memory of such a slot as a tensor for one bucket."""
         if slot is None or not (num_bytes := self._scratch_bytes[id(bucket)]):
             return None
         return over(slot.storage, bucket.dtype, num_bytes // bucket.dtype.itemsize)
 
-    def give_back_scratch(self, slot: Slot | None, last_use: Event) -> None:
+    def release_scratch(self, slot: Slot | None, last_use: Event) -> None:
         """Return such a slot, which is free once ``last_use`` has passed."""
         if slot is not None:
             self._receiving.give_back(slot, last_use)
 
     # ---------------------------------------------------------------------- sums
 
-    def for_sum(self, bucket: Bucket) -> Slot | None:
+    def acquire_sum(self, bucket: Bucket) -> Slot | None:
         """Borrow a slot for the bucket's reduced gradients; None if these are stored."""
         return None if bucket.sums_tier is None else self._sums[bucket.sums_tier].borrow(bucket.shard_bytes)
 
-    def give_back_sum(self, slot: Slot, bucket: Bucket, used: Event) -> None:
+    def release_sum(self, slot: Slot, bucket: Bucket, used: Event) -> None:
         """Return such a slot, which is free once ``used`` has passed."""
         assert bucket.sums_tier is not None
         self._sums[bucket.sums_tier].give_back(slot, used)
@@ -384,17 +384,17 @@ class GradientReducer:
         bucket.fill_up()
         if self.finite.traces:
             self.finite.watch(bucket.buffer.total())
-        scratch, sums = self.pools.scratch([bucket]), self.pools.for_sum(bucket)
-        call = SyncCall(self._seeded(), self.pools.in_slot(scratch, bucket))
+        scratch, sums = self.pools.scratch([bucket]), self.pools.acquire_sum(bucket)
+        call = SyncCall(self._seeded(), self.pools.scratch_of(scratch, bucket))
         reduce = bucket.launch(call, sums, self._scale_of(bucket))
         awaited = [record(self._device), *(slot.last_use for slot in (scratch, sums) if slot is not None)]
         self._launched = self._stream.run(in_span(partial(after, awaited, reduce), "reduce", bucket.members[0].fqn))
-        self.pools.give_back_scratch(scratch, self._launched)
+        self.pools.release_scratch(scratch, self._launched)
         if (sent := bucket.launched(self._launched)) is not None:
-            self.pools.take_back(sent, self._launched)
+            self.pools.release_sent(sent, self._launched)
         if sums is not None:
             assert self._user is not None
-            self.pools.give_back_sum(sums, bucket, self._user.use(bucket))
+            self.pools.release_sum(sums, bucket, self._user.use(bucket))
 
     def _seeded(self) -> Interpreter:
         """Return an interpreter with a seed that depends only on the step and the number of the call within it."""
@@ -453,10 +453,10 @@ class GradientReducer:
         ordered = [*tied, *(bucket for bucket in chosen if not bucket.plan.copies.is_tied)]
         for bucket in ordered:
             slot = self.pools.scratch([bucket])
-            received = self.pools.in_slot(slot, bucket)
+            received = self.pools.scratch_of(slot, bucket)
             awaited = [record(self._device)] + ([] if slot is None else [slot.last_use])
             self._launched = self._stream.run(partial(after, awaited, bucket.add_copies, self._interpreter, received))
-            self.pools.give_back_scratch(slot, self._launched)
+            self.pools.release_scratch(slot, self._launched)
         self.drain()
 
     def gather(self, used: AbstractSet[int], factor: float, *, scale: float = 1.0) -> None:
@@ -478,7 +478,7 @@ class GradientReducer:
 
         if chosen:
             gathered = self._stream.run(partial(after, awaited, run))
-            self.pools.give_back_scratch(slot, gathered)
+            self.pools.release_scratch(slot, gathered)
             with span("wait for reduce"):
                 gathered.wait()
 
@@ -491,4 +491,4 @@ class GradientReducer:
         self.scales.clear()
         for bucket in self.buckets:
             if (slot := bucket.clear()) is not None:
-                self.pools.take_back(slot, record(self._device))
+                self.pools.release_sent(slot, record(self._device))

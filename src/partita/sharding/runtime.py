@@ -115,7 +115,7 @@ class Runtime:
         self._members = dict[int, tuple[Unit, Member]]()  # by the id of the parameter
         self._own_buffers = [(module, dict(module._buffers)) for module in model.modules()]
         try:
-            self._assemble(Assembly(model, self.units, collectives, memory, source, self.give_back))
+            self._assemble(Assembly(model, self.units, collectives, memory, source, self.restore_model))
             if blueprint.resolved.casts_buffers:
                 cast_buffers(model, dtype_of(ENCODINGS[blueprint.resolved.compute_dtype]), kept)
             self.reducer = GradientReducer(self._make_buckets(blueprint), collectives, ledger)
@@ -189,7 +189,7 @@ class Runtime:
                 unit.reshard()
         assembly.fill_others()
 
-    def give_back(self) -> None:
+    def restore_model(self) -> None:
         """Undo a failed start on all ranks: give moved parameters and buffers back to the model."""
         for hook in self._hooks:
             hook.remove()
@@ -199,7 +199,7 @@ class Runtime:
                 self.unsharder.hold([unit])
             for member in unit.members:
                 disclaim(member.param)
-                if not unit.give_back(member):
+                if not unit.restore_parameter(member):
                     continue
                 if member.is_cut:
                     leave_share(member.param)
@@ -221,7 +221,7 @@ class Runtime:
 
     def _make_buckets(self, blueprint: Blueprint) -> list[Bucket]:
         buckets = make_buckets(blueprint.buckets, self.units, self._accumulate, self.memory.ledger)
-        with shared_errors(self.collectives.all_ranks, self.give_back):
+        with shared_errors(self.collectives.all_ranks, self.restore_model):
             for bucket in buckets:
                 bucket.allocate(self.memory)
         return buckets
@@ -355,12 +355,12 @@ class Runtime:
         self.unsharder.end_micro_batch()
         self.buffers.end_micro_batch()
 
-    def settle(self) -> None:
+    def prepare_for_checkpoint(self) -> None:
         """Reduce all states to what a checkpoint saves, so that this run continues as one that loads it.
 
         Sums the ranks' error-feedback residuals, and stores parameters exactly. A collective, between two steps.
         """
-        self.reducer.sync_states.settle()
+        self.reducer.sync_states.prepare_for_checkpoint()
         self._deliver([s for unit in self.units for s in unit.trained if s.planned.publish.needs_master])
 
     def warm_up(self, is_warming_up: bool) -> None:

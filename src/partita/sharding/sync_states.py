@@ -36,13 +36,16 @@ class SyncStates:
         for bucket, sync in self._with_states():
             sync.commit(bucket.layout.pieces_of_unused(used))
 
-    def settle(self) -> None:
+    def prepare_for_checkpoint(self) -> None:
         """Reduce the states to what a checkpoint saves. A collective, between two steps."""
         for _, sync in self._with_states():
-            sync.settle(self._interpreter)
+            sync.prepare_for_checkpoint(self._interpreter)
 
     def saved(self, segment: Segment) -> Tensor | None:
-        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint; call :meth:`settle` first."""
+        """Return this rank's states of a segment, ``[shard_elements]``, for a checkpoint.
+
+        Call :meth:`prepare_for_checkpoint` first.
+        """
         for bucket, sync in self._with_states():
             if any(each is segment for each in bucket.segments):
                 return sync.saved(segment)

@@ -282,7 +282,7 @@ class Unit:
         """Make a parameter of the unit a view of ``full`` again, after ``full`` was reallocated."""
         replace_data(member.param, member.within(member.segment.full))
 
-    def give_back(self, member: Member) -> bool:
+    def restore_parameter(self, member: Member) -> bool:
         """Give a parameter its own memory again, with its original dtype and device. The unit is unsharded.
 
         Returns: False if the parameter is not a view of the unit's storage.

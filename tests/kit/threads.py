@@ -192,10 +192,10 @@ class FakeMesh:
         self._streams = {purpose: Stream(self.device, purpose) for purpose in BULK_PURPOSES}
         self.has_last_engine = False
 
-    def add_engine(self) -> None:
-        pass
+    def add_engine(self) -> bool:
+        return False
 
-    def remove_engine(self) -> None:
+    def remove_engine(self, *, closes: bool = False) -> None:
         pass
 
     def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:

@@ -64,10 +64,10 @@ def test_every_plan(num_ranks: int) -> None:
 
 
 # Plans with error feedback or averages on the host: the reducing thread copies them to the device and waits for it, and
-# the caller waits for the copies of gradients that it scales. And one whose publishing thread so copies new weights.
+# the caller waits for the copies of gradients that it scales. In the last two, threads so copy weights.
 COPIED_FROM_HOST = (
     *("PowerSGD, on host", "1-bit Adam, stage 3, on host", "hsdp, ternary, on host"),
-    "changes, bf16, optimizer on host",
+    *("changes, bf16, optimizer on host", "lean, parameters on host"),
 )
 WAIT = "synchronize"  # for an event, a stream or the device, without a read or a copy
 

@@ -174,14 +174,19 @@ class Mesh:
         """True if the next engine that is closed closes the mesh."""
         return self._for_engines and self._num_engines == 1
 
-    def add_engine(self) -> None:
-        """Count an engine that uses the mesh."""
+    def add_engine(self) -> bool:
+        """Count an engine that uses the mesh; return True for the one that the mesh was made for."""
         self._num_engines += 1
+        return self._for_engines and self._num_engines == 1
 
-    def remove_engine(self) -> None:
-        """Count an engine less; the last one closes the mesh, if it was made for engines."""
+    def remove_engine(self, *, closes: bool = False) -> None:
+        """Count an engine less; the last one closes the mesh, if it was made for engines.
+
+        Args:
+            closes: close the mesh although other engines use it.
+        """
         self._num_engines -= 1
-        if self._for_engines and not self._num_engines:
+        if self._for_engines and (closes or not self._num_engines):
             self.close()
 
     def finish(self) -> None:

@@ -77,7 +77,7 @@ class Engine:
         self._oom_reporter = parts.oom_reporter
         self._micro_batches = MicroBatches(parts, model, resolved.batch.accumulate, given.loss_fn)
         self._averages = Averages(parts.runtime, parts.updater, self._micro_batches.check_between_batches)
-        mesh.add_engine()
+        self._made_mesh = mesh.add_engine()
 
     def __repr__(self) -> str:
         title, *settings = self._description
@@ -543,7 +543,7 @@ class Engine:
             parts.whole.leave(copies)
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool = False) -> None:
         self._closed = True
         try:
             self._parts.updater.close()
@@ -551,7 +551,8 @@ class Engine:
             self._parts.runtime.close()
             self._log.close()
         finally:
-            self.mesh.remove_engine()
+            # The other engines' pending collectives may never end after an error of the first one.
+            self.mesh.remove_engine(closes=failed and self._made_mesh)
 
     def _fail(self, error: BaseException) -> None:
         """Close the engine after an error. Do not wait for pending operations, which other ranks may never finish.
@@ -565,7 +566,7 @@ class Engine:
         self._parts.pipeline.abandon()
         self.mesh.abort()
         with suppress(PartitaError):  # the last rows of `log` cannot be written; ``error`` has come first
-            self._end()
+            self._end(failed=True)
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:

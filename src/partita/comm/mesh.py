@@ -41,7 +41,7 @@ class Mesh:
         shape: the sizes of the axes; their product is the number of ranks.
         device: the device of the tensors.
         connections: this rank's connections; the mesh closes them.
-        for_engines: the last engine that uses the mesh closes it.
+        for_engines: the last engine that uses the mesh closes it, and so does an error of the first one.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Mesh:
             return self.transports[axes]
         except KeyError:
             raise PartitaError(
-                f"there is no process group over {', '.join(axes)}: the mesh is closed, or was made without it"
+                f"there is no process group over {', '.join(axes)}: the mesh is closed, or these axes were not opened"
             ) from None
 
     def purposes(self, axes: tuple[str, ...]) -> frozenset[str]:

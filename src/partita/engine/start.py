@@ -60,7 +60,7 @@ def initialize(
         weights: a safetensors file or folder with the initial values, the same for all ranks.
         mesh: the mesh of another engine in this process, to share its process groups and their settings
             (``communication.timeout_s``, ``within_node``, ``reduction``, ``through_host``); the last of these engines
-            closes it. None: a new one.
+            closes it, and so does an error of the first one. None: a new one.
         device: the device that this rank computes on (``"cpu"``, ``"cuda"``, ``"cuda:1"``); None: the mesh's, or the
             rank's own accelerator if there is one.
 
